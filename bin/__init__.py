@@ -1,0 +1,1 @@
+"""The command lines: the only place that reads flags and the environment."""

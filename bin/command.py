@@ -1,0 +1,94 @@
+"""What all commands do alike: flags, errors, exit codes, tables."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from absl import flags
+
+from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.errors import BadInput, DflashError
+
+INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
+
+
+def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
+    """Parses the command line, runs `main`, and turns our errors into one message and an exit code."""
+    try:
+        _parse(sys.argv, usage, flag_values)
+        main()
+        sys.stdout.flush()
+        return 0
+    except _HelpShown:
+        return 0
+    except (flags.Error, DflashError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, DflashError) else BadInput.exit_code
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (| head). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class _HelpShown(Exception):
+    pass
+
+
+def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> None:
+    if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
+        print(f"{usage}\nflags:\n{flag_values.get_help()}")
+        raise _HelpShown
+    left = flag_values(argv)[1:]
+    if left:
+        raise BadInput(f"unexpected {' '.join(map(repr, left))}: all arguments are flags, see --help")
+
+
+def default_bundle(target: str, draft: str) -> Path:
+    """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-aot"
+    if target == EMBEDDED:
+        return base / EMBEDDED
+    return base / "--".join(
+        str(Path(name).absolute() if Path(name).is_dir() else name).strip("/").replace("/", "-")
+        for name in (target, draft)
+    )
+
+
+def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
+    """Both, or neither for the embedded pair. Raises BadInput."""
+    if (target is None) != (draft is None):
+        given, missing = ("--target", "--draft") if target else ("--draft", "--target")
+        raise BadInput(f"{given} without {missing}: a pair needs both; without either it is the embedded pair")
+    return target or EMBEDDED, draft or EMBEDDED
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned, the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def seconds_since_process_start() -> float:
+    """Since the kernel started this process, the interpreter's own start included."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
+        return time.process_time()

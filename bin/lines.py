@@ -1,0 +1,103 @@
+"""Requests and answers, one JSON object a line."""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.runtime.engine import Engine, Stream
+from dflash_aot.runtime.request import Result, SamplingParams
+
+PARAMS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids")
+FIELDS = ("id", "prompt", "prompt_ids", *PARAMS)
+AHEAD = 256  # lines read before the first is answered: more than any batch, less than a large file
+
+
+def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
+    """(id, result) of every line, in order; served together as slots allow. `defaults` hold where a line is silent."""
+    started: deque[tuple[Any, Stream | Result]] = deque()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            started.append(_start(engine, line, number, defaults))
+        if len(started) >= AHEAD:
+            yield _finish(*started.popleft())
+    while started:
+        yield _finish(*started.popleft())
+
+
+def output_line(identity: Any, result: Result, trace: bool) -> str:
+    """An answer as JSON, without a line end."""
+    fields = {
+        "id": identity,
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "accepted": result.accepted,
+        "error": result.error,
+    }
+    return json.dumps({**fields, **({"drafted": result.drafted} if trace else {})}, ensure_ascii=False)
+
+
+def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> tuple[Any, Stream | Result]:
+    identity = None
+    try:
+        fields = _parse(line, number)
+        identity = fields.get("id")
+        _check_names(fields, number)
+        return identity, engine.stream(_read_prompt(fields, number), _read_params(fields, defaults))
+    except DflashError as error:
+        return identity, failed(str(error))
+
+
+def _finish(identity: Any, started: Stream | Result) -> tuple[Any, Result]:
+    if isinstance(started, Result):
+        return identity, started
+    try:
+        return identity, started.result()
+    except DflashError as error:
+        return identity, failed(str(error))
+
+
+def failed(error: str) -> Result:
+    """The answer to a request that never ran."""
+    return Result([], "", "error", 0, [], [], error, None, 0.0)
+
+
+def _parse(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:  # JSON and UTF-8 errors alike
+        raise BadInput(f"line {number} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise BadInput(f"line {number} holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _check_names(fields: dict[str, Any], number: int) -> None:
+    """A misspelt field must not be ignored: its default would be used instead, silently."""
+    if unknown := sorted(fields.keys() - set(FIELDS)):
+        raise BadInput(f"line {number} has unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+
+
+def _read_prompt(fields: dict[str, Any], number: int) -> str | list[int]:
+    given = [name for name in ("prompt", "prompt_ids") if fields.get(name) is not None]
+    if len(given) != 1:
+        raise BadInput(f"line {number} needs one of prompt and prompt_ids, and has {' and '.join(given) or 'neither'}")
+    prompt, kind = fields[given[0]], str if given[0] == "prompt" else list
+    if not isinstance(prompt, kind):
+        raise BadInput(
+            f"line {number}: {given[0]} is {prompt!r}: a {'text' if kind is str else 'list of token ids'} is needed"
+        )
+    return prompt
+
+
+def _read_params(fields: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """A field that is null is as good as absent. Values are checked by SamplingParams."""
+    given = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
+    for name in ("stop", "stop_token_ids"):
+        if name in given and not isinstance(given[name], list):
+            raise BadInput(f"{name} is {given[name]!r}: a list is needed")
+    return replace(defaults, **given)

@@ -1,0 +1,77 @@
+"""What a user wants to know after serving."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_aot.runtime.request import Result
+from dflash_aot.runtime.statistics import Counters, summarize
+
+
+@dataclass(frozen=True)
+class Served:
+    """One run: start-up phases in seconds, K, executables loaded, answers, counters."""
+
+    startup: Mapping[str, float]
+    k: int
+    executables: int
+    results: Sequence[Result]
+    counters: Counters
+
+
+def report_fields(served: Served) -> dict[str, Any]:
+    """All figures by name; seconds unless the name says otherwise."""
+    answered = [result for result in served.results if result.first_token_seconds is not None]
+    counters, speculation = served.counters, summarize(served.results, served.counters)
+    tokens = sum(len(result.token_ids) for result in answered)
+    return {
+        "startup_seconds": {**served.startup, "total": sum(served.startup.values())},
+        "executables": served.executables,
+        "k": served.k,
+        "requests": len(served.results),
+        "tokens": tokens,
+        "time_to_first_token": _median([result.first_token_seconds for result in answered]),
+        "time_per_output_token": _median([_per_token(result) for result in answered if len(result.token_ids) > 1]),
+        "rounds": counters.rounds,
+        "tau_micro": speculation.micro_tau,
+        "tau_mean": speculation.mean_tau,
+        "acceptance_per_position": list(speculation.per_position),
+        "host_seconds_per_round": counters.host_seconds / counters.rounds if counters.rounds else None,
+        "compile_events": counters.compile_events,
+    }
+
+
+def format_report(served: Served) -> str:
+    """The same for people."""
+    fields = report_fields(served)
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in served.startup.items())
+    per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
+    lines = [
+        ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
+        ("executables", str(fields["executables"])),
+        ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
+        ("time to first token", _milliseconds(fields["time_to_first_token"])),
+        ("time per output token", _milliseconds(fields["time_per_output_token"])),
+        ("rounds", f"{fields['rounds']} of K = {fields['k']}"),
+        ("acceptance length τ", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
+        ("accepted per position", per_position or "-"),
+        ("host time per round", _milliseconds(fields["host_seconds_per_round"])),
+        ("compile events", f"{fields['compile_events']} while serving"),
+    ]
+    return "\n".join(f"{name:<22} {value}" for name, value in lines)
+
+
+def _per_token(result: Result) -> float:
+    """Between the first and the last token, as the field counts it."""
+    assert result.first_token_seconds is not None
+    return (result.seconds - result.first_token_seconds) / (len(result.token_ids) - 1)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"

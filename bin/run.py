@@ -1,0 +1,207 @@
+"""dflash-run: serves a bundle from the command line. Text goes to standard output, everything else to standard error.
+
+dflash-run --bundle DIR --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N] [--stats] [--json] [--trace]
+dflash-run --bundle DIR --input F.jsonl --output F.jsonl
+dflash-run --bundle DIR --chat
+echo TEXT | dflash-run --bundle DIR
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, TextIO
+
+import jax
+from absl import flags
+
+from dflash_aot.bin.command import choose_pair, default_bundle, run_command, seconds_since_process_start
+from dflash_aot.bin.lines import answer_lines, output_line
+from dflash_aot.bin.report import Served, format_report, report_fields
+from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime.engine import Engine
+from dflash_aot.runtime.request import Result, SamplingParams
+
+IMPORTED = seconds_since_process_start()
+
+FLAGS = flags.FlagValues()
+_BUNDLE = flags.DEFINE_string(
+    "bundle", None, "what dflash-precompile built; default: the user's cache directory", flag_values=FLAGS
+)
+_TARGET = flags.DEFINE_string("target", None, "another target checkpoint of the same shapes", flag_values=FLAGS)
+_DRAFT = flags.DEFINE_string("draft", None, "another draft checkpoint of the same shapes", flag_values=FLAGS)
+_PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; default: standard input", flag_values=FLAGS)
+_CHAT = flags.DEFINE_bool("chat", False, "a conversation, a line each, by the tokenizer's template", flag_values=FLAGS)
+_INPUT = flags.DEFINE_string("input", None, "requests, one JSON object a line", flag_values=FLAGS)
+_OUTPUT = flags.DEFINE_string("output", None, "where their answers go; default: standard output", flag_values=FLAGS)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", None, "new tokens at most; default: to the end of the grid", flag_values=FLAGS
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy, the one kind there is", flag_values=FLAGS)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "0 for no limit", flag_values=FLAGS)
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "1 for no limit", flag_values=FLAGS)
+_SEED = flags.DEFINE_integer("seed", None, "of sampling", flag_values=FLAGS)
+_STOP = flags.DEFINE_multi_string("stop", [], "a text that ends the output; may be given again", flag_values=FLAGS)
+_K = flags.DEFINE_string("k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=FLAGS)
+_STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
+_JSON = flags.DEFINE_bool("json", False, "answer and statistics as JSON", flag_values=FLAGS)
+_TRACE = flags.DEFINE_bool("trace", False, "also the drafted tokens of every round (JSON only)", flag_values=FLAGS)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run_command("dflash-run", __doc__, FLAGS, run))
+
+
+def run() -> None:
+    """One of the four ways to be asked."""
+    ways = {"--prompt": _PROMPT.value is not None, "--chat": _CHAT.value, "--input": _INPUT.value is not None}
+    if sum(ways.values()) > 1:
+        raise BadInput(f"{' and '.join(way for way, given in ways.items() if given)} are given: one at a time")
+    if _OUTPUT.value is not None and _INPUT.value is None:
+        raise BadInput("--output without --input: answers to lines go there, and there are no lines")
+    params = SamplingParams(
+        max_tokens=_MAX_TOKENS.value,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        seed=_SEED.value,
+        stop=tuple(_STOP.value),
+        trace=_TRACE.value,
+    )
+    if _INPUT.value is not None:
+        _answer_file(params)
+    elif _CHAT.value:
+        _chat(params)
+    else:
+        _answer_prompt(params)
+
+
+def _answer_prompt(params: SamplingParams) -> None:
+    prompt = sys.stdin.read().removesuffix("\n") if _PROMPT.value is None else _PROMPT.value
+    if not prompt:
+        raise BadInput("the prompt is empty: give --prompt TEXT, or text on standard input")
+    with open_engine() as engine:
+        result = _stream_text(engine, prompt, params)
+        _report(engine, [result], None if not _JSON.value else result)
+
+
+def _chat(params: SamplingParams) -> None:
+    """Until standard input ends; the whole conversation is the prompt of every turn."""
+    from dflash_aot.runtime.chat import render_chat  # noqa: PLC0415  only a chat needs templates
+
+    messages: list[dict[str, str]] = []
+    results = []
+    with open_engine() as engine:
+        for line in _read_turns():
+            messages.append({"role": "user", "content": line})
+            text = render_chat(engine.target, messages)
+            # The template has written all special tokens itself.
+            prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+            results.append(_stream_text(engine, prompt, params))
+            messages.append({"role": "assistant", "content": results[-1].text or ""})
+        _report(engine, results, None)
+
+
+def _read_turns() -> Iterator[str]:
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _answer_file(params: SamplingParams) -> None:
+    """Every line is answered, a broken one with an error; the others never notice."""
+    with _open_lines() as lines, open_engine() as engine, _open_output() as output:
+        results = []
+        for identity, result in answer_lines(engine, lines, params):
+            results.append(result)
+            output.write(output_line(identity, result, _TRACE.value) + "\n")
+            output.flush()
+        if failed := sum(result.finish_reason == "error" for result in results):
+            print(f"dflash-run: {failed} of {len(results)} lines answered with an error", file=sys.stderr)
+        _report(engine, results, None)
+
+
+def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
+    """To standard output as it is committed, unless JSON is asked for."""
+    stream = engine.stream(prompt, params)
+    for delta in stream:
+        if not _JSON.value:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    if not _JSON.value:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return stream.result()
+
+
+@contextmanager
+def open_engine() -> Iterator[Engine]:
+    """The engine that the flags describe; JAX starts only the platform that the bundle is for."""
+    given = (_TARGET.value, _DRAFT.value)
+    bundle = (
+        Path(_BUNDLE.value)
+        if _BUNDLE.value
+        else default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
+    )
+    jax.config.update("jax_platforms", _platform_name(read_manifest(bundle).environment.platform))
+    with Engine.open(bundle, *given, k=_read_k()) as engine:
+        yield engine
+
+
+def _platform_name(platform: str) -> str:
+    """JAX reports NVIDIA's devices as gpu and is asked for them as cuda."""
+    return "cuda" if platform == "gpu" else platform
+
+
+def _read_k() -> int | Literal["auto"]:
+    if _K.value == "auto":
+        return "auto"
+    if not (_K.value.isascii() and _K.value.isdigit()):
+        raise BadInput(f"--k {_K.value}: auto, or a whole number of at least 0")
+    return int(_K.value)
+
+
+@contextmanager
+def _open_lines() -> Iterator[TextIO]:
+    try:
+        file = open(_INPUT.value, "rb")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise BadInput(f"--input {_INPUT.value}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _open_output() -> Iterator[TextIO]:
+    if _OUTPUT.value is None:
+        yield sys.stdout
+        return
+    try:
+        file = open(_OUTPUT.value, "w", encoding="utf-8")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise BadInput(f"--output {_OUTPUT.value}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _report(engine: Engine, results: list[Result], answer: Result | None) -> None:
+    """Statistics to standard error; as JSON beside the answer where there is one."""
+    served = Served({"imports": IMPORTED, **engine.startup}, engine.k, engine.executables, results, engine.stats())
+    if answer is not None:
+        line = json.loads(output_line(None, answer, _TRACE.value))
+        print(json.dumps({**line, **({"stats": report_fields(served)} if _STATS.value else {})}, ensure_ascii=False))
+    elif _STATS.value:
+        print(json.dumps(report_fields(served)) if _JSON.value else format_report(served), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

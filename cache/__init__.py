@@ -1,0 +1,1 @@
+"""The contract between building and serving: grid, signatures, manifest, store. No model code."""

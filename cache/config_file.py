@@ -1,0 +1,96 @@
+"""A `config.json` read key by key: every refusal names the file, the key and what was found."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_aot.cache.errors import BadCheckpoint
+
+Value = TypeVar("Value")
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The object in a config file, or one inside it; `prefix` is where it stands."""
+
+    path: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    def where(self, key: str) -> str:
+        return f"{self.path}: {self.prefix}{key}"
+
+    def refusal(self, key: str, found: object, reason: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.where(key)} is {found!r}: {reason}")
+
+    def has(self, key: str) -> bool:
+        """Null means absent, as transformers writes it."""
+        return self.values.get(key) is not None
+
+    def require(self, key: str, kind: type[Value]) -> Value:
+        value = self.optional(key, kind)
+        if value is None:
+            raise BadCheckpoint(f"{self.where(key)} is missing; expected {WORDS[kind]}")
+        return value
+
+    def optional(self, key: str, kind: type[Value]) -> Value | None:
+        value = self.values.get(key)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise self.refusal(key, value, f"expected {WORDS[kind]}")
+        return value
+
+    def integer(self, key: str) -> int:
+        return self.require(key, int)
+
+    def positive(self, key: str) -> int:
+        if (value := self.require(key, int)) < 1:
+            raise self.refusal(key, value, "expected a positive number")
+        return value
+
+    def positive_number(self, key: str) -> float:
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadCheckpoint(f"{self.where(key)} is {value!r}: expected a positive number")
+        if not value > 0:
+            raise self.refusal(key, value, "expected a positive number")
+        return float(value)
+
+    def optional_integers(self, key: str) -> tuple[int, ...] | None:
+        values = self.optional(key, list)
+        if values is None:
+            return None
+        if any(type(value) is not int for value in values):
+            raise self.refusal(key, values, "expected whole numbers")
+        return tuple(values)
+
+    def section(self, key: str) -> "ConfigFile":
+        """The object under `key`; an empty one where there is none."""
+        return ConfigFile(self.path, self.optional(key, dict) or {}, f"{self.prefix}{key}.")
+
+
+def read_config(directory: Path) -> ConfigFile:
+    """`config.json` of a checkpoint directory. Raises BadCheckpoint."""
+    path = directory / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(
+            f"{path} does not exist: a checkpoint directory in Hugging Face's layout is needed"
+        ) from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # JSON and UTF-8 errors alike
+        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, not an object")
+    return ConfigFile(path, values)

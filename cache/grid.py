@@ -1,0 +1,193 @@
+"""The grid of buckets: which shapes are precompiled, and which of them holds a request."""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from dflash_aot.cache.errors import BadInput, GridMiss
+
+AXES = ("batch", "length", "k", "prefill")
+MEANING = {
+    "batch": "rows decoded together, at least 1",
+    "length": "kv positions attended to, at least 2",
+    "k": "speculative tokens verified per round, at least 0",
+    "prefill": "prompt tokens per chunk, at least 1",
+}
+LOWEST = {"batch": 1, "length": 2, "k": 0, "prefill": 1}
+LARGEST = 1 << 24
+EXAMPLE = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
+
+
+class Bucket(msgspec.Struct, frozen=True, order=True):
+    """B rows, attention over the first S kv positions, K drafted tokens verified."""
+
+    batch: int
+    length: int
+    k: int
+
+
+class Chunk(msgspec.Struct, frozen=True, order=True):
+    """A prefill bucket: P prompt tokens of one slot, attention over the first S kv positions."""
+
+    prefill: int
+    length: int
+
+
+class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All combinations of four axes, each ascending without repeats. Covers its own maximum by construction."""
+
+    batch: tuple[int, ...]
+    length: tuple[int, ...]
+    k: tuple[int, ...]
+    prefill: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Committed kv positions a slot can hold."""
+        return self.length[-1]
+
+    @property
+    def slots(self) -> int:
+        return self.batch[-1]
+
+    @property
+    def widest_write(self) -> int:
+        """Positions one call may write from a slot's length on: the slack that the kv arrays need."""
+        return max(self.k[-1] + 1, self.prefill[-1])
+
+    def buckets(self) -> list[Bucket]:
+        return [Bucket(b, s, k) for b in self.batch for s in self.length for k in self.k]
+
+    def chunks(self) -> list[Chunk]:
+        """A chunk never attends to fewer positions than it is wide: a longer bucket serves it."""
+        return [Chunk(p, s) for p in self.prefill for s in self.length if s >= p]
+
+    def fit(self, batch: int, length: int, k: int) -> Bucket:
+        """The smallest bucket with at least `batch` rows, `length` positions and `k` verified tokens, or GridMiss."""
+        wanted = {"batch": batch, "length": length, "k": k}
+        found = {
+            axis: next((size for size in getattr(self, axis) if size >= least), None) for axis, least in wanted.items()
+        }
+        if None in found.values():
+            raise self.miss(batch, length, k)
+        return Bucket(**found)
+
+    def fit_chunk(self, start: int, left: int) -> Chunk:
+        """The chunk for the next of `left` prompt tokens behind `start` written ones, or GridMiss."""
+        width = next((p for p in self.prefill if p >= left), self.prefill[-1])
+        reach = max(start + min(left, width), width)
+        length = next((s for s in self.length if s >= reach), None)
+        if length is None:
+            raise self.miss(1, start + left, 0)
+        return Chunk(width, length)
+
+    def miss(self, batch: int, length: int, k: int) -> GridMiss:
+        """The refusal of a request outside the grid, with the remedy."""
+        return GridMiss(
+            f"no executable holds batch={batch}, length={length}, k={k}: the grid ends at "
+            f"batch={self.batch[-1]}, length={self.length[-1]}, k={self.k[-1]}. "
+            f"Precompile it: dflash-precompile --buckets '{self.widened(batch, length, k)}'"
+        )
+
+    def widened(self, batch: int, length: int, k: int) -> "Grid":
+        """This grid with what it lacks for such a request."""
+        wanted = {"batch": batch, "length": length, "k": k}
+        axes = {axis: set(getattr(self, axis)) for axis in AXES}
+        for axis, least in wanted.items():
+            if least > max(axes[axis]):
+                axes[axis].add(least if axis == "k" else _round_up(least))
+        return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()})
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
+
+
+def _round_up(size: int) -> int:
+    """To the next power of two: a bucket asked for once is asked for again, a little larger."""
+    return 1 << (size - 1).bit_length()
+
+
+def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Grid:
+    """A checked grid for a draft trained on blocks of `block` tokens. `source` names it in messages.
+
+    K = 0 is always in it. Raises BadInput.
+    """
+    if missing := [axis for axis in AXES if axis not in axes]:
+        raise BadInput(f"{source}: {', '.join(missing)} not given. All four are needed, for example '{EXAMPLE}'")
+    if unknown := [axis for axis in axes if axis not in AXES]:
+        raise BadInput(f"{source}: unknown {', '.join(unknown)}; the axes are {', '.join(AXES)}")
+    checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
+    grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))})
+    if grid.k[-1] > block - 1:
+        raise BadInput(
+            f"{source}: k={grid.k[-1]}, but a block of {block} holds the anchor and {block - 1} drafted tokens"
+        )
+    if grid.k[-1] + 1 > grid.length[0]:
+        raise BadInput(
+            f"{source}: length={grid.length[0]} is too short to verify k={grid.k[-1]} tokens behind the anchor"
+        )
+    if grid.prefill[-1] > grid.capacity:
+        raise BadInput(f"{source}: prefill={grid.prefill[-1]} is wider than the longest length={grid.capacity}")
+    return grid
+
+
+def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]:
+    sizes = list(sizes)
+    wrong = [size for size in sizes if type(size) is not int or not LOWEST[axis] <= size <= LARGEST]
+    if not sizes or wrong:
+        found = ", ".join(map(repr, wrong)) or "nothing"
+        raise BadInput(f"{source}: {axis} holds {found}; it is {MEANING[axis]}")
+    if len(set(sizes)) < len(sizes):
+        raise BadInput(f"{source}: {axis} names a size twice: {','.join(map(str, sizes))}")
+    return tuple(sorted(sizes))
+
+
+def parse_grid(text: str, block: int) -> Grid:
+    """`--buckets`: "batch=1,4 length=256 k=0,7 prefill=64", or the path of a .toml with the same four keys."""
+    if text.endswith(".toml"):
+        return make_grid(_read_toml(Path(text)), block, text)
+    source = f"--buckets '{text}'"
+    axes: dict[str, list[int]] = {}
+    for word in text.split():
+        found = re.fullmatch(r"([a-z]+)=(\d+(?:,\d+)*)", word, re.ASCII)
+        if not found:
+            raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE}'")
+        axis, sizes = found.groups()
+        if axis in axes:
+            raise BadInput(f"{source}: {axis} is given twice")
+        axes[axis] = [int(size) for size in sizes.split(",")]
+    return make_grid(axes, block, source)
+
+
+def _read_toml(path: Path) -> dict[str, list[int]]:
+    try:
+        axes = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"--buckets {path}: {error.strerror}") from error
+    except ValueError as error:  # TOML and UTF-8 errors alike
+        raise BadInput(f"--buckets {path}: not TOML: {error}") from error
+    return {axis: sizes if isinstance(sizes, list) else [sizes] for axis, sizes in axes.items()}
+
+
+def default_grid(block: int, positions: int) -> Grid:
+    """What is sensible when nothing is said: one and four rows, two lengths, half a block and a whole one."""
+    longest = min(1024, positions)
+    return make_grid(
+        {
+            "batch": [1, 4],
+            "length": sorted({max(block, longest // 4), longest}),
+            "k": sorted({0, (block - 1) // 2, block - 1}),
+            "prefill": sorted({min(64, longest), min(256, longest)}),
+        },
+        block,
+        "the default grid",
+    )
+
+
+def check_positions(grid: Grid, positions: int) -> None:
+    """Neither model was made for more than `positions`. Raises BadInput."""
+    if grid.capacity > positions:
+        raise BadInput(f"length={grid.capacity}, but max_position_embeddings of the pair allows {positions}")

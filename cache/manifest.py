@@ -1,0 +1,123 @@
+"""`manifest.json`: everything that is known about a bundle without loading an executable."""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.environment import Environment
+from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.signature import Array, Signature
+
+SCHEMA = 1
+FILE = "manifest.json"
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes on the device, as the compiler counts them."""
+
+    arguments: Size
+    outputs: Size
+    aliased: Size
+    temporaries: Size
+    code: Size
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One executable: what it is, which file holds it, what it cost to build."""
+
+    signature: Signature
+    key: Sha256
+    sha256: Sha256
+    bytes: Size
+    seconds: float
+    memory: Memory
+
+
+class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The target as the user named it, and what its executables compute."""
+
+    reference: str
+    facts: Target
+
+
+class DraftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The draft as the user named it, and what its executables compute."""
+
+    reference: str
+    facts: Draft
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole bundle. `entries` are in the order of the grid; every weight and state array is named once."""
+
+    schema: int
+    environment: Environment
+    target: TargetModel
+    draft: DraftModel
+    dtype: str
+    grid: Grid
+    state: tuple[Array, ...]
+    weights: tuple[WeightRecipe, ...]
+    entries: tuple[Entry, ...]
+    digest: str = ""
+
+    def known_arrays(self) -> dict[str, Array]:
+        """State and weights by name, as signatures refer to them."""
+        weights = (Array(recipe.name, recipe.shape, recipe.dtype) for recipe in self.weights)
+        return {array.name: array for array in (*self.state, *weights)}
+
+    def rebuild_command(self, bundle: Path) -> str:
+        """The command that makes this bundle here."""
+        pair = (
+            ""
+            if self.target.reference == EMBEDDED
+            else f" --target {self.target.reference} --draft {self.draft.reference}"
+        )
+        return f"dflash-precompile{pair} --bundle {bundle} --buckets '{self.grid}' --dtype {self.dtype}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """JSON that a person can read, with its own digest."""
+    sealed = msgspec.structs.replace(manifest, digest=_digest(manifest))
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """The checked manifest of a bundle. Raises MissingBundle or CorruptBundle."""
+    path = bundle / FILE
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingBundle(
+            f"{path} does not exist: there is no bundle here. Build it: dflash-precompile --bundle {bundle}"
+        ) from error
+    except OSError as error:
+        raise CorruptBundle(f"{path}: {error.strerror}") from error
+    remedy = f"Build it again: dflash-precompile --bundle {bundle}"
+    try:
+        schema = msgspec.json.decode(content, type=_Schema).schema
+        if schema != SCHEMA:
+            raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {remedy}")
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptBundle(f"{path}: {error}. {remedy}") from error
+    if manifest.digest != (found := _digest(manifest)):
+        raise CorruptBundle(f"{path}: digest is {manifest.digest or 'missing'}, its content has {found}. {remedy}")
+    return manifest
+
+
+class _Schema(msgspec.Struct):
+    schema: int
+
+
+def _digest(manifest: Manifest) -> str:
+    """sha256 of the content without this field."""
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))).hexdigest()

@@ -1,0 +1,198 @@
+"""Programs and their signatures, declared once, as data.
+
+Lowering, allocation, checks, keys and the manifest are derived from what stands here.
+L layers · N slots · G kv heads · C capacity + slack · D head width · F feature width
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from dflash_aot.cache.grid import Bucket, Chunk, Grid
+from dflash_aot.cache.recipe import ITEM_BYTES
+
+ProgramName = Literal["prefill", "draft", "verify", "kv_write", "move"]
+INT, BOOL = "int32", "bool"
+
+
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name, shape and dtype of one array; `sharding` names the mesh axis of each dimension, () for none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: tuple[str | None, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model's kv per slot and position."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What signatures depend on of the two models."""
+
+    target_kv: KvShape
+    draft_kv: KvShape
+    feature_width: int
+    block: int
+    vocab: int
+    dtype: str
+
+
+class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One program at one bucket. Inputs in order: weights, state, arguments; outputs: donated state, results.
+
+    `donated` names the state arrays that the program consumes and returns; `state` those that it reads, the
+    donated ones first.
+    """
+
+    program: ProgramName
+    bucket: dict[str, int]
+    weights: tuple[str, ...]
+    state: tuple[str, ...]
+    donated: tuple[str, ...]
+    arguments: tuple[Array, ...]
+    results: tuple[Array, ...]
+
+    @property
+    def label(self) -> str:
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.bucket.items())
+        return f"{self.program} {sizes}".rstrip()
+
+
+def state_arrays(pair: Pair, grid: Grid) -> tuple[Array, ...]:
+    """Everything that a slot is, for the largest batch. The slack keeps a clamped write off valid positions."""
+
+    def kv(name: str, shape: KvShape) -> Array:
+        positions = grid.capacity + grid.widest_write
+        return Array(name, (shape.layers, grid.slots, shape.kv_heads, positions, shape.head_dim), pair.dtype)
+
+    return (
+        kv("target_k", pair.target_kv),
+        kv("target_v", pair.target_kv),
+        kv("draft_k", pair.draft_kv),
+        kv("draft_v", pair.draft_kv),
+        Array("lengths", (grid.slots,), INT),
+        Array("anchors", (grid.slots,), INT),
+    )
+
+
+TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
+DRAFT_STATE = ("draft_k", "draft_v")
+
+
+class ProgramWeights(msgspec.Struct, frozen=True):
+    """Names of the weight arguments that each program takes, in order."""
+
+    target: tuple[str, ...]
+    draft: tuple[str, ...]
+    context: tuple[str, ...]
+
+
+def signatures(pair: Pair, grid: Grid, weights: ProgramWeights) -> list[Signature]:
+    """Every program at every bucket that the grid needs."""
+    buckets, chunks = grid.buckets(), grid.chunks()
+    writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
+    return [
+        *(prefill_signature(pair, chunk, weights) for chunk in chunks),
+        *(draft_signature(bucket, weights) for bucket in buckets if bucket.k),
+        *(verify_signature(pair, bucket, weights) for bucket in buckets),
+        *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
+        *([move_signature()] if grid.slots > 1 else []),
+    ]
+
+
+def prefill_signature(pair: Pair, chunk: Chunk, weights: ProgramWeights) -> Signature:
+    """Target forward over `counts` of P prompt tokens of one slot; leaves length and anchor behind its last one."""
+    P = chunk.prefill
+    return Signature(
+        program="prefill",
+        bucket={"prefill": P, "length": chunk.length},
+        weights=weights.target,
+        state=TARGET_STATE,
+        donated=TARGET_STATE,
+        arguments=(
+            Array("tokens", (1, P), INT),
+            Array("slots", (1,), INT),
+            Array("starts", (1,), INT),
+            Array("counts", (1,), INT),
+        ),
+        results=(Array("features", (1, P, pair.feature_width), pair.dtype), Array("first", (1,), INT)),
+    )
+
+
+def draft_signature(bucket: Bucket, weights: ProgramWeights) -> Signature:
+    """Block forward at the trained width; the anchor and K drafted tokens of each row."""
+    B, K = bucket.batch, bucket.k
+    return Signature(
+        program="draft",
+        bucket={"batch": B, "length": bucket.length, "k": K},
+        weights=weights.draft,
+        state=(*DRAFT_STATE, "lengths", "anchors"),
+        donated=(),
+        arguments=(),
+        results=(Array("block", (B, K + 1), INT),),
+    )
+
+
+def verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights) -> Signature:
+    """Target forward over the block, greedy choice, acceptance, new lengths and anchors of the active rows.
+
+    `verdict` is all that the host reads of a round: [accepted, the K drafted tokens, the K+1 chosen ones] per row.
+    `starts` are the lengths before the round. With K = 0 there is no block: the anchor is all of it.
+    """
+    B, K = bucket.batch, bucket.k
+    block = (Array("block", (B, K + 1), INT),) if K else ()
+    return Signature(
+        program="verify",
+        bucket={"batch": B, "length": bucket.length, "k": K},
+        weights=weights.target,
+        state=TARGET_STATE,
+        donated=TARGET_STATE,
+        arguments=(*block, Array("active", (B,), BOOL)),
+        results=(
+            Array("features", (B, K + 1, pair.feature_width), pair.dtype),
+            Array("starts", (B,), INT),
+            Array("verdict", (B, 2 * K + 2), INT),
+        ),
+    )
+
+
+def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeights) -> Signature:
+    """Features of `width` positions from `starts` on → draft context keys and values of the named slots."""
+    return Signature(
+        program="kv_write",
+        bucket={"rows": rows, "width": width},
+        weights=weights.context,
+        state=DRAFT_STATE,
+        donated=DRAFT_STATE,
+        arguments=(
+            Array("features", (rows, width, pair.feature_width), pair.dtype),
+            Array("slots", (rows,), INT),
+            Array("starts", (rows,), INT),
+        ),
+        results=(),
+    )
+
+
+def move_signature() -> Signature:
+    """Copies everything that one slot is to another."""
+    state = (*TARGET_STATE, *DRAFT_STATE)
+    return Signature(
+        program="move",
+        bucket={},
+        weights=(),
+        state=state,
+        donated=state,
+        arguments=(Array("source", (1,), INT), Array("destination", (1,), INT)),
+        results=(),
+    )

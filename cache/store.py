@@ -1,0 +1,85 @@
+"""The executables of a bundle: blobs under the hash of their content, and a record for each under its key.
+
+manifest.json            what is served, written last
+executables/<sha256>     serialized executables
+entries/<key>.json       what each build left behind: a killed build goes on from here, a changed grid reuses it
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from dflash_aot.cache.files import write_atomically
+from dflash_aot.cache.manifest import FILE, Entry, Manifest, encode_manifest
+
+
+class Store:
+    """A bundle directory being built or read."""
+
+    def __init__(self, bundle: Path):
+        self.bundle = bundle
+        self._executables = bundle / "executables"
+        self._entries = bundle / "entries"
+
+    @contextmanager
+    def open_for_building(self) -> Iterator[None]:
+        """Makes the directories and holds the builders' lock, which dies with its process.
+
+        Raises BadInput where nothing can be written, BuildFailed where another builder is at work.
+        """
+        try:
+            for directory in (self._executables, self._entries):
+                directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.bundle / ".writable", b"")
+            (self.bundle / ".writable").unlink()
+            lock = os.open(self.bundle / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise BuildFailed(
+                f"{self.bundle}: another dflash-precompile is building here. Wait for it, or give another --bundle"
+            ) from error
+        finally:
+            os.close(lock)
+
+    def find(self, key: str) -> Entry | None:
+        """The record of an executable built before, if its blob is whole."""
+        try:
+            entry = msgspec.json.decode((self._entries / f"{key}.json").read_bytes(), type=Entry)
+            self.read(entry)
+        except (OSError, msgspec.DecodeError, CorruptBundle):
+            return None  # never built, or not readable any more: it is built anew
+        return entry if entry.key == key else None
+
+    def add(self, entry: Entry, blob: bytes) -> None:
+        """Blob first, record second: a record never speaks of a blob that is not there."""
+        write_atomically(self._executables / entry.sha256, blob)
+        write_atomically(self._entries / f"{entry.key}.json", msgspec.json.encode(entry))
+
+    def publish(self, manifest: Manifest) -> None:
+        """From here on readers see the new bundle."""
+        write_atomically(self.bundle / FILE, encode_manifest(manifest))
+
+    def read(self, entry: Entry) -> bytes:
+        """An executable's bytes, whose size and sha256 are what the manifest promises. Raises CorruptBundle."""
+        path = self._executables / entry.sha256
+        where = f"{path} ({entry.signature.label})"
+        remedy = f"Build it again: dflash-precompile --bundle {self.bundle}"
+        try:
+            blob = path.read_bytes()
+        except OSError as error:
+            raise CorruptBundle(f"{where}: {error.strerror}. {remedy}") from error
+        if len(blob) != entry.bytes:
+            raise CorruptBundle(f"{where}: {len(blob)} bytes, the manifest promises {entry.bytes}. {remedy}")
+        if (found := hashlib.sha256(blob).hexdigest()) != entry.sha256:
+            raise CorruptBundle(f"{where}: its sha256 is {found}. {remedy}")
+        return blob

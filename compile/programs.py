@@ -1,0 +1,229 @@
+"""The programs: pure functions of named arrays, one per signature.
+
+B rows · T positions of this call · S kv positions · K verified tokens · H hidden
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dflash_aot.cache.architecture import Decoder, Draft, Target, Window
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature, signatures
+from dflash_aot.compile.dflash import DFlash
+from dflash_aot.compile.layers import attend
+from dflash_aot.compile.parameters import Bound
+from dflash_aot.compile.qwen3 import Qwen3
+
+Arrays = Mapping[str, jax.Array]
+Outputs = dict[str, jax.Array]
+
+
+class Programs:
+    """A pair of models as the functions that signatures describe."""
+
+    def __init__(self, target: Target, draft: Draft, dtype: str):
+        self._target = Bound(lambda: Qwen3(target, dtype))
+        self._draft = Bound(lambda: DFlash(draft, dtype))
+        self._facts = draft
+        self.pair = Pair(
+            target_kv=_kv_shape(target.decoder),
+            draft_kv=_kv_shape(draft.decoder),
+            feature_width=len(draft.taps) * target.decoder.hidden,
+            block=draft.block,
+            vocab=target.decoder.vocab,
+            dtype=dtype,
+        )
+
+    def recipes(self) -> tuple[WeightRecipe, ...]:
+        """How the runtime makes every weight argument."""
+        return self._target.recipes("target") + self._draft.recipes("draft")
+
+    def weights(self) -> ProgramWeights:
+        """Which weights each program takes."""
+        target = tuple(f"target.{name}" for name in self._target.shapes())
+        draft = tuple(f"draft.{name}" for name in self._draft.shapes())
+        ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
+        entry = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
+        context = tuple(name for name in draft if name.endswith(("self_attn.kv", "self_attn.k_norm.weight")))
+        return ProgramWeights(
+            target=target, draft=(*ends, *(name for name in draft if name not in entry)), context=(*entry, *context)
+        )
+
+    def signatures(self, grid: Grid) -> list[Signature]:
+        return signatures(self.pair, grid, self.weights())
+
+    def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
+        """The program as a function of its inputs by name; returns donated state and results by name."""
+        functions: dict[str, Callable[[Arrays], Outputs]] = {
+            "prefill": partial(self.prefill, length=signature.bucket.get("length", 0)),
+            "draft": partial(self.draft, **_sizes(signature)),
+            "verify": partial(self.verify, **_sizes(signature)),
+            "kv_write": self.kv_write,
+            "move": self.move,
+        }
+        return functions[signature.program]
+
+    def prefill(self, arrays: Arrays, length: int) -> Outputs:
+        """One chunk of one slot; rows past `counts` write behind the new length, where nothing reads them."""
+        target = self._target.bind(_of("target", arrays))
+        tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])
+        kv = (arrays["target_k"], arrays["target_v"])
+        x, features, kv = target.forward(
+            tokens, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
+        )
+        last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
+        first = choose_greedily(target.logits(last))[:, 0]
+        return {
+            "target_k": kv[0],
+            "target_v": kv[1],
+            "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], starts + counts, slots),
+            "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], first, slots),
+            "features": features,
+            "first": first,
+        }
+
+    def draft(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
+        """The trained block, whatever K: row 0 is the anchor, rows 1 … K are read."""
+        target, draft = self._target.bind(_of("target", arrays)), self._draft.bind(_of("draft", arrays))
+        lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
+        masks = jnp.full((batch, self._facts.block - 1), self._facts.mask_token, jnp.int32)
+        ids = jnp.concatenate([anchors[:, None], masks], axis=1)
+        positions = lengths[:, None] + jnp.arange(self._facts.block)
+        written = (jnp.arange(length) < lengths[:, None])[:, None]
+        context_positions = jnp.arange(length)[None]
+
+        def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            window = self._facts.windows[layer]
+            context = (arrays[name][layer, :batch, :, :length] for name in ("draft_k", "draft_v"))
+            return attend(
+                q,
+                (*context, written & within(window, positions, context_positions)),
+                (keys, values, within(window, positions, positions)),
+            )
+
+        hidden = draft.block_hidden(target.embed(ids), positions, attend_both)
+        drafted = choose_greedily(target.head(hidden[:, 1 : k + 1]))
+        return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
+
+    def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
+        """The target over the block, and what follows from it."""
+        target = self._target.bind(_of("target", arrays))
+        lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
+        block = arrays["block"] if k else anchors[:, None]
+        positions = lengths[:, None] + jnp.arange(k + 1)
+        kv = (arrays["target_k"], arrays["target_v"])
+        slots = jnp.arange(batch)
+        x, features, kv = target.forward(
+            block, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
+        )
+        chosen = choose_greedily(target.logits(x))
+        accepted, bonus = accept(block, chosen)
+        active = arrays["active"]
+        origin = jnp.zeros((1,), jnp.int32)
+        moved = jnp.where(active, lengths + accepted + 1, lengths)
+        return {
+            "target_k": kv[0],
+            "target_v": kv[1],
+            "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], moved, origin),
+            "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, anchors), origin),
+            "features": features,
+            "starts": lengths,
+            "verdict": jnp.concatenate([accepted[:, None], block[:, 1:], chosen], axis=1),
+        }
+
+    def kv_write(self, arrays: Arrays) -> Outputs:
+        """Every row of the features, rejected ones too: they lie behind the length until they are overwritten."""
+        draft = self._draft.bind(_of("draft", arrays))
+        features, slots, starts = arrays["features"], arrays["slots"], arrays["starts"]
+        positions = starts[:, None] + jnp.arange(features.shape[1])
+        keys, values = arrays["draft_k"], arrays["draft_v"]
+        for layer, (k, v) in enumerate(draft.context_keys_values(features, positions)):
+            keys, values = _write(keys, layer, k, slots, starts), _write(values, layer, v, slots, starts)
+        return {"draft_k": keys, "draft_v": values}
+
+    def move(self, arrays: Arrays) -> Outputs:
+        """Slot `source` copied over slot `destination`."""
+        source, destination = arrays["source"][0], arrays["destination"][0]
+
+        def copy(name: str, axis: int) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(arrays[name], source, 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(arrays[name], row, destination, axis)
+
+        kv = ("target_k", "target_v", "draft_k", "draft_v")
+        return {**{name: copy(name, 1) for name in kv}, **{name: copy(name, 0) for name in ("lengths", "anchors")}}
+
+
+def choose_greedily(logits: jax.Array) -> jax.Array:
+    """float32 [.., V] → the first of the largest, int32 [..]."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """block [B, K+1] is what was verified, chosen [B, K+1] what the target picks behind each of its rows.
+
+    Returns how many drafted tokens stand, 0 … K, and the target's own token behind them, both int32 [B].
+    """
+    matches = block[:, 1:] == chosen[:, :-1]
+    accepted = jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    bonus = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
+    return accepted, bonus
+
+
+def within(window: Window | None, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Which key positions [B, S] a draft layer lets query positions [B, T] see: bool [B, T, S]."""
+    distance = queries[:, :, None] - keys[:, None, :]
+    if window is None:
+        return jnp.ones_like(distance, bool)
+    if window.causal:
+        return (distance >= 0) & (distance < window.size)
+    return jnp.abs(distance) < window.size
+
+
+def _causal_attention(slots: jax.Array, positions: jax.Array, length: int):
+    """Writes each row's T keys and values at its first position, then attends to everything up to each row.
+
+    slots [B], positions [B, T]; kv is the pair of arrays [L, N, G, C, D].
+    """
+    starts = positions[:, 0]
+    seen = jnp.arange(length) <= positions[..., None]
+    B = slots.shape[0]
+
+    def attend_kv(kv, layer, q, k, v):
+        keys, values = _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
+        parts = (_read(array, layer, slots, B, length) for array in (keys, values))
+        return attend(q, (*parts, seen)), (keys, values)
+
+    return attend_kv
+
+
+def _write(array: jax.Array, layer: int, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
+    """rows [B, G, T, D] into array [L, N, G, C, D]: row b at slot b's position. A slice per row: no scatter."""
+    for row in range(rows.shape[0]):
+        at = (layer, slots[row], 0, starts[row], 0)
+        array = jax.lax.dynamic_update_slice(array, rows[None, row : row + 1], at)
+    return array
+
+
+def _read(array: jax.Array, layer: int, slots: jax.Array, batch: int, length: int) -> jax.Array:
+    """The first `length` positions of `batch` neighbouring slots from slots[0] on: [B, G, S, D]."""
+    _, _, G, _, D = array.shape
+    return jax.lax.dynamic_slice(array, (layer, slots[0], 0, 0, 0), (1, batch, G, length, D))[0]
+
+
+def _of(model: str, arrays: Arrays) -> Outputs:
+    """The weights of one model, under its own names."""
+    prefix = f"{model}."
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _sizes(signature: Signature) -> dict[str, int]:
+    return {axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")}
+
+
+def _kv_shape(decoder: Decoder) -> KvShape:
+    return KvShape(decoder.layers, decoder.attention.kv_heads, decoder.attention.head_dim)

@@ -1,0 +1,60 @@
+"""The Python standard library's own sources: text that any machine with Python has."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END, START_TURN, END_TURN, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+SPECIAL = (END, START_TURN, END_TURN, MASK)
+# Tests and tables: repetitive, and most of the bytes.
+LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
+HELD_OUT_SHARE = 25  # one file in so many
+
+
+def source_files() -> list[Path]:
+    """Every file of the corpus, in an order that does not depend on the file system."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path.relative_to(root) for path in root.rglob("*.py")]
+    return sorted(path for path in files if not LEFT_OUT & set(path.parts))
+
+
+def is_held_out(path: Path) -> bool:
+    """By the hash of the name, so that it stays so when files come and go."""
+    return hashlib.sha256(path.as_posix().encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def read_split(held_out: bool) -> list[str]:
+    """The texts of one side of the split."""
+    root = Path(sysconfig.get_path("stdlib"))
+    chosen = [path for path in source_files() if is_held_out(path) == held_out]
+    return [(root / path).read_text(encoding="utf-8", errors="replace") for path in chosen]
+
+
+def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE: every text round-trips, nothing is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """All texts, each behind an end-of-text token: int32 [N]."""
+    end = tokenizer.token_to_id(END)
+    return np.concatenate([np.asarray([end, *tokenizer.encode(text).ids], np.int32) for text in texts])
+
+
+def windows(stream: np.ndarray, count: int, width: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` random windows of `width` tokens: int32 [count, width]."""
+    starts = rng.integers(0, len(stream) - width, count)
+    return np.stack([stream[start : start + width] for start in starts])

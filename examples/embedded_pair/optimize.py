@@ -1,0 +1,59 @@
+"""One training loop for both models."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Weights = dict[str, jax.Array]
+
+
+def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int) -> Weights:
+    """Norms at one, matrices normal; what writes into the residual is scaled down by its depth (GPT-2)."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in sorted(shapes.items()):
+        if "norm" in name:
+            weights[name] = jnp.ones(shape.shape, jnp.float32)
+            continue
+        residual = name.endswith(("self_attn.o", "down_proj.weight"))
+        scale = 0.02 / (2 * layers) ** 0.5 if residual else 0.02
+        weights[name] = jnp.asarray(rng.standard_normal(shape.shape, np.float32) * scale)
+    return weights
+
+
+def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
+    """AdamW, clipped, warmed up over a twentieth, then down to nothing along a cosine."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 20), steps, peak / 100)
+    decayed = lambda weights: {name: leaf.ndim > 1 for name, leaf in weights.items()}  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
+    )
+
+
+def train(
+    label: str, weights: Weights, loss: Callable[..., jax.Array], batches: Iterable[tuple], peak: float, steps: int
+) -> Weights:
+    """Runs `steps` steps of `loss(weights, *batch)`; says where it is every hundred."""
+    rule = optimizer(peak, steps)
+    state = rule.init(weights)
+
+    @jax.jit
+    def step(weights, state, *batch):
+        value, gradient = jax.value_and_grad(loss)(weights, *batch)
+        updates, state = rule.update(gradient, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    began, recent = time.monotonic(), []
+    for index, batch in enumerate(batches, 1):
+        weights, state, value = step(weights, state, *batch)
+        recent.append(value)
+        if index % 100 == 0 or index == steps:
+            mean = float(jnp.mean(jnp.stack(recent)))
+            print(f"{label} {index}/{steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s", flush=True)
+            recent = []
+    return weights

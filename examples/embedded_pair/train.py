@@ -1,0 +1,83 @@
+"""Trains the embedded pair from the standard library's sources, stage by stage; a finished stage is kept.
+
+python examples/embedded_pair/train.py --out build/pair
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from dflash_aot.cache.architecture import Attention, Decoder, Draft, Rope, Target
+from dflash_aot.compile.dflash import DFlash
+from dflash_aot.compile.parameters import Bound
+from dflash_aot.compile.qwen3 import Qwen3
+
+from checkpoint import save_draft, save_target
+from corpus import MASK, read_split, token_stream, train_tokenizer
+from draft_training import train_draft
+from rollouts import roll_out
+from target_training import next_token_loss, train_target
+
+OUT = flags.DEFINE_string("out", "build/pair", "where target/ and draft/ are written")
+TARGET_STEPS = flags.DEFINE_integer("target_steps", 2300, "steps of 2048 tokens")
+ROLLOUTS = flags.DEFINE_integer("rollouts", 4096, "sequences that the target writes for the draft")
+DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 2500, "steps of 8 sequences")
+SEED = flags.DEFINE_integer("seed", 0, "of everything random")
+
+VOCAB, POSITIONS = 1024, 2048
+ATTENTION = Attention(heads=4, kv_heads=2, head_dim=64)
+
+
+def decoder(layers: int) -> Decoder:
+    return Decoder(layers, 256, 512, ATTENTION, Rope(10000.0, ATTENTION.head_dim), 1e-6, VOCAB, POSITIONS)
+
+
+TARGET = Target(decoder(8), tied=True)
+
+
+def as_stored(weights: dict) -> dict:
+    """Rounded as the checkpoint rounds them: what follows must see the target that will run."""
+    return {name: leaf.astype(jnp.bfloat16).astype(jnp.float32) for name, leaf in weights.items()}
+
+
+def main(_: list[str]) -> None:
+    out = Path(OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    texts = read_split(held_out=False)
+    if not (out / "tokenizer.json").exists():
+        train_tokenizer(texts, VOCAB).save(str(out / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    stream = token_stream(tokenizer, texts)
+    held_out = token_stream(tokenizer, read_split(held_out=True))
+    print(
+        f"{len(stream):,} training tokens, {len(held_out):,} held out, {sum(map(len, texts)) / len(stream):.2f} characters each"
+    )
+
+    target = Bound(lambda: Qwen3(TARGET, "float32"))
+    if not (out / "target.safetensors").exists():
+        weights = train_target(target, stream, TARGET_STEPS.value, SEED.value)
+        save_file({name: np.asarray(leaf) for name, leaf in weights.items()}, out / "target.safetensors")
+    weights = {name: jnp.asarray(leaf) for name, leaf in load_file(out / "target.safetensors").items()}
+    save_target(out / "target", TARGET, weights, target.recipes("target"), tokenizer)
+    weights = as_stored(weights)
+    rows = held_out[: len(held_out) // 257 * 257].reshape(-1, 257)[:64]
+    print(f"held-out loss {float(next_token_loss(target, weights, jnp.asarray(rows))):.3f}", flush=True)
+
+    if not (out / "rollouts.safetensors").exists():
+        save_file(
+            {"ids": roll_out(target, weights, stream, ROLLOUTS.value, SEED.value + 1)}, out / "rollouts.safetensors"
+        )
+    ids = load_file(out / "rollouts.safetensors")["ids"]
+
+    facts = Draft(decoder(2), 16, tokenizer.token_to_id(MASK), (1, 3, 5), TARGET.decoder.hidden, (None, None))
+    draft = Bound(lambda: DFlash(facts, "float32"))
+    drafted = train_draft(target, weights, draft, ids, DRAFT_STEPS.value, SEED.value + 2)
+    save_draft(out / "draft", facts, TARGET.decoder.layers, drafted, draft.recipes("draft"))
+
+
+if __name__ == "__main__":
+    app.run(main)

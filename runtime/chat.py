@@ -1,0 +1,40 @@
+"""A conversation as the prompt its checkpoint was trained on."""
+
+from pathlib import Path
+from typing import Any
+
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+
+
+def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
+    """The text of `messages` (each with `role` and `content`) in the checkpoint's chat template, ready to be answered.
+
+    The template is `chat_template.jinja` or stands in `tokenizer_config.json`; it is rendered by transformers, in
+    Jinja's sandbox, with thinking off. It writes special tokens itself: encode with `add_special_tokens=False`.
+    `BadInput` if there are no messages; `BadCheckpoint` if there is no tokenizer, no template, or it fails.
+    """
+    if not messages:
+        raise BadInput("a chat needs at least one message")
+    tokenizer = _load_tokenizer(directory)
+    source = directory / "chat_template.jinja"
+    source = source if source.is_file() else directory / "tokenizer_config.json"
+    if tokenizer.chat_template is None:
+        raise BadCheckpoint(f"{source} has no chat template. Give a plain prompt, or the directory of a chat model")
+    try:
+        # Qwen3's template reads enable_thinking; drafts are trained on answers without thinking.
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+    except Exception as error:  # a template is the checkpoint's own program: it can raise anything
+        raise BadCheckpoint(f"the chat template of {source} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    if not (directory / "tokenizer.json").is_file():
+        raise BadCheckpoint(f"there is no {directory / 'tokenizer.json'}. Give a directory with the target's tokenizer")
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second, which plain prompts don't owe
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, or the bare Exception of tokenizers
+        raise BadCheckpoint(f"the tokenizer in {directory} cannot be read: {error}") from error

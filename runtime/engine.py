@@ -1,0 +1,351 @@
+"""The engine that other services embed: a bundle and its weights behind a queue, served by one thread."""
+
+import asyncio
+import json
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from dflash_aot.cache.architecture import read_draft, read_target
+from dflash_aot.cache.checkpoint import locate_checkpoint
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.errors import BadCheckpoint, BadInput, DflashError, EngineFailed, GridMiss, IncompatibleBundle
+from dflash_aot.cache.manifest import Manifest
+from dflash_aot.runtime.bundle import Bundle, open_bundle
+from dflash_aot.runtime.compile_watch import CompileWatch
+from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.loop import Loop
+from dflash_aot.runtime.request import Delta, Request, Result, SamplingParams
+from dflash_aot.runtime.statistics import Counters
+from dflash_aot.runtime.weights import load_weights
+
+if TYPE_CHECKING:
+    from dflash_aot.runtime.text import Tokenizer
+
+Prompt = str | Sequence[int]
+GREEDY = SamplingParams()
+
+
+class Stream:
+    """The deltas of one request, to be iterated once; closing it, or leaving the loop early, frees the slot."""
+
+    def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
+        self._request, self._deltas = request, deltas
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while True:
+                delta = self._deltas.get()
+                yield delta
+                if delta.finish_reason:
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancels what has not been generated yet."""
+        self._request.cancel()
+
+    def result(self) -> Result:
+        """Waits for the end. Raises EngineFailed if the engine died."""
+        while self._request.finish_reason is None:
+            self._deltas.get()
+        if self._request.error is not None:
+            raise EngineFailed(self._request.error)
+        return self._request.result()
+
+
+class Engine:
+    """Made by `Engine.open`. All methods may be called from any thread."""
+
+    def __init__(self, bundle: Bundle, state: DeviceState, k: int, target: Path, startup: Mapping[str, float]):
+        self._bundle, self._target = bundle, target
+        self._counters, self._watch = Counters(), CompileWatch()
+        self._loop = Loop(bundle, state, k, self._counters)
+        self._arrivals: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._ends = _read_end_tokens(target)
+        self._failure: str | None = None
+        self._closed = False
+        self.k = k
+        self.startup = dict(startup)
+        self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        bundle: str | Path,
+        target: str | None = None,
+        draft: str | None = None,
+        k: int | Literal["auto"] = "auto",
+    ) -> "Engine":
+        """Loads a bundle and its weights and calls every executable once.
+
+        target, draft: directories or hub ids instead of the bundle's own, of the same architecture and shapes.
+        k: tokens verified per round, one of the grid's; "auto" is the largest.
+
+        Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, GridMiss.
+        """
+        clock = _Clock()
+        loaded = open_bundle(Path(bundle))
+        manifest = loaded.manifest
+        chosen = _choose_k(manifest, k)
+        clock.lap("bundle")
+        places = {
+            "target": locate_checkpoint(target or manifest.target.reference, "target"),
+            "draft": locate_checkpoint(draft or manifest.draft.reference, "draft"),
+        }
+        _check_facts(loaded, places)
+        weights = load_weights(manifest.weights, places, loaded.device)
+        for executable in loaded:
+            executable.bind(weights)
+        clock.lap("weights")
+        state = DeviceState(manifest.state, loaded.device)
+        with CompileWatch().forbid_tracing():
+            loaded.call_each_once(state)
+        clock.lap("canaries")
+        return cls(loaded, state, chosen, places["target"], clock.laps)
+
+    # -- requests
+
+    def generate(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Result:
+        """Continues one prompt, text or token ids. Raises BadInput, GridMiss, EngineFailed."""
+        return self.stream(prompt, params).result()
+
+    def generate_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+    ) -> list[Result]:
+        """Continues all prompts, together; results in their order. A bad prompt raises before any is started."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise BadInput(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        prepared = [self._prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        for stream in prepared:
+            self._submit(stream._request)
+        return [stream.result() for stream in prepared]
+
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Stream:
+        """Like `generate`, as it is committed. The request is on its way when this returns."""
+        stream = self._prepare(prompt, params)
+        self._submit(stream._request)
+        return stream
+
+    async def astream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> AsyncIterator[Delta]:
+        """`stream` for an event loop; cancelling the task frees the slot."""
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+
+        def hand_over(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the event loop is gone, and with it the reader
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        request = self._prepare_request(prompt, params, hand_over)
+        self._submit(request)
+        try:
+            while True:
+                delta = await deltas.get()
+                yield delta
+                if delta.finish_reason:
+                    return
+        finally:
+            request.cancel()
+
+    def stats(self) -> Counters:
+        """A snapshot of what was counted since the engine was opened."""
+        self._counters.compile_events = self._watch.events
+        return self._counters.copy()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._bundle.manifest
+
+    @property
+    def executables(self) -> int:
+        return len(self._bundle)
+
+    @property
+    def target(self) -> Path:
+        """The target's checkpoint directory."""
+        return self._target
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The target's, loaded at its first use. Raises BadCheckpoint."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                from dflash_aot.runtime.text import Tokenizer  # noqa: PLC0415  token ids need no text layer
+
+                self._tokenizer = Tokenizer.open(self._target)
+            return self._tokenizer
+
+    # -- life
+
+    def close(self) -> None:
+        """Cancels what is running and stops the thread."""
+        if not self._closed:
+            self._closed = True
+            self._arrivals.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        with self._watch.forbid_tracing():
+            try:
+                while self._take_arrivals():
+                    self._loop.step()
+                self._fail("the engine was closed")
+            except Exception as error:
+                self._fail(f"the engine's loop failed: {type(error).__name__}: {error}")
+                if not isinstance(error, DflashError):
+                    raise
+
+    def _take_arrivals(self) -> bool:
+        """Everything that has come in; waits while there is nothing to do. False once the engine is closed."""
+        while True:
+            try:
+                request = self._arrivals.get(block=self._loop.idle)
+            except queue.Empty:
+                return True
+            if request is None:
+                return False
+            self._loop.add(request)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        self._loop.fail(why)
+        with suppress(queue.Empty):
+            while True:
+                if request := self._arrivals.get_nowait():
+                    request.end("error", why)
+
+    def _submit(self, request: Request) -> None:
+        if self._closed or self._failure:
+            raise EngineFailed(f"no request is taken any more: {self._failure or 'the engine was closed'}")
+        self._arrivals.put(request)
+
+    # -- checks
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Stream:
+        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        return Stream(self._prepare_request(prompt, params, deltas.put), deltas)
+
+    def _prepare_request(self, prompt: Prompt, params: SamplingParams, emit) -> Request:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab, grid = self.manifest.target.facts.decoder.vocab, self.manifest.grid
+        if not ids:
+            raise BadInput("the prompt is empty: at least one token is needed to continue from")
+        if any(type(token) is not int or not 0 <= token < vocab for token in ids):
+            wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab)
+            raise BadInput(f"the prompt holds token {wrong!r}: the target's vocabulary is 0 to {vocab - 1}")
+        for token in params.stop_token_ids or ():
+            if not 0 <= token < vocab:
+                raise BadInput(f"stop_token_ids holds {token}: the target's vocabulary is 0 to {vocab - 1}")
+        # The last token emitted needs no kv: its position is one past the last one written.
+        room = grid.capacity + 1 - len(ids)
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            raise grid.miss(1, len(ids) + wanted - 1, 0)
+        stops = self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids)
+        return Request(
+            prompt=ids,
+            params=params,
+            limit=room if params.max_tokens is None else params.max_tokens,
+            stop_ids=stops,
+            text=self._text_stream(prompt, params),
+            emit=emit,
+        )
+
+    def _text_stream(self, prompt: Prompt, params: SamplingParams):
+        """Token ids in, token ids out: text is made where there is a tokenizer, and missed where it is needed."""
+        if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
+            return None
+        tokenizer = self.tokenizer
+        from dflash_aot.runtime.text import TextStream  # noqa: PLC0415  see `tokenizer`
+
+        return TextStream(tokenizer, params.stop)
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
+    ks = manifest.grid.k
+    if k == "auto":
+        return ks[-1]
+    if type(k) is not int or k < 0:
+        raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
+    if k not in ks:
+        axis = f"k={','.join(map(str, sorted({*ks, k})))}"
+        raise GridMiss(
+            f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, ks))}. "
+            f"Precompile it: dflash-precompile --buckets '... {axis} ...' (a block of "
+            f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
+        )
+    return k
+
+
+def _check_facts(bundle: Bundle, places: Mapping[str, Path]) -> None:
+    """The checkpoints are what the executables compute. Raises IncompatibleBundle, fact by fact."""
+    manifest = bundle.manifest
+    target = read_target(read_config(places["target"]))
+    draft = read_draft(read_config(places["draft"]), target)
+    for role, built, found in (("target", manifest.target.facts, target), ("draft", manifest.draft.facts, draft)):
+        if wrong := _differing(built, found):
+            lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
+            raise IncompatibleBundle(
+                f"{places[role]} is not what {bundle.path} was built for as a {role}:\n{lines}\n"
+                f"Build a bundle for it: dflash-precompile --target {places['target']} --draft {places['draft']} --bundle DIR"
+            )
+
+
+def _differing(built, found, prefix: str = "") -> list[tuple[str, object, object]]:
+    """Every leaf in which two facts of the same type differ, by its dotted name."""
+    wrong: list[tuple[str, object, object]] = []
+    for name in built.__struct_fields__:
+        old, new = getattr(built, name), getattr(found, name)
+        if hasattr(old, "__struct_fields__"):
+            wrong += _differing(old, new, f"{prefix}{name}.")
+        elif old != new:
+            wrong.append((f"{prefix}{name}", old, new))
+    return wrong
+
+
+def _read_end_tokens(target: Path) -> frozenset[int]:
+    """The target's end-of-sequence tokens: `generation_config.json` before `config.json`, as transformers does."""
+    for name in ("generation_config.json", "config.json"):
+        path = target / name
+        if not path.exists():
+            continue
+        try:
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise BadCheckpoint(f"{path} is not a JSON object: {error}") from error
+        if ends is not None:
+            found = ends if isinstance(ends, list) else [ends]
+            if any(type(token) is not int for token in found):
+                raise BadCheckpoint(f"{path}: eos_token_id is {ends!r}: expected a token id or a list of them")
+            return frozenset(found)
+    return frozenset()

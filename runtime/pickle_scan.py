@@ -1,0 +1,66 @@
+"""What JAX's serialized form may name. It is a pickle: one that names anything else is never unpickled."""
+
+import pickletools
+
+from dflash_aot.cache.errors import CorruptBundle
+
+# Everything that jax.experimental.serialize_executable writes for the versions we support.
+ALLOWED = frozenset(
+    {
+        ("jax", "P"),
+        ("jax._src.core", "ManualAxisType"),
+        ("jax._src.core", "MemorySpace"),
+        ("jax._src.core", "ShapedArray"),
+        ("jax._src.interpreters.pxla", "AllArgsInfo"),
+        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
+        ("jax._src.layout", "Layout"),
+        ("jax._src.linear_util", "DebugInfo"),
+        ("jax._src.mesh", "AbstractMesh"),
+        ("jax._src.named_sharding", "_unpickle_named_sharding"),
+        ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
+        ("jax._src.stages", "ArgInfo"),
+        ("jaxlib._jax", "DeviceList"),
+        ("numpy", "dtype"),
+    }
+)
+TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
+RECALLS = {"BINGET", "LONG_BINGET", "GET"}
+STORES = {"BINPUT", "LONG_BINPUT", "PUT"}
+# Other ways to name a class; pickle protocol 4, which JAX writes, uses none of them.
+FOREIGN = {"GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
+
+
+def scan_pickle(blob: bytes, where: str) -> None:
+    """Reads the opcodes without executing them. Raises CorruptBundle for a name outside ALLOWED.
+
+    A class is named by STACK_GLOBAL with two texts right before it, written out or recalled from the memo;
+    anything that leaves a doubt about which texts they are is refused.
+    """
+    memo: dict[int, str | None] = {}
+    texts: list[str | None] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(blob):
+            if opcode.name in TEXTS:
+                texts.append(argument)
+            elif opcode.name in RECALLS:
+                texts.append(memo.get(argument))
+            elif opcode.name == "MEMOIZE":
+                memo[len(memo)] = texts[-1] if texts else None
+            elif opcode.name in STORES:
+                memo[argument] = texts[-1] if texts else None
+            elif opcode.name in FOREIGN:
+                raise CorruptBundle(
+                    f"{where}: the pickle uses {opcode.name}, which JAX does not write. It was not loaded"
+                )
+            else:
+                if opcode.name == "STACK_GLOBAL" and (name := tuple(texts[-2:])) not in ALLOWED:
+                    raise CorruptBundle(
+                        f"{where}: the pickle names {_dotted(name)}, which no executable needs. It was not loaded"
+                    )
+                texts = []
+    except (ValueError, IndexError, UnicodeDecodeError) as error:
+        raise CorruptBundle(f"{where}: not a pickle: {error}") from error
+
+
+def _dotted(name: tuple[str | None, ...]) -> str:
+    return ".".join(part or "something hidden" for part in name) or "something hidden"
