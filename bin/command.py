@@ -16,6 +16,7 @@ INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
     """Parses the command line, runs `main`, and turns our errors into one message and an exit code."""
+    sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     try:
         _parse(sys.argv, usage, flag_values)
         main()
@@ -33,6 +34,9 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
         # The reader has gone (| head). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, say
+        print(f"{name}: {error}", file=sys.stderr)
+        return BadInput.exit_code
 
 
 class _HelpShown(Exception):
@@ -46,6 +50,14 @@ def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> No
     left = flag_values(argv)[1:]
     if left:
         raise BadInput(f"unexpected {' '.join(map(repr, left))}: all arguments are flags, see --help")
+
+
+def decode_text(content: bytes, source: str) -> str:
+    """Raises BadInput for what is not UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{source} is not UTF-8: {error}") from error
 
 
 def default_bundle(target: str, draft: str) -> Path:

@@ -1,6 +1,7 @@
 """dflash-precompile: builds the bundle of a target and its draft, before deploy. Only the two config.json are needed.
 
-dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR] [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"]
+dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
+    [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--json]
 """
 
 import json

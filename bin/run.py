@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 import jax
 from absl import flags
 
-from dflash_aot.bin.command import choose_pair, default_bundle, run_command, seconds_since_process_start
+from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run_command, seconds_since_process_start
 from dflash_aot.bin.lines import answer_lines, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
@@ -63,6 +63,8 @@ def run() -> None:
         raise BadInput(f"{' and '.join(way for way, given in ways.items() if given)} are given: one at a time")
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: answers to lines go there, and there are no lines")
+    if _TRACE.value and _INPUT.value is None and not _JSON.value:
+        raise BadInput("--trace without --json or --input: there is no place for it beside plain text")
     params = SamplingParams(
         max_tokens=_MAX_TOKENS.value,
         temperature=_TEMPERATURE.value,
@@ -81,12 +83,17 @@ def run() -> None:
 
 
 def _answer_prompt(params: SamplingParams) -> None:
-    prompt = sys.stdin.read().removesuffix("\n") if _PROMPT.value is None else _PROMPT.value
+    prompt = _read_input() if _PROMPT.value is None else _PROMPT.value
     if not prompt:
         raise BadInput("the prompt is empty: give --prompt TEXT, or text on standard input")
     with open_engine() as engine:
         result = _stream_text(engine, prompt, params)
         _report(engine, [result], None if not _JSON.value else result)
+
+
+def _read_input() -> str:
+    """Without the line end that `echo` adds."""
+    return decode_text(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
 
 
 def _chat(params: SamplingParams) -> None:
@@ -109,7 +116,7 @@ def _chat(params: SamplingParams) -> None:
 def _read_turns() -> Iterator[str]:
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = decode_text(sys.stdin.buffer.readline(), "standard input")
         if not line:
             print(file=sys.stderr)
             return

@@ -30,5 +30,6 @@ def _locate_in_hub_cache(hub_id: str, role: str) -> Path:
         return Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         raise BadCheckpoint(
-            f"--{role} {hub_id} is neither a directory nor in the local Hugging Face cache. Download it first: hf download {hub_id}"
+            f"--{role} {hub_id} is neither a directory nor in the local Hugging Face cache. "
+            f"Download it first: hf download {hub_id}"
         ) from error

@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -68,7 +69,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fit(self, batch: int, length: int, k: int) -> Bucket:
         """The smallest bucket with at least `batch` rows, `length` positions and `k` verified tokens, or GridMiss."""
         wanted = {"batch": batch, "length": length, "k": k}
-        found = {
+        found: dict[str, Any] = {
             axis: next((size for size in getattr(self, axis) if size >= least), None) for axis, least in wanted.items()
         }
         if None in found.values():

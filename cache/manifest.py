@@ -1,6 +1,7 @@
 """`manifest.json`: everything that is known about a bundle without loading an executable."""
 
 import hashlib
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -76,12 +77,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def rebuild_command(self, bundle: Path) -> str:
         """The command that makes this bundle here."""
-        pair = (
-            ""
-            if self.target.reference == EMBEDDED
-            else f" --target {self.target.reference} --draft {self.draft.reference}"
-        )
-        return f"dflash-precompile{pair} --bundle {bundle} --buckets '{self.grid}' --dtype {self.dtype}"
+        embedded = self.target.reference == EMBEDDED
+        pair = [] if embedded else ["--target", self.target.reference, "--draft", self.draft.reference]
+        rest = ["--bundle", str(bundle), "--buckets", str(self.grid), "--dtype", self.dtype]
+        return shlex.join(["dflash-precompile", *pair, *rest])
+
+
+def build_command(bundle: Path) -> str:
+    """The command that builds a bundle of which nothing can be read."""
+    return shlex.join(["dflash-precompile", "--bundle", str(bundle)])
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -97,11 +101,12 @@ def read_manifest(bundle: Path) -> Manifest:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBundle(
-            f"{path} does not exist: there is no bundle here. Build it: dflash-precompile --bundle {bundle}"
+            f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)} "
+            "(and --target, --draft for a pair of your own)"
         ) from error
     except OSError as error:
         raise CorruptBundle(f"{path}: {error.strerror}") from error
-    remedy = f"Build it again: dflash-precompile --bundle {bundle}"
+    remedy = f"Build it again: {build_command(bundle)}"
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:

@@ -16,7 +16,7 @@ import msgspec
 
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import write_atomically
-from dflash_aot.cache.manifest import FILE, Entry, Manifest, encode_manifest
+from dflash_aot.cache.manifest import FILE, Entry, Manifest, build_command, encode_manifest
 
 
 class Store:
@@ -73,7 +73,7 @@ class Store:
         """An executable's bytes, whose size and sha256 are what the manifest promises. Raises CorruptBundle."""
         path = self._executables / entry.sha256
         where = f"{path} ({entry.signature.label})"
-        remedy = f"Build it again: dflash-precompile --bundle {self.bundle}"
+        remedy = f"Build it again: {build_command(self.bundle)}"
         try:
             blob = path.read_bytes()
         except OSError as error:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 
 import jax
 import msgspec
+from jax.sharding import SingleDeviceSharding
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import Array, Signature
 
-Named = Mapping[str, jax.Array]
+Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
 
 
 def input_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Array]:
@@ -23,10 +24,11 @@ def output_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Arra
     return [*(known[name] for name in signature.donated), *signature.results]
 
 
-def lower(
-    signature: Signature, function: Callable[[Named], dict[str, jax.Array]], known: Mapping[str, Array]
-) -> jax.stages.Lowered:
-    """Traces `function` for `signature`. Its outputs must be what the signature promises, or AssertionError."""
+def jit_program(signature: Signature, function: Program, known: Mapping[str, Array]) -> jax.stages.Wrapped:
+    """`function` over the signature's inputs in order, its state donated.
+
+    Tracing it raises AssertionError unless its outputs are what the signature promises.
+    """
     inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -38,9 +40,20 @@ def lower(
 
     flat.__name__ = signature.program
     donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
-    specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs]
     # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
-    return jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*specs)
+    return jax.jit(flat, donate_argnums=donated, keep_unused=True)
+
+
+def lower(
+    signature: Signature, function: Program, known: Mapping[str, Array], device: jax.Device
+) -> jax.stages.Lowered:
+    """Traces a program for the shapes of its signature, placed on `device`.
+
+    The placement makes its outputs committed as its inputs are: JAX dispatches a second kind of input anew, slowly.
+    """
+    place = SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place) for array in input_arrays(signature, known)]
+    return jit_program(signature, function, known).lower(*specs)
 
 
 def executable_key(lowered: jax.stages.Lowered, signature: Signature, environment: Environment) -> str:

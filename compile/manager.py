@@ -74,6 +74,7 @@ class _Build:
     ):
         self._programs, self._environment, self._store, self._observe = programs, environment, store, observe
         self._signatures = programs.signatures(grid)
+        self._device = jax.devices(environment.platform)[0]
         self._known = known_arrays(programs, grid)
         self._entries: dict[str, Entry] = {}
         self._compiled: set[str] = set()
@@ -85,7 +86,7 @@ class _Build:
         for signature in self._signatures:
             self._say(signature.label, None)
             try:
-                lowered = lower(signature, self._programs.function(signature), self._known)
+                lowered = lower(signature, self._programs.function(signature), self._known, self._device)
                 key = executable_key(lowered, signature, self._environment)
             except Exception as error:  # reported with all others at the end
                 self._failures[signature.label] = error
@@ -103,7 +104,8 @@ class _Build:
         if self._failures:
             lines = "\n".join(f"  {label}: {_first_line(error)}" for label, error in self._failures.items())
             raise BuildFailed(
-                f"{len(self._failures)} of {len(self._signatures)} executables could not be built, the others are kept:\n{lines}"
+                f"{len(self._failures)} of {len(self._signatures)} executables could not be built, "
+                f"the others are kept:\n{lines}"
             )
         entries = tuple(self._entries[signature.label] for signature in self._signatures)
         return Report(entries, frozenset(self._compiled), seconds)

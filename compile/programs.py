@@ -5,6 +5,7 @@ B rows · T positions of this call · S kv positions · K verified tokens · H h
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +222,7 @@ def _of(model: str, arrays: Arrays) -> Outputs:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _sizes(signature: Signature) -> dict[str, int]:
+def _sizes(signature: Signature) -> dict[str, Any]:
     return {axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")}
 
 

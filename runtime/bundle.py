@@ -1,7 +1,8 @@
 """From a bundle directory to loaded executables: verdict, hashes, scan, load; in this order."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -11,19 +12,20 @@ from dflash_aot.cache.environment import Difference, differences, read_environme
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.manifest import Entry, Manifest, read_manifest
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime.executable import DeviceState, Executable, load_executable
 
 Name = tuple[str, tuple[int, ...]]
-LOADERS = 2  # deserialization releases the interpreter; more threads did not help on two cores
+LOADERS = 2  # loading releases the interpreter for the most part
 
 
 class Bundle:
-    """A manifest whose executables fit this machine, loaded."""
+    """A manifest that fits this machine, and the executables that serve up to `k` verified tokens."""
 
-    def __init__(self, path: Path, manifest: Manifest, device: jax.Device, executables: dict[Name, Executable]):
-        self.path, self.manifest, self.device = path, manifest, device
-        self._executables = executables
+    def __init__(self, path: Path, manifest: Manifest, k: int, executables: Iterable[Executable]):
+        self.path, self.manifest, self.k = path, manifest, k
+        self._executables = {_name(executable.signature): executable for executable in executables}
 
     def prefill(self, chunk: Chunk) -> Executable:
         return self._executables["prefill", (chunk.prefill, chunk.length)]
@@ -40,40 +42,66 @@ class Bundle:
     def move(self) -> Executable:
         return self._executables["move", ()]
 
-    def __iter__(self) -> Iterator[Executable]:
-        return iter(self._executables.values())
-
     def __len__(self) -> int:
         return len(self._executables)
 
-    def call_each_once(self, state: DeviceState) -> None:
-        """The first call of an executable does what later ones don't: it is not a user's. No slot is active."""
-        for executable in self:
-            executable(state, *(np.zeros(array.shape, array.dtype) for array in executable.signature.arguments))
-        state.wait()
+
+def bundle_device(manifest: Manifest) -> jax.Device:
+    return jax.devices(manifest.environment.platform)[0]
 
 
-def open_bundle(path: Path) -> Bundle:
-    """Raises MissingBundle, CorruptBundle or IncompatibleBundle, before anything unverified is deserialized."""
+def check_bundle(path: Path) -> Manifest:
+    """The verdict, from the manifest alone. Raises MissingBundle, CorruptBundle or IncompatibleBundle."""
     manifest = read_manifest(path)
-    check_environment(path, manifest)
-    device, store = jax.devices(manifest.environment.platform)[0], Store(path)
+    _check_environment(path, manifest)
+    _check_complete(path, manifest)
+    return manifest
+
+
+@contextmanager
+def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterator[Executable]]:
+    """Loads in the background what serves up to `k` verified tokens, in the manifest's order.
+
+    A blob is verified before anything of it is deserialized. Iterating raises CorruptBundle.
+    """
+    device, store = bundle_device(manifest), Store(path)
 
     def load(entry: Entry) -> Executable:
-        signature = entry.signature
-        inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
-        outputs = len(signature.donated) + len(signature.results)
-        where = f"{path}/executables/{entry.sha256} ({signature.label})"
-        return load_executable(store.read(entry), signature, inputs, outputs, device, where)
+        where = f"{path}/executables/{entry.sha256} ({entry.signature.label})"
+        return load_executable(store.read(entry), entry.signature, device, where)
 
     with ThreadPoolExecutor(LOADERS, thread_name_prefix="load") as pool:
-        loaded = list(pool.map(load, manifest.entries))
-    executables = {(item.signature.program, tuple(item.signature.bucket.values())): item for item in loaded}
-    _check_complete(path, manifest, executables)
-    return Bundle(path, manifest, device, executables)
+        loading: list[Future[Executable]] = [
+            pool.submit(load, entry) for entry in manifest.entries if _serves(entry.signature, k)
+        ]
+        try:
+            yield (future.result() for future in loading)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def check_environment(path: Path, manifest: Manifest) -> None:
+def call_once(executable: Executable, state: DeviceState) -> None:
+    """The first call of an executable does what later ones don't: it is not a user's. No slot is active.
+
+    Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call.
+    """
+    arguments = executable.signature.arguments
+    executable(state, *(state.place(np.zeros(array.shape, array.dtype)) for array in arguments))
+    state.wait()
+
+
+def _serves(signature: Signature, k: int) -> bool:
+    """Whether an engine that verifies up to `k` tokens ever calls it; without drafts there is no draft kv."""
+    match signature.program:
+        case "draft" | "verify":
+            return signature.bucket["k"] <= k
+        case "kv_write":
+            return k > 0
+        case _:
+            return True
+
+
+def _check_environment(path: Path, manifest: Manifest) -> None:
     """Raises IncompatibleBundle, field by field, with the command that rebuilds."""
     built = manifest.environment
     try:
@@ -83,20 +111,27 @@ def check_environment(path: Path, manifest: Manifest) -> None:
     if found:
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
-            f"{path} was built for another environment:\n{lines}\nBuild it for this one: {manifest.rebuild_command(path)}"
+            f"{path} was built for another environment:\n{lines}\n"
+            f"Build it for this one: {manifest.rebuild_command(path)}"
         )
 
 
-def _check_complete(path: Path, manifest: Manifest, executables: dict[Name, Executable]) -> None:
+def _check_complete(path: Path, manifest: Manifest) -> None:
     """Every bucket of the grid has its executables."""
     grid = manifest.grid
-    needed = {("prefill", (chunk.prefill, chunk.length)) for chunk in grid.chunks()}
+    needed: set[Name] = {("prefill", (chunk.prefill, chunk.length)) for chunk in grid.chunks()}
+    needed |= {("kv_write", (1, chunk.prefill)) for chunk in grid.chunks()}
+    needed |= {("move", ())} if grid.slots > 1 else set()
     for bucket in grid.buckets():
         shape = (bucket.batch, bucket.length, bucket.k)
         needed |= {("verify", shape), ("kv_write", (bucket.batch, bucket.k + 1))}
         needed |= {("draft", shape)} if bucket.k else set()
-    if missing := needed - executables.keys():
+    if missing := needed - {_name(entry.signature) for entry in manifest.entries}:
         raise CorruptBundle(
             f"{path}/manifest.json promises the grid {grid} but has no entry for {sorted(missing)}. "
             f"Build it again: {manifest.rebuild_command(path)}"
         )
+
+
+def _name(signature: Signature) -> Name:
+    return signature.program, tuple(signature.bucket.values())

@@ -1,32 +1,31 @@
 """The engine that other services embed: a bundle and its weights behind a queue, served by one thread."""
 
 import asyncio
-import json
+import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from dflash_aot.cache.architecture import read_draft, read_target
-from dflash_aot.cache.checkpoint import locate_checkpoint
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.errors import BadCheckpoint, BadInput, DflashError, EngineFailed, GridMiss, IncompatibleBundle
+from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.cache.manifest import Manifest
-from dflash_aot.runtime.bundle import Bundle, open_bundle
+from dflash_aot.runtime.bundle import Bundle, bundle_device, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.loop import Loop
+from dflash_aot.runtime.pair import check_facts, locate_pair, read_end_tokens
 from dflash_aot.runtime.request import Delta, Request, Result, SamplingParams
 from dflash_aot.runtime.statistics import Counters
 from dflash_aot.runtime.weights import load_weights
 
 if TYPE_CHECKING:
-    from dflash_aot.runtime.text import Tokenizer
+    from dflash_aot.runtime.text import TextStream, Tokenizer
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 GREEDY = SamplingParams()
 
@@ -63,17 +62,17 @@ class Stream:
 class Engine:
     """Made by `Engine.open`. All methods may be called from any thread."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, k: int, target: Path, startup: Mapping[str, float]):
+    def __init__(self, bundle: Bundle, state: DeviceState, target: Path, startup: Mapping[str, float]):
         self._bundle, self._target = bundle, target
         self._counters, self._watch = Counters(), CompileWatch()
-        self._loop = Loop(bundle, state, k, self._counters)
+        self._loop = Loop(bundle, state, self._counters)
         self._arrivals: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._ends = _read_end_tokens(target)
+        self._ends = read_end_tokens(target)
         self._failure: str | None = None
         self._closed = False
-        self.k = k
+        self.k = bundle.k
         self.startup = dict(startup)
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         self._thread.start()
@@ -82,8 +81,8 @@ class Engine:
     def open(
         cls,
         bundle: str | Path,
-        target: str | None = None,
-        draft: str | None = None,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
         k: int | Literal["auto"] = "auto",
     ) -> "Engine":
         """Loads a bundle and its weights and calls every executable once.
@@ -93,25 +92,24 @@ class Engine:
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, GridMiss.
         """
-        clock = _Clock()
-        loaded = open_bundle(Path(bundle))
-        manifest = loaded.manifest
+        clock, path = _Clock(), Path(bundle)
+        manifest = check_bundle(path)
         chosen = _choose_k(manifest, k)
+        places = locate_pair(manifest, target, draft)
+        check_facts(path, manifest, places)
         clock.lap("bundle")
-        places = {
-            "target": locate_checkpoint(target or manifest.target.reference, "target"),
-            "draft": locate_checkpoint(draft or manifest.draft.reference, "draft"),
-        }
-        _check_facts(loaded, places)
-        weights = load_weights(manifest.weights, places, loaded.device)
-        for executable in loaded:
-            executable.bind(weights)
-        clock.lap("weights")
-        state = DeviceState(manifest.state, loaded.device)
-        with CompileWatch().forbid_tracing():
-            loaded.call_each_once(state)
-        clock.lap("canaries")
-        return cls(loaded, state, chosen, places["target"], clock.laps)
+        with load_executables(path, manifest, chosen) as loading, CompileWatch().forbid_tracing():
+            device = bundle_device(manifest)
+            weights = load_weights(manifest.weights, places, device)
+            state = DeviceState(manifest.state, device)
+            clock.lap("weights")
+            executables = []
+            for executable in loading:
+                executable.bind(weights)
+                call_once(executable, state)
+                executables.append(executable)
+            clock.lap("canaries")
+        return cls(Bundle(path, manifest, chosen, executables), state, places["target"], clock.laps)
 
     # -- requests
 
@@ -209,9 +207,8 @@ class Engine:
                     self._loop.step()
                 self._fail("the engine was closed")
             except Exception as error:
+                logger.debug("the engine's loop failed", exc_info=True)
                 self._fail(f"the engine's loop failed: {type(error).__name__}: {error}")
-                if not isinstance(error, DflashError):
-                    raise
 
     def _take_arrivals(self) -> bool:
         """Everything that has come in; waits while there is nothing to do. False once the engine is closed."""
@@ -243,33 +240,29 @@ class Engine:
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         return Stream(self._prepare_request(prompt, params, deltas.put), deltas)
 
-    def _prepare_request(self, prompt: Prompt, params: SamplingParams, emit) -> Request:
+    def _prepare_request(self, prompt: Prompt, params: SamplingParams, emit: Callable[[Delta], None]) -> Request:
+        """Everything that can be wrong with a request is found here, before the engine's thread sees it."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab, grid = self.manifest.target.facts.decoder.vocab, self.manifest.grid
+        check_tokens("the prompt", ids, self.manifest.target.facts.decoder.vocab)
+        check_tokens("stop_token_ids", params.stop_token_ids or (), self.manifest.target.facts.decoder.vocab)
         if not ids:
             raise BadInput("the prompt is empty: at least one token is needed to continue from")
-        if any(type(token) is not int or not 0 <= token < vocab for token in ids):
-            wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab)
-            raise BadInput(f"the prompt holds token {wrong!r}: the target's vocabulary is 0 to {vocab - 1}")
-        for token in params.stop_token_ids or ():
-            if not 0 <= token < vocab:
-                raise BadInput(f"stop_token_ids holds {token}: the target's vocabulary is 0 to {vocab - 1}")
+        grid = self.manifest.grid
         # The last token emitted needs no kv: its position is one past the last one written.
         room = grid.capacity + 1 - len(ids)
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if wanted > room:
             raise grid.miss(1, len(ids) + wanted - 1, 0)
-        stops = self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids)
         return Request(
             prompt=ids,
             params=params,
             limit=room if params.max_tokens is None else params.max_tokens,
-            stop_ids=stops,
+            stop_ids=self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids),
             text=self._text_stream(prompt, params),
             emit=emit,
         )
 
-    def _text_stream(self, prompt: Prompt, params: SamplingParams):
+    def _text_stream(self, prompt: Prompt, params: SamplingParams) -> "TextStream | None":
         """Token ids in, token ids out: text is made where there is a tokenizer, and missed where it is needed."""
         if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
             return None
@@ -277,6 +270,13 @@ class Engine:
         from dflash_aot.runtime.text import TextStream  # noqa: PLC0415  see `tokenizer`
 
         return TextStream(tokenizer, params.stop)
+
+
+def check_tokens(what: str, ids: Sequence[int], vocab: int) -> None:
+    """Raises BadInput for anything that is not a token of the target."""
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise BadInput(f"{what} holds {token!r}: the target's tokens are 0 to {vocab - 1}")
 
 
 class _Clock:
@@ -305,47 +305,3 @@ def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
             f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
         )
     return k
-
-
-def _check_facts(bundle: Bundle, places: Mapping[str, Path]) -> None:
-    """The checkpoints are what the executables compute. Raises IncompatibleBundle, fact by fact."""
-    manifest = bundle.manifest
-    target = read_target(read_config(places["target"]))
-    draft = read_draft(read_config(places["draft"]), target)
-    for role, built, found in (("target", manifest.target.facts, target), ("draft", manifest.draft.facts, draft)):
-        if wrong := _differing(built, found):
-            lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
-            raise IncompatibleBundle(
-                f"{places[role]} is not what {bundle.path} was built for as a {role}:\n{lines}\n"
-                f"Build a bundle for it: dflash-precompile --target {places['target']} --draft {places['draft']} --bundle DIR"
-            )
-
-
-def _differing(built, found, prefix: str = "") -> list[tuple[str, object, object]]:
-    """Every leaf in which two facts of the same type differ, by its dotted name."""
-    wrong: list[tuple[str, object, object]] = []
-    for name in built.__struct_fields__:
-        old, new = getattr(built, name), getattr(found, name)
-        if hasattr(old, "__struct_fields__"):
-            wrong += _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            wrong.append((f"{prefix}{name}", old, new))
-    return wrong
-
-
-def _read_end_tokens(target: Path) -> frozenset[int]:
-    """The target's end-of-sequence tokens: `generation_config.json` before `config.json`, as transformers does."""
-    for name in ("generation_config.json", "config.json"):
-        path = target / name
-        if not path.exists():
-            continue
-        try:
-            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise BadCheckpoint(f"{path} is not a JSON object: {error}") from error
-        if ends is not None:
-            found = ends if isinstance(ends, list) else [ends]
-            if any(type(token) is not int for token in found):
-                raise BadCheckpoint(f"{path}: eos_token_id is {ends!r}: expected a token id or a list of them")
-            return frozenset(found)
-    return frozenset()

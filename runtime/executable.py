@@ -10,8 +10,6 @@ from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.runtime.pickle_scan import scan_pickle
 
-Argument = jax.Array | np.ndarray
-
 
 class Executable:
     """A program at one bucket, ready to be called; its inputs are checked by JAX against the compiled ones."""
@@ -25,7 +23,7 @@ class Executable:
         """The weights never change: they are looked up once."""
         self._weights = tuple(weights[name] for name in self.signature.weights)
 
-    def __call__(self, state: "DeviceState", *arguments: Argument) -> Sequence[jax.Array]:
+    def __call__(self, state: "DeviceState", *arguments: jax.Array) -> Sequence[jax.Array]:
         """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results."""
         outputs = self._compiled(*self._weights, *state.read(self.signature.state), *arguments)
         donated = self.signature.donated
@@ -37,7 +35,12 @@ class DeviceState:
     """All per-slot arrays. Donation spends them: only what the last call returned is valid."""
 
     def __init__(self, arrays: Sequence[Array], device: jax.Device):
-        self._arrays = {array.name: jax.device_put(np.zeros(array.shape, array.dtype), device) for array in arrays}
+        self._device = device
+        self._arrays = {array.name: self.place(np.zeros(array.shape, array.dtype)) for array in arrays}
+
+    def place(self, array: np.ndarray) -> jax.Array:
+        """A small array of the host beside the state."""
+        return jax.device_put(array, self._device)
 
     def read(self, names: Sequence[str]) -> list[jax.Array]:
         arrays = self._arrays
@@ -51,13 +54,12 @@ class DeviceState:
         jax.block_until_ready(self._arrays)
 
 
-def load_executable(
-    blob: bytes, signature: Signature, inputs: int, outputs: int, device: jax.Device, where: str
-) -> Executable:
-    """A checked blob as an executable on `device`. Raises CorruptBundle if it is not what its signature says."""
+def load_executable(blob: bytes, signature: Signature, device: jax.Device, where: str) -> Executable:
+    """A verified blob as an executable on `device`. Raises CorruptBundle if it is not what its signature says."""
     scan_pickle(blob, where)
-    flat_in = jax.tree.structure((tuple(range(inputs)), {}))
-    flat_out = jax.tree.structure(tuple(range(outputs)))
+    inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
+    outputs = len(signature.donated) + len(signature.results)
+    flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, device.client, [device])
     except Exception as error:  # whatever the library or the compiler raises: the blob is at fault

@@ -41,13 +41,13 @@ class Round:
 class Loop:
     """Serves the requests it is given. One thread calls it; `step` until it is `idle`."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, k: int, counters: Counters):
-        self._bundle, self._state, self._k, self._counters = bundle, state, k, counters
+    def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters):
+        self._bundle, self._state, self._k, self._counters = bundle, state, bundle.k, counters
         self._grid = bundle.manifest.grid
         self._slots = Slots(self._grid.slots)
         self._waiting: deque[Request] = deque()
         self._unread: deque[FirstToken | Round] = deque()
-        self._place = functools.partial(jax.device_put, device=bundle.device)
+        self._place = state.place
         self._slot_ranges = {batch: self._place(np.arange(batch, dtype=np.int32)) for batch in self._grid.batch}
 
     @property

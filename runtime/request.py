@@ -46,7 +46,7 @@ class SamplingParams:
             raise BadInput(f"temperature is {self.temperature!r}: a number of at least 0 is needed")
         if self.temperature > 0:
             raise BadInput(
-                f"temperature is {self.temperature}: this version holds greedy executables only. Leave it out, or give 0"
+                f"temperature is {self.temperature}: this version has greedy executables only. Leave it out, or give 0"
             )
         if type(self.top_k) is not int or self.top_k < 0:
             raise BadInput(f"top_k is {self.top_k!r}: a whole number of at least 0 is needed, 0 for no limit")
@@ -117,8 +117,11 @@ class Request:
         kept, reason, shown = [], None, ""
         for token in tokens:
             kept.append(token)
+            if token in self.stop_ids:
+                reason = "stop"  # its text is not part of the output
+                break
             shown += self.text.push([token]) if self.text else ""
-            if token in self.stop_ids or (self.text and self.text.finished):
+            if self.text and self.text.finished:
                 reason = "stop"
             elif len(self.token_ids) + len(kept) >= self.limit:
                 reason = "length"

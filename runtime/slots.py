@@ -71,7 +71,7 @@ class Slots:
         return self._rows.index(row)
 
     def take_move(self) -> tuple[int, int] | None:
-        """The last row into the first hole before it: (source, destination), already noted here; None without a hole."""
+        """The last row into the first hole before it: (source, destination), noted here; None without a hole."""
         source = self.span - 1
         hole = self._rows.index(None) if not self.full else source + 1
         if hole > source:

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.recipe import Placement, WeightRecipe
+from dflash_aot.cache.recipe import Checkpoint, Placement, WeightRecipe
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("BF16", "F16", "F32")
@@ -44,7 +44,7 @@ class Tensors:
         return set(self._files)
 
     def read(self, placement: Placement) -> np.ndarray:
-        """One tensor, still mapped from the file. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
+        """One tensor, still mapped. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
         path, name = self._files[placement.tensor], placement.tensor
         facts = self._open[path].get_slice(name)
         if (shape := tuple(facts.get_shape())) != placement.stored:
@@ -58,7 +58,7 @@ class Tensors:
 
 
 def load_weights(
-    recipes: Sequence[WeightRecipe], directories: Mapping[str, Path], device: jax.Device
+    recipes: Sequence[WeightRecipe], directories: Mapping[Checkpoint, Path], device: jax.Device
 ) -> dict[str, jax.Array]:
     """Every weight argument by name, on the device. Every tensor of both checkpoints is used exactly once.
 

@@ -1,6 +1,11 @@
 """Checkpoints and reference numbers that every room's tests share."""
 
+import fcntl
+import functools
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,3 +62,38 @@ def tied() -> Golden:
 @pytest.fixture(scope="session")
 def untied() -> Golden:
     return SETS["untied"]
+
+
+# Small enough to build in seconds, wide enough that prompts meet every edge: no k is cut short near the capacity by
+# a golden prompt, and `tied` has two sizes on every axis.
+GRIDS = {
+    "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64",
+    "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a row empty
+    "swa": "batch=1 length=208 k=0,7 prefill=64",
+    "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
+}
+PAIRS = {**SETS, "tiny": SETS["tied"]}
+
+
+@pytest.fixture(scope="session")
+def bundle(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """The bundle of a set by its name, built at its first use. Read-only: a test that changes one takes a copy.
+
+    Kept in pytest's cache: builds are incremental, and the next run only checks that nothing is missing.
+    """
+
+    @functools.cache
+    def build(name: str) -> Path:
+        path = pytestconfig.cache.mkdir("dflash-bundles") / name
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one
+            pair = PAIRS[name]
+            flags = {"target": pair.target, "draft": pair.draft, "bundle": path, "buckets": GRIDS[name]}
+            command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu"]
+            done = subprocess.run(
+                [*command, *(f"--{flag}={value}" for flag, value in flags.items())], text=True, stderr=subprocess.PIPE
+            )
+        assert done.returncode == 0, done.stderr
+        return path
+
+    return build

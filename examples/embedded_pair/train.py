@@ -54,7 +54,8 @@ def main(_: list[str]) -> None:
     stream = token_stream(tokenizer, texts)
     held_out = token_stream(tokenizer, read_split(held_out=True))
     print(
-        f"{len(stream):,} training tokens, {len(held_out):,} held out, {sum(map(len, texts)) / len(stream):.2f} characters each"
+        f"{len(stream):,} training tokens, {len(held_out):,} held out, "
+        f"{sum(map(len, texts)) / len(stream):.2f} characters each"
     )
 
     target = Bound(lambda: Qwen3(TARGET, "float32"))

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From a fresh clone to text: installs into .venv, precompiles the embedded pair, generates, says how it went.
+# A second run finds everything built. bash bin/quickstart.sh [PROMPT]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source bin/environment.sh
+
+# The embedded pair has read the Python standard library, and nothing else.
+prompt="${1:-$'class Queue:\n    def __init__(self, maxsize=0):\n'}"
+
+make_environment
+if ! is_installed run; then
+    say "installing dflash-aot into .venv (a few minutes, most of it downloads)"
+    install --editable .
+    note_installed run
+fi
+
+say "precompiling the embedded pair into build/bundle"
+.venv/bin/dflash-precompile --bundle build/bundle --buckets "batch=1 length=256,512 k=0,7,15 prefill=64"
+
+say "generating"
+printf '%s' "$prompt"
+.venv/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --stats

@@ -1,0 +1,299 @@
+"""Models with weights in place, loaded the slow, obvious way, and their programs on arrays by name."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec import structs
+from safetensors.numpy import load_file
+
+from dflash_aot.cache.architecture import Attention, Decoder, Draft, Rope, Target, Window, read_draft, read_target
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.grid import Grid, parse_grid
+from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.signature import state_arrays
+from dflash_aot.compile.dflash import DFlash
+from dflash_aot.compile.layers import attend
+from dflash_aot.compile.parameters import Bound, Model
+from dflash_aot.compile.programs import Programs, within
+from dflash_aot.compile.qwen3 import Qwen3
+
+Arrays = dict[str, jax.Array]
+WIDTH = 208  # the longest golden sequence and a block behind it; a causal model does not see the padding
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests do
+
+
+def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Array:
+    """One argument, box by box; what no tensor fills stays NaN."""
+    array = np.full(recipe.shape, np.nan, recipe.dtype)
+    for placement in recipe.placements:
+        stored = tensors[placement.tensor]
+        assert stored.shape == placement.stored, placement
+        box = tuple(slice(o, o + e) for o, e in zip(placement.offset, placement.extent, strict=True))
+        array[box] = stored.reshape(placement.extent)
+    return jnp.asarray(array)
+
+
+def target_parameters(target: Target) -> Bound[Qwen3]:
+    return Bound(lambda: Qwen3(target, "float32"))
+
+
+def draft_parameters(draft: Draft) -> Bound[DFlash]:
+    return Bound(lambda: DFlash(draft, "float32"))
+
+
+def bind(role: str, parameters: Bound[Model], weights: Arrays) -> Model:
+    return parameters.bind({name: weights[f"{role}.{name}"] for name in parameters.shapes()})
+
+
+def load_weights(recipes: Iterable[WeightRecipe], directory: Path) -> Arrays:
+    tensors = load_tensors(directory)
+    return {recipe.name: assemble(recipe, tensors) for recipe in recipes}
+
+
+def load_tensors(directory: Path) -> dict[str, np.ndarray]:
+    return {name: array for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}
+
+
+@partial(jax.jit, static_argnames="taps", compiler_options=QUICK)
+def run_target(model: Qwen3, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    seen = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
+    positions = jnp.arange(ids.shape[1])[None]
+    x, features, _ = model.forward(ids, positions, taps, None, lambda kv, layer, q, k, v: (attend(q, (k, v, seen)), kv))
+    return model.logits(x), features
+
+
+@partial(jax.jit, compiler_options=QUICK)
+def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Array) -> jax.Array:
+    positions, context_positions = length + jnp.arange(x.shape[1])[None], jnp.arange(features.shape[1])[None]
+    context = model.context_keys_values(features, context_positions)
+
+    def attend_both(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        see = partial(within, model.draft.windows[layer], positions)
+        written = (context_positions < length)[:, None]
+        return attend(q, (*context[layer], written & see(context_positions)), (k, v, see(positions)))
+
+    return model.block_hidden(x, positions, attend_both)
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """A target and its weights. Every answer is computed anew from all tokens: no kv, no bucket, no state."""
+
+    target: Target
+    weights: Arrays
+
+    @cached_property
+    def qwen3(self) -> Qwen3:
+        return bind("target", target_parameters(self.target), self.weights)
+
+    def read(self, tokens: Iterable[int], taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """T tokens → logits [T, V] and features [T, taps·H]."""
+        tokens = [*tokens]
+        ids = np.zeros((1, WIDTH), np.int32)
+        ids[0, : len(tokens)] = tokens
+        logits, features = run_target(self.qwen3, ids, taps)
+        return np.asarray(logits)[0, : len(tokens)], np.asarray(features)[0, : len(tokens)]
+
+    def embed(self, ids: Iterable[int]) -> np.ndarray:
+        """[T] → [T, H]."""
+        return np.asarray(self.qwen3.embed(np.asarray([*ids])))
+
+
+@dataclass(frozen=True)
+class Models(TargetModel):
+    """A pair and its weights."""
+
+    draft: Draft
+
+    @cached_property
+    def programs(self) -> Programs:
+        return Programs(self.target, self.draft, "float32")
+
+    @cached_property
+    def dflash(self) -> DFlash:
+        return bind("draft", draft_parameters(self.draft), self.weights)
+
+    def first_layers(self, layers: int) -> "Models":
+        """The same pair with a draft that ends after `layers`, final norm included."""
+        decoder = structs.replace(self.draft.decoder, layers=layers)
+        return dataclasses.replace(self, draft=structs.replace(self.draft, decoder=decoder))
+
+    def features(self, tokens: Iterable[int]) -> np.ndarray:
+        """[T] → [T, taps·H]."""
+        return self.read(tokens, self.draft.taps)[1]
+
+    def block_ids(self, anchor: int) -> list[int]:
+        return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
+
+    def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
+        """Features [T, taps·H] of all committed tokens and the one behind them → hidden states [block, H]."""
+        padded = np.zeros((1, WIDTH, features.shape[1]), np.float32)
+        padded[0, : len(features)] = features
+        x = self.embed(self.block_ids(anchor))[None]
+        return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
+
+    def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:
+        """Likewise → logits of the drafted rows [block - 1, V]."""
+        return np.asarray(self.qwen3.head(self.draft_hidden(features, anchor)[1:]))
+
+
+class Rig:
+    """The programs of a pair on arrays by name, each compiled once and nothing donated."""
+
+    def __init__(self, models: Models, grid: Grid):
+        self._models, self.grid = models, grid
+        self._signatures = {signature.label: signature for signature in models.programs.signatures(grid)}
+        self._jitted = cache(
+            lambda label: jax.jit(models.programs.function(self._signatures[label]), compiler_options=QUICK)
+        )
+
+    def empty(self) -> Arrays:
+        """The state before any request; what lies in it must not matter, so it is not zero."""
+        arrays = state_arrays(self._models.programs.pair, self.grid)
+        return {array.name: jnp.full(array.shape, 3, array.dtype) for array in arrays}
+
+    def run(self, label: str, arrays: Mapping[str, jax.Array], **arguments: object) -> Arrays:
+        """`arrays` and `arguments`, and what the program made of those that its signature names."""
+        signature = self._signatures[label]
+        state = {name: arrays[name] for name in signature.state}
+        weights = {name: self._models.weights[name] for name in signature.weights}
+        given = {
+            array.name: jnp.asarray(arguments.pop(array.name, arrays.get(array.name)), array.dtype)
+            for array in signature.arguments
+        }
+        assert not arguments, f"{label} takes no {sorted(arguments)}"
+        return {**arrays, **given, **self._jitted(label)({**weights, **state, **given})}
+
+    def prefill(
+        self,
+        arrays: Mapping[str, jax.Array],
+        slot: int,
+        tokens: list[int],
+        width: int,
+        start: int = 0,
+        padding: int = 0,
+    ) -> Arrays:
+        """All chunks of one prompt, with features → draft kv behind each."""
+        length = self.grid.capacity
+        for at in range(0, len(tokens), width):
+            chunk = tokens[at : at + width]
+            arrays = self.run(
+                f"prefill prefill={width} length={length}",
+                arrays,
+                tokens=[chunk + [padding] * (width - len(chunk))],
+                slots=[slot],
+                starts=[start + at],
+                counts=[len(chunk)],
+            )
+            arrays = self.run(f"kv_write rows=1 width={width}", arrays)
+        return dict(arrays)
+
+
+@pytest.fixture(scope="session")
+def load_target():
+    """A checkpoint directory → TargetModel."""
+
+    @cache
+    def load(directory: Path) -> TargetModel:
+        target = read_target(read_config(directory))
+        return TargetModel(target, load_weights(target_parameters(target).recipes("target"), directory))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_models(load_target):
+    """Two checkpoint directories → Models."""
+
+    @cache
+    def load(target_directory: Path, draft_directory: Path) -> Models:
+        alone = load_target(target_directory)
+        draft = read_draft(read_config(draft_directory), alone.target)
+        weights = load_weights(draft_parameters(draft).recipes("draft"), draft_directory)
+        return Models(alone.target, {**alone.weights, **weights}, draft)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def models(golden, load_models) -> Models:
+    return load_models(golden.target, golden.draft)
+
+
+@pytest.fixture(params=["tied", "untied", "swa_causal", "swa_flash"], scope="session")
+def reading(request, tied, untied, tmp_path_factory):
+    """Every Qwen3 set; the one with sliding layers in both of its readings."""
+    if request.param in ("tied", "untied"):
+        return {"tied": tied, "untied": untied}[request.param]
+    sliding = dataclasses.replace(tied, directory=tied.directory.parent / "qwen3-tiny-swa", name="golden_swa_causal")
+    if request.param == "swa_causal":
+        return sliding
+    flash = dataclasses.replace(sliding, directory=tmp_path_factory.mktemp("flash"), name="golden_swa_flash")
+    flash.draft.mkdir()
+    config = json.loads((sliding.draft / "config.json").read_text())
+    config["dflash_config"]["causal"] = False
+    (flash.draft / "config.json").write_text(json.dumps(config))
+    for file in ("target", "draft/model.safetensors", "golden_swa_flash.json", "golden_swa_flash.safetensors"):
+        (flash.directory / file).symlink_to(sliding.directory / file)
+    return flash
+
+
+@pytest.fixture(scope="session")
+def small_pair() -> tuple[Target, Draft]:
+    """As small as a pair gets, with one sliding layer."""
+
+    def decoder(layers: int) -> Decoder:
+        return Decoder(
+            layers=layers,
+            hidden=24,
+            mlp=40,
+            attention=Attention(heads=4, kv_heads=2, head_dim=8),
+            rope=Rope(10_000.0, 8),
+            epsilon=1e-6,
+            vocab=48,
+            positions=64,
+        )
+
+    draft = Draft(
+        decoder=decoder(2),
+        block=4,
+        mask_token=47,
+        taps=(0,),
+        target_hidden=24,
+        windows=(Window(6, causal=True), None),
+    )
+    return Target(decoder(2), tied=False), draft
+
+
+@pytest.fixture(scope="session")
+def small(small_pair) -> Models:
+    """The small pair with random weights."""
+    rng = np.random.default_rng(7)
+
+    def fill(recipe: WeightRecipe) -> jax.Array:
+        noise = rng.standard_normal(recipe.shape, np.float32)
+        return jnp.asarray(1 + noise / 4 if "norm" in recipe.name else noise / 2)
+
+    target, draft = small_pair
+    recipes = Programs(target, draft, "float32").recipes()
+    return Models(target, {recipe.name: fill(recipe) for recipe in recipes}, draft)
+
+
+@pytest.fixture(scope="session")
+def make_rig():
+    """Models and the text of a grid → Rig."""
+    return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.block))
+
+
+@pytest.fixture(scope="session")
+def rig(small, make_rig) -> Rig:
+    """The small pair's programs."""
+    return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16")

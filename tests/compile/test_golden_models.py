@@ -1,0 +1,138 @@
+"""Both models against the reference implementation, without kv or programs."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.architecture import read_draft, read_target
+from dflash_aot.cache.config_file import ConfigFile, read_config
+
+TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
+
+
+def prompts_with(golden, name):
+    """The prompts that the set has this tensor of, each with it."""
+    found = [
+        (p, golden.arrays[f"{p['key']}.{name}"])
+        for p in golden.facts["prompts"]
+        if f"{p['key']}.{name}" in golden.arrays
+    ]
+    assert found, f"{golden.directory.name} has no {name}"
+    return found
+
+
+def assert_close(actual, expected, where):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=str(where))
+
+
+def committed(prompt, cycle):
+    """Everything committed before a cycle, anchor excluded."""
+    new = [prompt["first_token"], *(token for past in prompt["cycles"][:cycle] for token in past["committed"])]
+    return [*prompt["prompt_ids"], *new][: prompt["cycles"][cycle]["start"]]
+
+
+@pytest.fixture(scope="session")
+def reading_models(reading, load_models):
+    return load_models(reading.target, reading.draft)
+
+
+def test_features_of_a_prompt_are_the_references(reading, reading_models):
+    for prompt, expected in prompts_with(reading, "context_features"):
+        assert_close(reading_models.features(prompt["prompt_ids"]), expected, prompt["name"])
+
+
+def test_logits_behind_a_prompt_are_the_references(reading, reading_models):
+    for prompt, expected in prompts_with(reading, "prefill_logits_last"):
+        logits = reading_models.read(prompt["prompt_ids"], reading_models.draft.taps)[0][-1]
+        assert_close(logits, expected, prompt["name"])
+        assert logits.argmax() == prompt["first_token"]
+
+
+def test_logits_of_the_first_block_are_the_references(reading, reading_models):
+    for prompt, expected in prompts_with(reading, "cycle0_draft_logits"):
+        features = reading_models.features(prompt["prompt_ids"])
+        assert_close(reading_models.draft_logits(features, prompt["first_token"]), expected, prompt["name"])
+
+
+def test_hidden_states_of_the_first_block_are_the_references(golden, models):
+    for prompt, expected in prompts_with(golden, "cycle0_draft_hidden"):
+        features = models.features(prompt["prompt_ids"])
+        assert_close(models.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
+
+
+@pytest.mark.parametrize("cycle", [0, 1, 2])
+def test_logits_of_a_verification_are_the_references(golden, models, cycle):
+    for prompt, expected in prompts_with(golden, f"cycle{cycle}_target_logits"):
+        block = prompt["cycles"][cycle]["block"]
+        logits, _ = models.read(committed(prompt, cycle) + block, models.draft.taps)
+        assert_close(logits[-len(block) :], expected, prompt["name"])
+
+
+@pytest.mark.parametrize("cycle", [1, 2])
+def test_later_blocks_condition_on_what_was_committed_since(golden, models, cycle):
+    for prompt, expected in prompts_with(golden, f"cycle{cycle}_draft_logits"):
+        features = models.features(committed(prompt, cycle))
+        new = golden.arrays[f"{prompt['key']}.cycle{cycle}_new_context_features"]
+        assert_close(features[-len(new) :], new, prompt["name"])
+        assert_close(models.draft_logits(features, prompt["cycles"][cycle]["block"][0]), expected, prompt["name"])
+
+
+def test_every_layer_of_the_target_is_the_references(golden, models):
+    layers = models.target.decoder.layers
+    for prompt, (embedded, *hidden, normed) in prompts_with(golden, "debug.target_hidden_states"):
+        _, features = models.read(prompt["prompt_ids"], tuple(range(layers)))
+        found = np.split(features, layers, axis=-1)
+        assert_close(models.embed(prompt["prompt_ids"]), embedded, "embedding")
+        for index, expected in enumerate(hidden):
+            assert_close(found[index], expected, f"layer {index}")
+        assert_close(models.qwen3.model.norm(found[-1]), normed, "final norm")
+
+
+def test_the_context_of_the_draft_is_the_references(golden, models):
+    draft = models.dflash
+    for prompt, expected in prompts_with(golden, "debug.draft_fc_out"):
+        projected = draft.fc(golden.arrays[f"{prompt['key']}.context_features"])
+        assert_close(projected, expected, "fc")
+        assert_close(draft.hidden_norm(projected), golden.arrays[f"{prompt['key']}.debug.draft_context_hidden"], "norm")
+
+
+def test_the_block_starts_as_the_references(golden, models):
+    for prompt, expected in prompts_with(golden, "debug.draft_noise_embedding"):
+        ids = models.block_ids(prompt["first_token"])
+        assert ids == golden.arrays[f"{prompt['key']}.debug.draft_block_input_ids"].tolist()
+        assert_close(models.embed(ids), expected, "embedding of the block")
+
+
+def test_every_layer_of_the_draft_is_the_references(golden, models):
+    for prompt, outputs in prompts_with(golden, "debug.draft_layer_outputs"):
+        features = models.features(prompt["prompt_ids"])
+        for index, output in enumerate(outputs):
+            found = models.first_layers(index + 1).draft_hidden(features, prompt["first_token"])
+            assert_close(found, models.dflash.norm(output), f"layer {index}, normed")
+
+
+def test_rotary_frequencies_are_the_references(golden, models):
+    for role, decoder in (("target", models.target.decoder), ("draft", models.draft.decoder)):
+        expected = golden.arrays[f"rope.{role}_inv_freq"]
+        np.testing.assert_allclose(decoder.rope.inverse_frequencies(), expected, rtol=1e-6)
+
+
+def test_newer_config_layouts_say_the_same(tied):
+    def newer(role):
+        path = tied.directory.parent / "alt_configs" / f"{tied.directory.name}.{role}.v5.config.json"
+        return ConfigFile(path, json.loads(path.read_text()))
+
+    target = read_target(read_config(tied.target))
+    assert read_target(newer("target")) == target
+    assert read_draft(newer("draft"), target) == read_draft(read_config(tied.draft), target)
+
+
+def test_the_comparison_notices_a_tap_that_is_off_by_one(tied, load_models):
+    models = load_models(tied.target, tied.draft)
+    late = dataclasses.replace(models, draft=structs.replace(models.draft, taps=(2, 4)))
+    prompt, expected = prompts_with(tied, "context_features")[3]
+    with pytest.raises(AssertionError, match="len30"):
+        assert_close(late.features(prompt["prompt_ids"]), expected, prompt["name"])

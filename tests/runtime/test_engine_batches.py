@@ -1,0 +1,105 @@
+"""What a request is answered never depends on K, on its bucket, or on what else is being served."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_aot.runtime import SamplingParams
+
+KS = (0, 3, 7)
+SLOTS = 3
+NAMES = ("len1", "len_eq_block", "len5", "len30", "len70", "len131", "random12", "len_block_plus1")
+
+
+def up_to(tokens: int | None) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, stop_token_ids=())
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("count", range(1, SLOTS + 3))
+def test_any_number_of_requests_at_once_get_what_each_gets_alone(serve, cases, k, count):
+    together = [cases[name] for name in NAMES[-count:]]
+    results = serve("tied", k).generate_all(
+        [case.prompt for case in together], [up_to(len(c.answer)) for c in together]
+    )
+    assert [result.token_ids for result in results] == [case.answer for case in together]
+
+
+request_cuts = st.tuples(st.sampled_from(NAMES), st.integers(0, 39), st.integers(1, 64))
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(k=st.sampled_from(KS), cuts=st.lists(request_cuts, min_size=1, max_size=SLOTS + 2))
+def test_any_mix_of_prompts_and_limits_is_answered_as_the_reference_answers_each(serve, cases, k, cuts):
+    together = [(cases[name].later(cut), limit) for name, cut, limit in cuts]
+    prompts = [case.prompt for case, _ in together]
+    params = [up_to(min(limit, len(case.answer))) for case, limit in together]
+    results = serve("tied", k).generate_all(prompts, params)
+    expected = [case.answer[: one.max_tokens] for (case, _), one in zip(together, params, strict=True)]
+    assert [result.token_ids for result in results] == expected
+    for result in results:  # all that was committed: the first token, then what each round accepted and one more
+        assert 1 + sum(accepted + 1 for accepted in result.accepted) >= len(result.token_ids)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("name", ["len1", "len70"])
+def test_every_prompt_length_across_chunks_and_buckets_continues_the_same_text(serve, cases, k, name):
+    later = [cases[name].later(cut) for cut in range(len(cases[name].answer))]
+    results = serve("tied", k).generate_all([case.prompt for case in later], [up_to(len(c.answer)) for c in later])
+    assert [result.token_ids for result in results] == [case.answer for case in later]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 25, 26])
+def test_one_chunk_or_several_and_any_padding_give_the_same_tokens(serve, cases, length):
+    """The tiny bundle takes chunks of 16, the other one of 64 where a prompt is longer."""
+    case = cases["len1"].later(length - 1)
+    params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
+    small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
+    assert small.token_ids == large.token_ids == case.answer[:7]
+    assert small.drafted[0] == large.drafted[0]
+
+
+def test_a_slot_that_served_a_long_request_serves_a_short_one_as_if_new(serve, cases):
+    engine = serve("tied", 7)
+    for name in ("len131", "len1", "len70", "len5", "len131"):
+        case = cases[name]
+        assert engine.generate(case.prompt, up_to(len(case.answer))).token_ids == case.answer
+
+
+@pytest.mark.parametrize("k", KS)
+def test_a_row_that_moves_to_another_slot_goes_on_where_it_was(serve, cases, k):
+    """Two end at once, the third is left in the last slot: with its prompt half in, in one case."""
+    engine = serve("tied", k)
+    moves = engine.stats().moves
+    for name in ("len131", "len30"):
+        together = [cases["len1"], cases["len5"], cases[name]]
+        limits = [1, 2, len(cases[name].answer)]
+        results = engine.generate_all([case.prompt for case in together], [up_to(limit) for limit in limits])
+        assert [r.token_ids for r in results] == [c.answer[:limit] for c, limit in zip(together, limits, strict=True)]
+    assert engine.stats().moves == moves + 2
+
+
+def test_what_stands_of_a_block_is_what_was_drafted(serve, cases):
+    for name in NAMES:
+        case = cases[name]
+        result = serve("tied", 7).generate(case.prompt, SamplingParams(len(case.answer), stop_token_ids=(), trace=True))
+        text, at = case.answer, 1
+        for accepted, drafted in zip(result.accepted, result.drafted, strict=True):
+            stands = text[at : at + accepted]
+            assert drafted[: len(stands)] == stands
+            if accepted < len(drafted) and at + accepted < len(text):
+                assert drafted[accepted] != text[at + accepted]
+            at += accepted + 1
+
+
+def test_threads_share_an_engine(serve, cases):
+    engine = serve("tied", 7)
+
+    def ask(name: str) -> bool:
+        case = cases[name]
+        return engine.generate(case.prompt, up_to(len(case.answer))).token_ids == case.answer
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, [*NAMES, *NAMES, *NAMES]))

@@ -1,0 +1,66 @@
+"""Every prompt of the reference runs: the same tokens, the same blocks, the same acceptance."""
+
+import pytest
+
+from dflash_aot.runtime import Result, SamplingParams
+
+
+def run(engine, prompt: dict) -> Result:
+    params = SamplingParams(
+        max_tokens=prompt["max_new_tokens"], stop_token_ids=prompt["stop_token_ids"] or (), trace=True
+    )
+    return engine.generate(prompt["prompt_ids"], params)
+
+
+def needed(prompt: dict) -> list[dict]:
+    """The reference looks for the end only after a round: it may run one more when the answer is whole already."""
+    cycles, tokens = [], 1
+    for cycle in prompt["cycles"]:
+        if tokens < len(prompt["new_token_ids"]):
+            cycles.append(cycle)
+            tokens += cycle["acceptance"] + 1
+    assert len(cycles) >= len(prompt["cycles"]) - 1
+    return cycles
+
+
+def set_name(golden) -> str:
+    return golden.directory.name.rpartition("-")[2]
+
+
+def test_every_prompt_runs_as_in_the_reference_round_by_round(golden, serve):
+    engine = serve(set_name(golden), golden.facts["block_size"] - 1)
+    for prompt in golden.facts["prompts"]:
+        result = run(engine, prompt)
+        cycles = needed(prompt)
+        assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"])
+        assert (prompt["name"], result.accepted) == (prompt["name"], [cycle["acceptance"] for cycle in cycles])
+        assert (prompt["name"], result.drafted) == (prompt["name"], [cycle["block"][1:] for cycle in cycles])
+        assert result.prompt_tokens == len(prompt["prompt_ids"])
+        assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
+
+
+def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
+    engine = serve(set_name(golden), 0)
+    for prompt in golden.facts["prompts"]:
+        result = run(engine, prompt)
+        plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
+        assert (prompt["name"], result.token_ids) == (prompt["name"], plain)
+        assert result.accepted == [0] * (len(plain) - 1)
+        assert result.drafted == [[]] * (len(plain) - 1)
+
+
+@pytest.mark.parametrize("k", [3])
+def test_a_smaller_k_reads_the_first_tokens_of_the_same_blocks(tied, serve, k):
+    compared = 0
+    for prompt in tied.facts["prompts"]:
+        result = run(serve("tied", k), prompt)
+        assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"])
+        blocks = {cycle["start"]: cycle["block"][1:] for cycle in prompt["cycles"]}
+        start = len(prompt["prompt_ids"])
+        for accepted, drafted in zip(result.accepted, result.drafted, strict=True):
+            assert len(drafted) == k and 0 <= accepted <= k
+            if start in blocks:  # where a round of the reference began too
+                assert drafted == blocks[start][:k]
+                compared += 1
+            start += accepted + 1
+    assert compared > 50
