@@ -1,5 +1,6 @@
 """What all commands do alike: flags, errors, exit codes, tables."""
 
+import io
 import os
 import sys
 import time
@@ -16,7 +17,8 @@ INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
     """Parses the command line, runs `main`, and turns our errors into one message and an exit code."""
-    sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     try:
         _parse(sys.argv, usage, flag_values)
         main()

@@ -9,9 +9,9 @@ echo TEXT | dflash-run --bundle DIR
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import BinaryIO, Literal, TextIO
 
 import jax
 from absl import flags
@@ -75,7 +75,7 @@ def run() -> None:
         trace=_TRACE.value,
     )
     if _INPUT.value is not None:
-        _answer_file(params)
+        _answer_file(_INPUT.value, params)
     elif _CHAT.value:
         _chat(params)
     else:
@@ -124,9 +124,9 @@ def _read_turns() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer_file(params: SamplingParams) -> None:
+def _answer_file(lines_path: str, params: SamplingParams) -> None:
     """Every line is answered, a broken one with an error; the others never notice."""
-    with _open_lines() as lines, open_engine() as engine, _open_output() as output:
+    with _open_lines(lines_path) as lines, open_engine() as engine, _open_output(_OUTPUT.value) as output:
         results = []
         for identity, result in answer_lines(engine, lines, params):
             results.append(result)
@@ -177,27 +177,20 @@ def _read_k() -> int | Literal["auto"]:
     return int(_K.value)
 
 
-@contextmanager
-def _open_lines() -> Iterator[TextIO]:
+def _open_lines(path: str) -> BinaryIO:
     try:
-        file = open(_INPUT.value, "rb")  # noqa: SIM115  closed below
+        return open(path, "rb")
     except OSError as error:
-        raise BadInput(f"--input {_INPUT.value}: {error.strerror}") from error
-    with file:
-        yield file
+        raise BadInput(f"--input {path}: {error.strerror}") from error
 
 
-@contextmanager
-def _open_output() -> Iterator[TextIO]:
-    if _OUTPUT.value is None:
-        yield sys.stdout
-        return
+def _open_output(path: str | None) -> AbstractContextManager[TextIO]:
+    if path is None:
+        return nullcontext(sys.stdout)
     try:
-        file = open(_OUTPUT.value, "w", encoding="utf-8")  # noqa: SIM115  closed below
+        return open(path, "w", encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"--output {_OUTPUT.value}: {error.strerror}") from error
-    with file:
-        yield file
+        raise BadInput(f"--output {path}: {error.strerror}") from error
 
 
 def _report(engine: Engine, results: list[Result], answer: Result | None) -> None:

@@ -7,9 +7,6 @@ source bin/environment.sh
 
 install_everything() {
     say "installing dflash-aot and its tools into .venv (a few minutes, most of it downloads)"
-    # PyPI's torch for Linux brings some GB of CUDA along, and the tests need none of it. If PyTorch's own index of CPU
-    # builds cannot be reached, pip says so and goes on without.
-    install --no-deps --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu torch
     install --editable ".[dev]"
     note_installed test
 }

@@ -2,9 +2,9 @@
 
 import re
 import tomllib
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -68,22 +68,17 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def fit(self, batch: int, length: int, k: int) -> Bucket:
         """The smallest bucket with at least `batch` rows, `length` positions and `k` verified tokens, or GridMiss."""
-        wanted = {"batch": batch, "length": length, "k": k}
-        found: dict[str, Any] = {
-            axis: next((size for size in getattr(self, axis) if size >= least), None) for axis, least in wanted.items()
-        }
-        if None in found.values():
+        if batch > self.batch[-1] or length > self.length[-1] or k > self.k[-1]:
             raise self.miss(batch, length, k)
-        return Bucket(**found)
+        return Bucket(_at_least(self.batch, batch), _at_least(self.length, length), _at_least(self.k, k))
 
     def fit_chunk(self, start: int, left: int) -> Chunk:
         """The chunk for the next of `left` prompt tokens behind `start` written ones, or GridMiss."""
-        width = next((p for p in self.prefill if p >= left), self.prefill[-1])
+        width = _at_least(self.prefill, min(left, self.prefill[-1]))
         reach = max(start + min(left, width), width)
-        length = next((s for s in self.length if s >= reach), None)
-        if length is None:
+        if reach > self.capacity:
             raise self.miss(1, start + left, 0)
-        return Chunk(width, length)
+        return Chunk(width, _at_least(self.length, reach))
 
     def miss(self, batch: int, length: int, k: int) -> GridMiss:
         """The refusal of a request outside the grid, with the remedy."""
@@ -99,16 +94,21 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         axes = {axis: set(getattr(self, axis)) for axis in AXES}
         for axis, least in wanted.items():
             if least > max(axes[axis]):
-                axes[axis].add(least if axis == "k" else _round_up(least))
+                axes[axis].add(_round_up(least) if axis == "length" else least)
         return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()})
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
 
 
-def _round_up(size: int) -> int:
-    """To the next power of two: a bucket asked for once is asked for again, a little larger."""
-    return 1 << (size - 1).bit_length()
+def _at_least(sizes: tuple[int, ...], least: int) -> int:
+    """The smallest of the ascending `sizes` that is not below `least`, which the last one is not."""
+    return sizes[bisect_left(sizes, least)]
+
+
+def _round_up(length: int) -> int:
+    """To a multiple of 64: a request is followed by others, a little longer."""
+    return -(-length // 64) * 64
 
 
 def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Grid:

@@ -142,6 +142,8 @@ def _compile(
     began = time.monotonic()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise BuildFailed("the compiler does not tell what memory this takes")
     check_donation(signature, known, memory.alias_size_in_bytes)
     blob, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
     entry = Entry(

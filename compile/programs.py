@@ -17,10 +17,11 @@ from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature,
 from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.qwen3 import Qwen3
+from dflash_aot.compile.qwen3 import Attend, Qwen3
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
+KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 
 
 class Programs:
@@ -100,10 +101,10 @@ class Programs:
 
         def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             window = self._facts.windows[layer]
-            context = (arrays[name][layer, :batch, :, :length] for name in ("draft_k", "draft_v"))
+            past_keys, past_values = (arrays[name][layer, :batch, :, :length] for name in ("draft_k", "draft_v"))
             return attend(
                 q,
-                (*context, written & within(window, positions, context_positions)),
+                (past_keys, past_values, written & within(window, positions, context_positions)),
                 (keys, values, within(window, positions, positions)),
             )
 
@@ -185,7 +186,7 @@ def within(window: Window | None, queries: jax.Array, keys: jax.Array) -> jax.Ar
     return jnp.abs(distance) < window.size
 
 
-def _causal_attention(slots: jax.Array, positions: jax.Array, length: int):
+def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
     """Writes each row's T keys and values at its first position, then attends to everything up to each row.
 
     slots [B], positions [B, T]; kv is the pair of arrays [L, N, G, C, D].
@@ -194,10 +195,10 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int):
     seen = jnp.arange(length) <= positions[..., None]
     B = slots.shape[0]
 
-    def attend_kv(kv, layer, q, k, v):
+    def attend_kv(kv: KvArrays, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KvArrays]:
         keys, values = _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
-        parts = (_read(array, layer, slots, B, length) for array in (keys, values))
-        return attend(q, (*parts, seen)), (keys, values)
+        past_keys, past_values = (_read(array, layer, slots, B, length) for array in (keys, values))
+        return attend(q, (past_keys, past_values, seen)), (keys, values)
 
     return attend_kv
 

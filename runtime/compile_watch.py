@@ -28,6 +28,6 @@ class CompileWatch:
         finally:
             jax.monitoring.unregister_event_duration_listener(self._note)
 
-    def _note(self, event: str, _seconds: float, **_: str | int) -> None:
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
             self.events += 1

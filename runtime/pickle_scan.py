@@ -1,6 +1,7 @@
 """What JAX's serialized form may name. It is a pickle: one that names anything else is never unpickled."""
 
 import pickletools
+from typing import Any
 
 from dflash_aot.cache.errors import CorruptBundle
 
@@ -39,6 +40,7 @@ def scan_pickle(blob: bytes, where: str) -> None:
     memo: dict[int, str | None] = {}
     texts: list[str | None] = []
     try:
+        argument: Any
         for opcode, argument, _ in pickletools.genops(blob):
             if opcode.name in TEXTS:
                 texts.append(argument)

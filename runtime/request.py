@@ -114,7 +114,9 @@ class Request:
         """Committed tokens, in order; those behind a stop or the limit are dropped. Emits what is new."""
         if self.first_token is None:
             self.first_token = time.monotonic()
-        kept, reason, shown = [], None, ""
+        kept: list[int] = []
+        reason: FinishReason | None = None
+        shown = ""
         for token in tokens:
             kept.append(token)
             if token in self.stop_ids:

@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -97,3 +100,22 @@ def bundle(pytestconfig: pytest.Config) -> Callable[[str], Path]:
         return path
 
     return build
+
+
+@pytest.fixture(scope="session")
+def speaking_target(tied: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tied target with a tokenizer: what it says makes no sense, but it is text."""
+    directory = tmp_path_factory.mktemp("speaking") / "target"
+    shutil.copytree(tied.target, directory)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,  # of the 512 that the target may choose from
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory

@@ -24,8 +24,8 @@ from target_training import next_token_loss, train_target
 
 OUT = flags.DEFINE_string("out", "build/pair", "where target/ and draft/ are written")
 TARGET_STEPS = flags.DEFINE_integer("target_steps", 2300, "steps of 2048 tokens")
-ROLLOUTS = flags.DEFINE_integer("rollouts", 4096, "sequences that the target writes for the draft")
-DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 2500, "steps of 8 sequences")
+ROLLOUTS = flags.DEFINE_integer("rollouts", 3072, "sequences that the target writes for the draft")
+DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 2200, "steps of 8 sequences")
 SEED = flags.DEFINE_integer("seed", 0, "of everything random")
 
 VOCAB, POSITIONS = 1024, 2048

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from dflash_aot.cache.architecture import Attention, Decoder, Draft, Rope, Target, Window, read_draft, read_target
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.environment import Environment, read_environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.signature import state_arrays
@@ -297,3 +298,9 @@ def make_rig():
 def rig(small, make_rig) -> Rig:
     """The small pair's programs."""
     return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16")
+
+
+@pytest.fixture(scope="session")
+def environment() -> Environment:
+    """This machine's."""
+    return read_environment("cpu")

@@ -165,13 +165,14 @@ def test_closing_ends_what_is_running_and_what_is_waiting(bundle, cases):
 def test_no_request_is_forgotten_when_the_engine_closes_while_threads_ask(bundle, cases):
     """Each is answered or refused: nobody waits for ever."""
     engine = Engine.open(bundle("tiny"), k=0)
-    begun = threading.Barrier(9)
+    begun, refused = threading.Barrier(9), []
 
     def ask() -> None:
         begun.wait()
         with pytest.raises(EngineFailed, match="closed"):
             while True:
                 engine.generate(cases["len1"].prompt, up_to(1))
+        refused.append(threading.get_ident())
 
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
     for thread in threads:
@@ -180,4 +181,4 @@ def test_no_request_is_forgotten_when_the_engine_closes_while_threads_ask(bundle
     engine.close()
     for thread in threads:
         thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
+    assert len(refused) == len(threads)

@@ -1,0 +1,59 @@
+"""Commands, run in this process where nothing is lost by it: a process of its own takes seconds to import JAX."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from absl.testing import flagsaver
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command leaves behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Runs the `main` of a module of bin. Whatever it does not turn into an exit code fails the test."""
+
+    def run(module: ModuleType, *arguments: str | Path, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        saved = flagsaver.save_flag_values(module.FLAGS)
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as left:
+                module.main()
+        finally:
+            flagsaver.restore_flag_values(saved, module.FLAGS)
+        written = capsys.readouterr()
+        assert "Traceback" not in written.err
+        return Done(left.value.code, written.out, written.err)
+
+    return run
+
+
+@pytest.fixture
+def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A bundle of its own, to be damaged or built upon."""
+    return Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="session")
+def chatting_target(speaking_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a template that says no more than what was said."""
+    directory = tmp_path_factory.mktemp("chatting") / "target"
+    shutil.copytree(speaking_target, directory)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return directory

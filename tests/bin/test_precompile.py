@@ -1,0 +1,142 @@
+"""dflash-precompile: what it builds, what it finds built, what it refuses."""
+
+import fcntl
+import json
+
+import pytest
+
+from dflash_aot.bin import precompile
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime import Engine
+
+GRID = "batch=1 length=32 k=0,3 prefill=16"
+COUNTS = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
+
+
+@pytest.fixture
+def pair(tied) -> list[str]:
+    return [f"--target={tied.target}", f"--draft={tied.draft}"]
+
+
+def test_a_second_build_compiles_nothing_and_says_so(command, pair, copy):
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
+    assert (done.code, done.out) == (0, "")
+    assert "nothing to compile: all 7 were there already" in done.err
+    assert all(program in done.err for program in COUNTS)
+
+
+def test_what_is_missing_is_compiled_and_nothing_else(command, pair, copy):
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["executables"], report["compiled"], report["reused"]) == (0, 7, 0, 7)
+    smallest = min(read_manifest(copy).entries, key=lambda entry: entry.bytes)
+    (copy / "executables" / smallest.sha256).unlink()
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json", "--jobs=1")
+    report = json.loads(done.out)
+    assert (done.code, report["compiled"], report["reused"]) == (0, 1, 6)
+    assert [entry["bucket"] for entry in report["entries"] if entry["compiled"]] == [smallest.signature.bucket]
+    assert report["bytes"] == sum(entry["bytes"] for entry in report["entries"])
+    Engine.open(copy).close()
+
+
+def test_a_grid_from_a_file_is_the_same_grid(command, pair, copy, tmp_path):
+    (tmp_path / "grid.toml").write_text("batch = 1\nlength = [32]\nk = [0, 3]\nprefill = [16]\n")
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={tmp_path / 'grid.toml'}", "--plan", "--json")
+    assert json.loads(done.out)["grid"] == GRID
+
+
+def test_a_plan_counts_and_builds_nothing(command, pair, tmp_path):
+    place = tmp_path / "bundle"
+    arguments = [*pair, f"--bundle={place}", f"--buckets={GRID}", "--plan"]
+    done = command(precompile, *arguments, "--json")
+    plan = json.loads(done.out)
+    assert (done.code, plan["executables"], plan["programs"]) == (0, 7, COUNTS)
+    assert plan["weight_bytes"] > 0 and plan["state_bytes"] > 0
+    done = command(precompile, *arguments)
+    assert (done.code, done.out) == (0, "") and "7 executables for" in done.err
+    assert not place.exists()
+
+
+def test_without_buckets_a_sensible_grid_is_planned(command, pair, tmp_path):
+    plan = json.loads(command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}", "--plan", "--json").out)
+    assert "k=0,3,7" in plan["grid"]  # of a block of 8
+
+
+BAD_BUCKETS = {
+    "": "batch, length, k, prefill not given",
+    "batch=1 length=32 k=0": "prefill not given",
+    "batch=1 length=32 k=0,3 prefill=16 depth=2": "depth",
+    "batch=1 batch=2 length=32 k=0 prefill=16": "given twice",
+    "batch=1,1 length=32 k=0 prefill=16": "twice",
+    "batch=0 length=32 k=0 prefill=16": "at least 1",
+    "batch=-1 length=32 k=0 prefill=16": "cannot read 'batch=-1'",
+    "batch= length=32 k=0 prefill=16": "cannot read 'batch='",
+    "batch=1; length=32 k=0 prefill=16": "cannot read 'batch=1;'",
+    "batch=1 length=32 k=8 prefill=16": "a block of 8",
+    "batch=1 length=4 k=7 prefill=4": "too short",
+    "batch=1 length=32 k=0 prefill=64": "wider than",
+    "batch=1 length=50000 k=0 prefill=16": "max_position_embeddings",
+    "batch=1 length=99999999999 k=0 prefill=16": "99999999999",
+    f"batch=1 length={'9' * 5000} k=0 prefill=16": "length",
+    "/nowhere/grid.toml": "/nowhere/grid.toml: No such file",
+}
+
+
+@pytest.mark.parametrize("buckets", BAD_BUCKETS, ids=lambda text: text[:50])
+def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path, buckets):
+    done = command(precompile, *pair, f"--bundle={tmp_path}", f"--buckets={buckets}", "--plan")
+    assert done.code == 2
+    assert BAD_BUCKETS[buckets] in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--unknown"], "unknown"),
+        (["here"], "unexpected 'here'"),
+        (["--jobs=0"], "jobs"),
+        (["--jobs=many"], "jobs"),
+        (["--dtype=float64"], "float64"),
+        (["--platform=abacus"], "abacus"),
+        (["--sampling=greedy,sample"], "greedy verification only"),
+        (["--target=/nowhere"], "--target without --draft"),
+        (["--draft=/nowhere"], "--draft without --target"),
+        (["--target=/nowhere", "--draft=/nowhere"], "/nowhere: no such directory"),
+        (["--target=/dev/null", "--draft=/nowhere"], "is a file"),
+        (["--target=no/such-model", "--draft=/nowhere"], "hf download no/such-model"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_by_name(command, arguments, words):
+    done = command(precompile, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err and done.err.startswith("dflash-precompile: ")
+
+
+def test_a_pair_the_wrong_way_round_is_noticed(command, tied):
+    done = command(precompile, f"--target={tied.draft}", f"--draft={tied.target}", "--plan")
+    assert done.code == 2 and "wrong way round" in done.err
+
+
+def test_a_draft_for_another_target_is_refused(command, tied, untied):
+    done = command(precompile, f"--target={tied.target}", f"--draft={untied.draft}", "--plan")
+    assert done.code == 2 and "trained for another one" in done.err
+
+
+def test_where_nothing_can_be_written_it_says_so(command, pair, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command(precompile, *pair, f"--bundle={tmp_path / 'file'}", f"--buckets={GRID}")
+    assert done.code == 2 and f"cannot write to {tmp_path / 'file'}" in done.err
+
+
+def test_two_builders_do_not_share_a_bundle(command, pair, copy):
+    with open(copy / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
+    assert done.code == 5 and "another dflash-precompile is building here" in done.err
+
+
+def test_help_names_every_flag(command):
+    done = command(precompile, "--help")
+    assert done.code == 0
+    for flag in ("--target", "--draft", "--bundle", "--buckets", "--platform", "--dtype", "--jobs", "--plan", "--json"):
+        assert flag in done.out.replace("[no]", "")

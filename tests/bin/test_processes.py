@@ -1,0 +1,120 @@
+"""What only a process of its own shows: signals, pipes, locales, and a platform that is not there."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dflash_aot.cache.manifest import encode_manifest, read_manifest
+
+PATIENCE = 300  # seconds that a process may take on a machine that is busy
+
+
+def dflash(command: str, *arguments: str | Path, **options) -> subprocess.Popen:
+    """The console script, its three streams in pipes."""
+    script = Path(sys.executable).with_name(f"dflash-{command}")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([script, *map(str, arguments)], **{**pipes, **options})
+
+
+def finish(process: subprocess.Popen, content: bytes = b"") -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(content, PATIENCE)
+    finally:
+        process.kill()
+    assert "Traceback" not in err.decode()
+    return process.returncode, out.decode(), err.decode()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_without_a_bundle_the_command_to_build_one_is_all_that_is_said(tmp_path):
+    code, out, err = finish(dflash("run", f"--bundle={tmp_path}", "--prompt=a"))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"dflash-run: .*dflash-precompile --bundle {tmp_path}.*\n", err)
+
+
+def test_a_bundle_for_a_platform_that_is_not_here_ends_with_4(bundle, tmp_path):
+    manifest = read_manifest(bundle("tiny"))
+    environment = msgspec.structs.replace(manifest.environment, platform="tpu")
+    (tmp_path / "manifest.json").write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, environment=environment))
+    )
+    code, out, err = finish(dflash("run", f"--bundle={tmp_path}", "--prompt=a"))
+    assert (code, out) == (4, "")
+    assert "platform" in err and "'tpu'" in err and "dflash-precompile" in err
+
+
+@pytest.mark.parametrize("k", [0])
+def test_ctrl_c_in_a_conversation_leaves_cleanly(bundle, chatting_target, k):
+    """While text is being made, or, where that was faster, while the next line is awaited."""
+    process = dflash("run", f"--bundle={bundle('tied')}", f"--target={chatting_target}", "--chat", f"--k={k}")
+    process.stdin.write(b"def bundle\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert err.splitlines()[-1] == "dflash-run: interrupted"
+
+
+@pytest.mark.parametrize("command", ["run", "precompile"])
+def test_ctrl_c_while_it_starts_leaves_cleanly(tied, bundle, tmp_path, command):
+    """Importing JAX takes most of the first second."""
+    arguments = {
+        "run": [f"--bundle={bundle('tiny')}", "--prompt=a"],
+        "precompile": [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}"],
+    }
+    process = dflash(command, *arguments[command])
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_for(lambda: "jaxlib" in maps.read_text(), process)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert err.splitlines()[-1] == f"dflash-{command}: interrupted"
+
+
+def test_a_build_that_is_interrupted_goes_on_later_from_where_it_was(tied, tmp_path):
+    pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}"]
+    grid = "--buckets=batch=1 length=16 k=0 prefill=4"
+    process = dflash("precompile", *pair, grid, "--jobs=1")
+    wait_for(lambda: len(list(tmp_path.glob("entries/*.json"))) == 1, process)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, (tmp_path / "manifest.json").exists()) == (130, False)
+    code, _, err = finish(dflash("precompile", *pair, grid))
+    assert code == 0 and re.search(r"\d compiled, [12] were there already", err)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error(bundle, speaking_target):
+    where = [f"--bundle={bundle('tied')}", f"--target={speaking_target}"]
+    process = dflash("run", *where, "--prompt=def bundle", "--k=0")
+    assert process.stdout.read(1)
+    process.stdout.close()
+    try:
+        err = process.stderr.read().decode()
+        assert (process.wait(PATIENCE), err) == (0, "")
+    finally:
+        process.kill()
+
+
+def test_text_is_utf_8_whatever_the_locale(bundle, speaking_target):
+    """A locale that cannot hold the text must not end it; nor does a prompt that is no text get anywhere."""
+    where = [f"--bundle={bundle('tiny')}", f"--target={speaking_target}"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    code, out, err = finish(dflash("run", *where, "--stats", env=ascii_only), "é".encode())
+    assert (code, "τ" in err or "\\u03c4" in err) == (0, True)
+    assert out.endswith("\n") and len(out) > 1

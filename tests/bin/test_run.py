@@ -1,0 +1,245 @@
+"""dflash-run: text to standard output, everything else to standard error, and an exit code that tells."""
+
+import json
+
+import pytest
+
+from dflash_aot.bin import run
+from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.runtime.text import Tokenizer
+
+PROMPT = "def bundle"
+
+
+@pytest.fixture(scope="session")
+def served(bundle, speaking_target) -> list[str]:
+    return [f"--bundle={bundle('tiny')}", f"--target={speaking_target}"]
+
+
+def test_standard_output_is_the_text_and_nothing_but_the_text(command, served, speaking_target):
+    plain = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12")
+    assert (plain.code, plain.err) == (0, "")
+    piped = command(run, *served, "--max_tokens=12", "--k=0", stdin=PROMPT.encode() + b"\n")
+    assert piped == plain
+    told = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--json", "--trace", "--stats")
+    answer = json.loads(told.out)
+    assert answer["text"] + "\n" == plain.out
+    assert answer["text"] == Tokenizer.open(speaking_target).decode(answer["token_ids"])
+    assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
+    assert [len(block) for block in answer["drafted"]] == [3] * len(answer["accepted"])
+    assert answer["stats"]["compile_events"] == 0 and answer["stats"]["k"] == 3
+    assert answer["error"] is None and told.err == ""
+
+
+def test_statistics_go_to_standard_error(command, served):
+    done = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--stats")
+    assert done.code == 0
+    for line in ("start-up", "imports", "weights", "time to first token", "per output token", "τ", "0 while serving"):
+        assert line in done.err and line not in done.out
+
+
+def test_a_stop_text_ends_the_text_before_it(command, served):
+    whole = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16").out
+    stop = next(character for character in whole[4:] if character.isalnum() and character not in whole[:4])
+    cut = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16", "--stop=never", f"--stop={stop}")
+    assert cut.out == whole.partition(stop)[0] + "\n"
+
+
+def test_a_conversation_is_the_prompt_of_each_turn(command, served, chatting_target):
+    place = f"--target={chatting_target}"
+    done = command(run, served[0], place, "--chat", "--max_tokens=3", stdin=b"de\n\nf b\n")
+    first = command(run, served[0], place, "--prompt=de", "--max_tokens=3").out
+    assert done.code == 0 and done.out.startswith(first)
+    said = "de" + first.removesuffix("\n") + "f b"
+    second = command(run, served[0], place, f"--prompt={said}", "--max_tokens=3").out
+    assert done.out == first + second
+    assert done.err.count("> ") == 4  # two turns, an empty line, the end
+
+
+LINES = [
+    b'{"id": 1, "prompt": "def bundle", "max_tokens": 5}',
+    b'{"id": "two", "prompt": "def bun',
+    b'{"id": 3, "prompt_ids": [1, 2, 3], "max_tokens": 5}',
+    b'{"id": 4, "prompt": "x", "prompt_ids": [1]}',
+    b'{"id": 5}',
+    b'{"id": 6, "prompt": "x", "max_token": 5}',
+    b'{"id": 7, "prompt_ids": [1, 2, 3], "max_tokens": 40}',
+    b'{"id": 8, "prompt_ids": [1, 999]}',
+    b"[1, 2]",
+    b"\xff\xfe",
+    b'{"id": 11, "prompt_ids": "1 2 3"}',
+    b'{"id": 12, "prompt": 3}',
+    b'{"id": 13, "prompt_ids": [1], "temperature": 0.5}',
+    b'{"id": 14, "prompt_ids": [1], "stop": "x"}',
+    b'{"id": 15, "prompt_ids": [1], "stop_token_ids": 3}',
+    b"",
+    b'{"id": {"any": ["thing"]}, "prompt_ids": [1, 2, 3], "max_tokens": 5, "stop": null}',
+    b'{"prompt": "", "max_tokens": 5}',
+    b'{"prompt": "\\ud800"}',
+    b'{"id": 20, "prompt_ids": [1, 2, 3], "stop_token_ids": []}',
+]
+ERRORS = {
+    2: "line 2 is not JSON",
+    4: "prompt and prompt_ids",
+    5: "neither",
+    6: "max_token;",
+    7: "length=42",
+    8: "999",
+    9: "line 9 holds a list",
+    10: "line 10 is not JSON",
+    11: "list of token ids",
+    12: "text is needed",
+    13: "temperature",
+    14: "stop",
+    15: "stop_token_ids",
+    18: "empty",
+    19: "UTF-8",
+}
+
+
+def test_every_line_is_answered_in_order_and_a_broken_one_harms_no_other(command, served, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(LINES))
+    files = [f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
+    done = command(run, *served, *files, "--trace")
+    assert (done.code, done.out) == (0, "")
+    assert f"{len(ERRORS)} of {len(LINES) - 1} lines answered with an error" in done.err
+    answers = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
+    numbers = [number for number, line in enumerate(LINES, 1) if line]
+    assert [answer["id"] for answer in answers] == [
+        1, None, 3, 4, 5, 6, 7, 8, None, None, 11, 12, 13, 14, 15, {"any": ["thing"]}, None, None, 20
+    ]  # fmt: skip
+    by_number = dict(zip(numbers, answers, strict=True))
+    for number, answer in by_number.items():
+        assert (answer["finish_reason"] == "error") == (number in ERRORS) == (answer["error"] is not None)
+        if number in ERRORS:
+            assert ERRORS[number] in answer["error"] and answer["token_ids"] == []
+    assert by_number[1]["text"] and by_number[1]["prompt_tokens"] > 1
+    assert by_number[3]["token_ids"] == by_number[17]["token_ids"] == by_number[20]["token_ids"][:5]
+    assert len(by_number[3]["token_ids"]) == 5
+    assert len(by_number[20]["token_ids"]) == 30  # to the end of the grid
+    assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"id": "\\ud800", "prompt_ids": [1], "max_tokens": 1}',
+        b'{"id": 1, "\\udfff": 1}',
+        b'{"id": NaN, "prompt_ids": [1], "max_tokens": 1}',
+        b'{"id": 1, "prompt_ids": [1], "max_tokens": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["deep nesting", "id outside UTF-8", "field outside UTF-8", "id that is not JSON", "endless number"],
+)
+def test_a_hostile_line_leaves_the_others_their_answers(command, served, tmp_path, line):
+    sound = b'{"id": "sound", "prompt_ids": [1, 2, 3], "max_tokens": 2}'
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([sound, line, sound]))
+    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}")
+    assert done.code == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    answers = [
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / "out.jsonl").read_bytes().decode().splitlines()
+    ]
+    assert [answer["id"] for answer in answers[::2]] == ["sound", "sound"]
+    assert answers[0]["token_ids"] == answers[2]["token_ids"] != []
+
+
+def test_lines_without_an_output_file_are_answered_on_standard_output(command, served, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(LINES[0])
+    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--stats", "--json")
+    assert [json.loads(line)["id"] for line in done.out.splitlines()] == [1]
+    assert json.loads(done.err)["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--unknown=1"], "unknown"),
+        (["hello"], "unexpected 'hello'"),
+        (["--prompt=a", "--chat"], "--prompt and --chat are given"),
+        (["--prompt=a", "--input=b"], "--prompt and --input are given"),
+        (["--prompt=a", "--output=b"], "--output without --input"),
+        (["--prompt="], "prompt is empty"),
+        ([], "prompt is empty"),
+        (["--prompt=a", "--max_tokens=0"], "max_tokens"),
+        (["--prompt=a", "--max_tokens=x"], "max_tokens"),
+        (["--prompt=a", "--temperature=0.8"], "greedy"),
+        (["--prompt=a", "--top_p=2"], "top_p"),
+        (["--prompt=a", "--stop="], "stop"),
+        (["--prompt=a", "--k=most"], "--k most"),
+        (["--prompt=a", "--k=-1"], "--k -1"),
+        (["--prompt=a", "--trace"], "--json"),
+        (["--input=/nowhere/in.jsonl"], "/nowhere/in.jsonl"),
+        (["--prompt=a", "--draft=/nowhere"], "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_command_line_is_refused_by_name(command, served, arguments, words):
+    done = command(run, *served, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err and done.err.startswith("dflash-run: ")
+
+
+def test_an_unwritable_output_is_refused(command, served, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(LINES[0])
+    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/nowhere/out.jsonl")
+    assert done.code == 2 and "/nowhere/out.jsonl" in done.err
+
+
+def test_a_full_disk_is_no_crash(command, served, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(LINES[0])
+    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/dev/full")
+    assert done.code != 0 and "No space left" in done.err
+
+
+def test_a_missing_bundle_ends_with_the_command_that_builds_it(command, tmp_path):
+    done = command(run, f"--bundle={tmp_path / 'none'}", "--prompt=a")
+    assert done.code == 2 and f"dflash-precompile --bundle {tmp_path / 'none'}" in done.err
+
+
+def test_a_corrupt_bundle_ends_with_3(command, served, copy):
+    for path in (copy / "executables").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    done = command(run, f"--bundle={copy}", served[1], "--prompt=a")
+    assert (done.code, done.out) == (3, "") and "dflash-precompile" in done.err
+
+
+def test_a_bundle_for_another_environment_ends_with_4(command, served, copy):
+    manifest = read_manifest(copy)
+    environment = type(manifest.environment)(**{**_fields(manifest.environment), "jaxlib": "0.9.9"})
+    changed = type(manifest)(**{**_fields(manifest), "environment": environment})
+    (copy / "manifest.json").write_bytes(encode_manifest(changed))
+    done = command(run, f"--bundle={copy}", served[1], "--prompt=a")
+    assert (done.code, done.out) == (4, "") and "0.9.9" in done.err and "dflash-precompile" in done.err
+
+
+def _fields(struct) -> dict:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--prompt=" + "x y z " * 20], ["--prompt=a", "--max_tokens=99"], ["--prompt=a", "--k=2"]]
+)
+def test_a_request_outside_the_grid_ends_with_6(command, served, arguments):
+    done = command(run, *served, *arguments)
+    assert (done.code, done.out) == (6, "") and "dflash-precompile --buckets" in done.err
+
+
+def test_text_needs_a_tokenizer(command, served):
+    done = command(run, served[0], "--prompt=a")
+    assert done.code == 2 and "tokenizer.json" in done.err
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(command, served):
+    done = command(run, *served, stdin=b"caf\xe9")
+    assert done.code == 2 and "UTF-8" in done.err
+
+
+def test_help_names_every_flag(command):
+    done = command(run, "--help")
+    assert done.code == 0
+    for flag in ("--bundle", "--target", "--draft", "--prompt", "--chat", "--input", "--output", "--max_tokens", "--k"):
+        assert flag in done.out.replace("[no]", "")

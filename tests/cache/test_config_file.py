@@ -1,0 +1,85 @@
+"""Reading a `config.json` key by key."""
+
+import pytest
+
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.errors import BadCheckpoint
+
+
+def test_a_missing_file_is_refused_with_what_is_needed(tmp_path):
+    with pytest.raises(BadCheckpoint, match=r"config\.json does not exist: a checkpoint directory in Hugging Face's"):
+        read_config(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(BadCheckpoint, match=r"config\.json: Is a directory"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is not JSON: Expecting value"),
+        ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
+        ("[1, 2]", "holds a list, not an object"),
+        ("null", "holds a NoneType, not an object"),
+    ],
+)
+def test_what_is_no_object_is_refused(write_config, content, words):
+    with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
+        read_config(write_config(content))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"hidden_act": "\xff"}')
+    with pytest.raises(BadCheckpoint, match="is not JSON: 'utf-8' codec can't decode"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        (1, bool, "expected true or false"),
+        (True, int, "expected a whole number"),
+        (1.5, int, "expected a whole number"),
+        ("7", int, "expected a whole number"),
+        (3, str, "expected a text"),
+        ({}, list, "expected a list"),
+        ([], dict, "expected an object"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_the_value(write_config, value, kind, words):
+    config = read_config(write_config({"key": value}))
+    with pytest.raises(BadCheckpoint) as refused:
+        config.optional("key", kind)
+    assert str(refused.value) == f"{config.path}: key is {value!r}: {words}"
+
+
+def test_null_is_absent(write_config):
+    config = read_config(write_config({"key": None}))
+    assert not config.has("key")
+    assert config.optional("key", int) is None
+    assert config.optional_integers("key") is None
+    assert config.section("key").values == {}
+    with pytest.raises(BadCheckpoint, match="key is missing; expected a whole number"):
+        config.require("key", int)
+
+
+def test_a_key_inside_an_object_is_named_with_its_place(write_config):
+    section = read_config(write_config({"outer": {"inner": "x"}})).section("outer")
+    with pytest.raises(BadCheckpoint, match=r"outer\.inner is 'x': expected a whole number"):
+        section.integer("inner")
+
+
+@pytest.mark.parametrize("text", ["0", "-1e-6", "NaN", "Infinity", "true", '"1e-6"', "null"])
+def test_only_a_positive_number_is_one(write_config, text):
+    config = read_config(write_config(f'{{"key": {text}}}'))
+    with pytest.raises(BadCheckpoint, match="key is .*: expected a positive number"):
+        config.positive_number("key")
+
+
+@pytest.mark.parametrize(("text", "number"), [("1000000", 1e6), ("1e-06", 1e-6), ("0.5", 0.5)])
+def test_a_positive_number_may_be_written_either_way(write_config, text, number):
+    found = read_config(write_config(f'{{"key": {text}}}')).positive_number("key")
+    assert found == number and type(found) is float

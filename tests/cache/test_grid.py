@@ -1,0 +1,192 @@
+"""The grid: read, refused, and asked what fits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.grid import EXAMPLE, Bucket, Chunk, Grid, check_positions, default_grid, parse_grid
+
+BLOCK = 16
+TEXT = "batch=1,4 length=32,128 k=0,3,7 prefill=8,32"
+
+
+def sizes(low, high, most=4):
+    return st.lists(st.integers(low, high), min_size=1, max_size=most, unique=True).map(lambda s: tuple(sorted(s)))
+
+
+GRIDS = st.builds(
+    Grid,
+    batch=sizes(1, 20),
+    length=sizes(16, 300),
+    k=sizes(1, BLOCK - 1, 3).map(lambda ks: (0, *ks)),
+    prefill=sizes(1, 300),
+).filter(lambda grid: grid.prefill[-1] <= grid.length[-1])
+
+
+def test_axes_may_come_in_any_order():
+    grid = parse_grid("k=7,0,3 prefill=32,8 length=128,32 batch=4,1", BLOCK)
+    assert grid == Grid(batch=(1, 4), length=(32, 128), k=(0, 3, 7), prefill=(8, 32))
+
+
+def test_k_zero_is_always_there():
+    assert parse_grid("batch=1 length=32 k=7 prefill=8", BLOCK).k == (0, 7)
+
+
+def test_the_example_of_the_messages_is_a_grid():
+    assert str(parse_grid(EXAMPLE, BLOCK)) == EXAMPLE
+
+
+@given(GRIDS)
+def test_a_grid_is_read_back_from_its_text(grid):
+    assert parse_grid(str(grid), BLOCK) == grid
+
+
+def test_a_toml_file_says_the_same(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("batch = [1, 4]\nlength = [32, 128]\nk = [3, 7]\nprefill = [8, 32]\n")
+    assert parse_grid(str(path), BLOCK) == parse_grid(TEXT, BLOCK)
+
+
+def test_a_toml_file_may_give_one_size_as_a_number(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("batch = 1\nlength = 32\nk = 3\nprefill = 8\n")
+    assert parse_grid(str(path), BLOCK) == Grid(batch=(1,), length=(32,), k=(0, 3), prefill=(8,))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "batch, length, k, prefill not given. All four are needed, for example"),
+        ("batch=1 length=32", "k, prefill not given"),
+        ("batch=1 length=32 k=3 prefill=8 width=2", "unknown width; the axes are batch, length, k, prefill"),
+        ("batch=1 length=32 k=3 prefill=8 batch=2", "batch is given twice"),
+        ("batch=1, length=32 k=3 prefill=8", "cannot read 'batch=1,'"),
+        ("batch= length=32 k=3 prefill=8", "cannot read 'batch='"),
+        ("batch=1;4 length=32 k=3 prefill=8", "cannot read 'batch=1;4'"),
+        ("batch=-1 length=32 k=3 prefill=8", "cannot read 'batch=-1'"),
+        ("batch=1.5 length=32 k=3 prefill=8", "cannot read 'batch=1.5'"),
+        ("batch=٤ length=32 k=3 prefill=8", "cannot read 'batch=٤'"),
+        ("nonsense", "cannot read 'nonsense'"),
+        ("batch=0 length=32 k=3 prefill=8", "batch holds 0; it is rows decoded together, at least 1"),
+        ("batch=1 length=1 k=0 prefill=1", "length holds 1; it is kv positions attended to, at least 2"),
+        ("batch=1 length=32 k=3 prefill=0", "prefill holds 0; it is prompt tokens per chunk, at least 1"),
+        ("batch=1 length=99999999999 k=3 prefill=8", "length holds 99999999999"),
+        ("batch=1,4,1 length=32 k=3 prefill=8", "batch names a size twice: 1,4,1"),
+        ("batch=1 length=32 k=16 prefill=8", "k=16, but a block of 16 holds the anchor and 15 drafted tokens"),
+        ("batch=1 length=8,32 k=8 prefill=8", "length=8 is too short to verify k=8 tokens behind the anchor"),
+        ("batch=1 length=32 k=3 prefill=8,64", "prefill=64 is wider than the longest length=32"),
+    ],
+)
+def test_a_text_that_is_no_grid_is_refused_with_the_place(text, words):
+    with pytest.raises(BadInput) as refused:
+        parse_grid(text, BLOCK)
+    assert str(refused.value).startswith(f"--buckets '{text}': {words}")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("batch = [1", ": not TOML: "),
+        ("batch = [1]\nlength = [32]\nk = [3]", ": prefill not given"),
+        ("batch = [1]\nlength = [32]\nk = [3]\nprefill = [8]\nrows = 1", ": unknown rows"),
+        ("batch = true\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds True"),
+        ("batch = [1.0]\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds 1.0"),
+        ("batch = '1,4'\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds '1,4'"),
+        ("batch = []\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds nothing"),
+        ("batch = [-4]\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds -4"),
+    ],
+)
+def test_a_toml_file_that_is_no_grid_is_refused_with_its_name(tmp_path, content, words):
+    path = tmp_path / "grid.toml"
+    path.write_text(content)
+    with pytest.raises(BadInput) as refused:
+        parse_grid(str(path), BLOCK)
+    assert f"{path}{words}" in str(refused.value)
+
+
+def test_a_toml_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"grid\.toml: No such file or directory"):
+        parse_grid(str(tmp_path / "grid.toml"), BLOCK)
+
+
+def test_a_grid_beyond_what_the_models_were_made_for_is_refused():
+    grid = parse_grid(TEXT, BLOCK)
+    check_positions(grid, 128)
+    with pytest.raises(BadInput, match="length=128, but max_position_embeddings of the pair allows 127"):
+        check_positions(grid, 127)
+
+
+@given(block=st.integers(2, 64), positions=st.integers(64, 1 << 17))
+def test_the_default_grid_covers_its_own_maximum(block, positions):
+    grid = default_grid(block, positions)
+    check_positions(grid, positions)
+    largest = grid.fit(grid.slots, grid.capacity, block - 1)
+    assert largest == Bucket(grid.slots, grid.capacity, block - 1)
+    assert grid.k[0] == 0
+
+
+@given(GRIDS, st.integers(1, 25), st.integers(1, 350), st.integers(0, BLOCK))
+def test_the_bucket_is_the_smallest_that_fits(grid, batch, length, k):
+    fitting = [b for b in grid.buckets() if b.batch >= batch and b.length >= length and b.k >= k]
+    if fitting:
+        found = grid.fit(batch, length, k)
+        assert found in fitting
+        assert all(found.batch <= b.batch and found.length <= b.length and found.k <= b.k for b in fitting)
+    else:
+        with pytest.raises(GridMiss):
+            grid.fit(batch, length, k)
+
+
+@given(GRIDS)
+def test_a_grid_covers_everything_up_to_its_maximum(grid):
+    assert grid.fit(grid.slots, grid.capacity, grid.k[-1]) == max(grid.buckets())
+    assert grid.fit(1, 1, 0) == min(grid.buckets())
+
+
+@given(GRIDS, st.data())
+def test_chunks_walk_through_every_prompt_that_the_kv_holds(grid, data):
+    prompt = data.draw(st.integers(1, grid.capacity))
+    start = 0
+    while start < prompt:
+        chunk = grid.fit_chunk(start, prompt - start)
+        assert chunk in grid.chunks()
+        count = min(chunk.prefill, prompt - start)
+        assert start + count <= chunk.length
+        assert not any(count <= width < chunk.prefill for width in grid.prefill), "a narrower chunk does the same"
+        assert not any(start + count <= c.length < chunk.length for c in grid.chunks() if c.prefill == chunk.prefill), (
+            "a shorter bucket does the same"
+        )
+        start += count
+
+
+def test_a_prompt_longer_than_the_grid_has_no_chunk():
+    with pytest.raises(GridMiss, match="no executable holds batch=1, length=129, k=0"):
+        parse_grid(TEXT, BLOCK).fit_chunk(120, 9)
+
+
+def test_no_chunk_is_wider_than_what_it_attends_to():
+    grid = parse_grid("batch=1 length=16,64 k=0 prefill=8,32", BLOCK)
+    assert grid.chunks() == [Chunk(8, 16), Chunk(8, 64), Chunk(32, 64)]
+
+
+def test_the_kv_has_slack_for_the_widest_write():
+    assert parse_grid(TEXT, BLOCK).widest_write == 32
+    assert parse_grid("batch=1 length=32 k=15 prefill=8", BLOCK).widest_write == 16
+
+
+def test_a_miss_names_the_request_the_edge_and_the_remedy():
+    with pytest.raises(GridMiss) as miss:
+        parse_grid(TEXT, BLOCK).fit(5, 200, 7)
+    assert str(miss.value) == (
+        "no executable holds batch=5, length=200, k=7: the grid ends at batch=4, length=128, k=7. Precompile it: "
+        "dflash-precompile --buckets 'batch=1,4,5 length=32,128,256 k=0,3,7 prefill=8,32'"
+    )
+
+
+@given(GRIDS, st.integers(1, 40), st.integers(1, 3000), st.integers(0, BLOCK - 1))
+def test_the_remedy_of_a_miss_is_a_grid_that_fits(grid, batch, length, k):
+    remedy = str(grid.miss(batch, length, k)).split("'")[1]
+    wider = parse_grid(remedy, BLOCK)
+    wider.fit(batch, length, k)
+    assert all(set(getattr(grid, axis)) <= set(getattr(wider, axis)) for axis in ("batch", "length", "k", "prefill"))

@@ -1,0 +1,209 @@
+"""The manifest: read back as written, refused when a byte of it lies."""
+
+import json
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle, MissingBundle
+from dflash_aot.cache.manifest import SCHEMA, DraftModel, TargetModel, build_command, encode_manifest, read_manifest
+
+
+@pytest.fixture
+def bundle(tmp_path, manifest):
+    """A directory with nothing but a manifest."""
+    (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
+    return tmp_path
+
+
+@pytest.fixture
+def edited(bundle):
+    """A function that changes the manifest's JSON in place, without sealing it again."""
+    path = bundle / "manifest.json"
+
+    def edit(change):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+        return bundle
+
+    return edit
+
+
+def test_a_manifest_is_read_back_as_written(bundle, manifest):
+    found = read_manifest(bundle)
+    assert structs.replace(found, digest="") == manifest
+    assert encode_manifest(found) == encode_manifest(manifest)
+
+
+def test_a_person_can_read_it(bundle):
+    lines = (bundle / "manifest.json").read_text().splitlines()
+    assert ' "schema": 1,' in lines
+    assert max(map(len, lines)) < 200
+
+
+def test_every_array_is_known_by_its_name(manifest):
+    known = manifest.known_arrays()
+    assert known["lengths"].shape == (1,)
+    assert known["draft.fc.weight"].bytes == 2560 * 12800 * 2
+    assert len(known) == len(manifest.state) + len(manifest.weights)
+
+
+def test_a_missing_bundle_is_refused_with_the_command_that_builds_it(tmp_path):
+    path = tmp_path / "my bundle"
+    with pytest.raises(MissingBundle) as missing:
+        read_manifest(path)
+    assert f"{path}/manifest.json does not exist" in str(missing.value)
+    assert f"dflash-precompile --bundle '{path}'" in str(missing.value)
+    assert missing.value.exit_code == 2
+
+
+def test_a_file_in_the_place_of_a_bundle_is_no_bundle(tmp_path):
+    (tmp_path / "bundle").write_text("")
+    with pytest.raises(MissingBundle):
+        read_manifest(tmp_path / "bundle")
+
+
+def test_a_directory_in_the_place_of_a_manifest_is_refused(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(CorruptBundle, match=r"manifest\.json: Is a directory"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 500, -2])
+def test_a_truncated_manifest_is_refused(bundle, kept):
+    path = bundle / "manifest.json"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CorruptBundle, match=r"manifest\.json: .*Build it again: dflash-precompile --bundle"):
+        read_manifest(bundle)
+
+
+def test_bytes_that_are_no_text_are_refused(bundle):
+    path = bundle / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"x86_64", b"x86_6\xff"))
+    with pytest.raises(CorruptBundle):
+        read_manifest(bundle)
+
+
+def set_version(content):
+    content["environment"]["jaxlib"] = "0.10.3"
+
+
+def set_tap(content):
+    content["draft"]["facts"]["taps"][0] = 2
+
+
+def set_hash(content):
+    content["entries"][3]["sha256"] = "0" * 64
+
+
+def drop_entry(content):
+    content["entries"].pop()
+
+
+def swap_entries(content):
+    content["entries"].reverse()
+
+
+def drop_digest(content):
+    del content["digest"]
+
+
+@pytest.mark.parametrize("change", [set_version, set_tap, set_hash, drop_entry, swap_entries, drop_digest])
+def test_a_change_that_was_not_sealed_is_refused_with_both_digests(edited, manifest, change):
+    with pytest.raises(CorruptBundle, match="digest is [0-9a-f]{64}, its content has|digest is missing") as refused:
+        read_manifest(edited(change))
+    assert refused.value.exit_code == 3
+
+
+def test_another_layout_of_the_same_json_is_the_same_manifest(edited, manifest):
+    assert structs.replace(read_manifest(edited(lambda content: None)), digest="") == manifest
+
+
+def test_another_schema_is_refused_before_anything_else_is_read(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"schema": 2, "all": "else differs"}')
+    with pytest.raises(CorruptBundle, match=f"schema is 2, this version reads {SCHEMA}. Build it again"):
+        read_manifest(tmp_path)
+
+
+def add_field(content):
+    content["comment"] = "hello"
+
+
+def add_nested_field(content):
+    content["grid"]["width"] = [1]
+
+
+def remove_field(content):
+    del content["grid"]["prefill"]
+
+
+def escape_the_store(content):
+    content["entries"][0]["sha256"] = "../../../etc/passwd"
+
+
+def negative_size(content):
+    content["entries"][0]["bytes"] = -1
+
+
+def unknown_program(content):
+    content["entries"][0]["signature"]["program"] = "format_disk"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_field, "unknown field `comment`"),
+        (add_nested_field, r"unknown field `width` - at `\$.grid`"),
+        (remove_field, r"missing required field `prefill` - at `\$.grid`"),
+        (escape_the_store, r"matching regex .* - at `\$.entries\[0\].sha256`"),
+        (negative_size, r">= 0 - at `\$.entries\[0\].bytes`"),
+        (unknown_program, r"Invalid enum value 'format_disk'"),
+    ],
+)
+def test_what_a_manifest_cannot_say_is_refused_with_its_place(edited, change, words):
+    with pytest.raises(CorruptBundle, match=words):
+        read_manifest(edited(change))
+
+
+def test_a_sealed_manifest_cannot_name_files_outside_its_store(tmp_path, manifest):
+    first, *rest = manifest.entries
+    outside = structs.replace(first, sha256="../../secret")
+    sealed = encode_manifest(structs.replace(manifest, entries=(outside, *rest)))
+    (tmp_path / "manifest.json").write_bytes(sealed)
+    with pytest.raises(CorruptBundle, match="sha256"):
+        read_manifest(tmp_path)
+
+
+def test_the_rebuild_command_can_be_pasted(manifest):
+    named = structs.replace(
+        manifest,
+        target=TargetModel("/models/my target", manifest.target.facts),
+        draft=DraftModel("/models/it's a draft", manifest.draft.facts),
+    )
+    assert shlex.split(named.rebuild_command(Path("my bundle"))) == [
+        "dflash-precompile",
+        *("--target", "/models/my target", "--draft", "/models/it's a draft"),
+        *("--bundle", "my bundle"),
+        *("--buckets", "batch=1 length=32 k=0,3 prefill=16"),
+        *("--dtype", "bfloat16"),
+    ]
+
+
+def test_the_embedded_pair_needs_no_names(manifest):
+    embedded = structs.replace(manifest, target=TargetModel("embedded", manifest.target.facts))
+    assert "--target" not in embedded.rebuild_command(Path("b"))
+    assert build_command(Path("b")) == "dflash-precompile --bundle b"
+
+
+def test_an_incompatible_bundle_is_not_a_corrupt_one():
+    assert IncompatibleBundle.exit_code == 4
+    assert not issubclass(IncompatibleBundle, CorruptBundle)
+
+
+def test_the_facts_survive_json_exactly(manifest):
+    facts = msgspec.json.decode(msgspec.json.encode(manifest.target.facts), type=type(manifest.target.facts))
+    assert facts.decoder.rope.inverse_frequencies() == manifest.target.facts.decoder.rope.inverse_frequencies()

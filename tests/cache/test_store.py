@@ -1,0 +1,201 @@
+"""The store: whole blobs or none, one builder at a time."""
+
+import shutil
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from dflash_aot.cache.files import write_atomically
+from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.store import Store
+
+HOLD_THE_LOCK = """
+import sys
+from pathlib import Path
+from dflash_aot.cache.store import Store
+with Store(Path(sys.argv[1])).open_for_building():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def store(tmp_path, manifest, blobs):
+    """A bundle as a build leaves it."""
+    store = Store(tmp_path / "bundle")
+    with store.open_for_building():
+        for entry, blob in zip(manifest.entries, blobs, strict=True):
+            store.add(entry, blob)
+        store.publish(manifest)
+    return store
+
+
+@pytest.fixture
+def entry(manifest):
+    return manifest.entries[2]
+
+
+@pytest.fixture
+def blob_path(store, entry):
+    return store.bundle / "executables" / entry.sha256
+
+
+def hidden(directory):
+    """Temporary files, and whatever else starts with a dot."""
+    return sorted(path.name for path in directory.rglob(".*"))
+
+
+def test_what_was_added_is_found_and_read_back(store, manifest, blobs):
+    for entry, blob in zip(manifest.entries, blobs, strict=True):
+        assert store.find(entry.key) == entry
+        assert store.read(entry) == blob
+    assert structs.replace(read_manifest(store.bundle), digest="") == manifest
+
+
+def test_a_build_leaves_no_temporary_files(store):
+    assert hidden(store.bundle) == [".lock"]
+
+
+def test_a_store_may_be_moved(store, manifest, tmp_path):
+    moved = Store(shutil.move(store.bundle, tmp_path / "elsewhere"))
+    assert [moved.find(entry.key) for entry in manifest.entries] == list(manifest.entries)
+
+
+def test_a_key_that_was_never_built_is_not_found(store):
+    assert store.find("0" * 64) is None
+    assert Store(store.bundle / "nowhere").find("0" * 64) is None
+
+
+def test_a_truncated_blob_is_refused_with_both_sizes(store, entry, blob_path):
+    blob_path.write_bytes(blob_path.read_bytes()[:-1])
+    with pytest.raises(CorruptBundle) as refused:
+        store.read(entry)
+    assert f"{blob_path} ({entry.signature.label}): 101 bytes, the manifest promises 102." in str(refused.value)
+    assert str(refused.value).endswith(f"Build it again: dflash-precompile --bundle {store.bundle}")
+    assert store.find(entry.key) is None
+
+
+@given(bit=st.integers(0, 102 * 8 - 1))
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_is_refused(store, entry, blob_path, bit):
+    whole = blob_path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[bit // 8] ^= 1 << bit % 8
+    blob_path.write_bytes(damaged)
+    with pytest.raises(CorruptBundle, match="its sha256 is"):
+        store.read(entry)
+    assert store.find(entry.key) is None
+    blob_path.write_bytes(whole)
+    assert store.find(entry.key) == entry
+
+
+def test_a_missing_blob_is_refused(store, entry, blob_path):
+    blob_path.unlink()
+    with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
+        store.read(entry)
+    assert store.find(entry.key) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff\xfe"])
+def test_a_record_that_cannot_be_read_is_as_if_never_built(store, entry, content):
+    (store.bundle / "entries" / f"{entry.key}.json").write_bytes(content)
+    assert store.find(entry.key) is None
+
+
+def test_a_record_under_another_key_is_not_taken(store, manifest):
+    one, other = manifest.entries[:2]
+    records = store.bundle / "entries"
+    (records / f"{one.key}.json").write_bytes((records / f"{other.key}.json").read_bytes())
+    assert store.find(one.key) is None
+    assert store.find(other.key) == other
+
+
+def test_a_record_is_only_there_when_its_blob_is(tmp_path, entry):
+    store = Store(tmp_path / "bundle")
+    with store.open_for_building():
+        (store.bundle / "executables" / entry.sha256).mkdir()  # so that the blob cannot be put in its place
+        with pytest.raises(OSError):
+            store.add(entry, b"blob")
+    assert list((store.bundle / "entries").iterdir()) == []
+    assert hidden(store.bundle) == [".lock"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(path, "not bytes")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reader_sees_one_whole_file_or_the_other(tmp_path):
+    path, contents = tmp_path / "file", [bytes([seed]) * 300_000 for seed in range(2)]
+    write_atomically(path, contents[0])
+
+    def write():
+        for turn in range(20):
+            write_atomically(path, contents[turn % 2])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while writer.is_alive():
+        seen.add(path.read_bytes())
+    writer.join()
+    assert seen <= set(contents)
+    assert path.read_bytes() == contents[1]
+
+
+def test_a_published_file_may_be_read_by_others(store):
+    assert (store.bundle / "manifest.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_publishing_again_replaces_the_manifest(store, manifest):
+    fewer = structs.replace(manifest, entries=manifest.entries[:1])
+    store.publish(fewer)
+    assert (store.bundle / "manifest.json").read_bytes() == encode_manifest(fewer)
+
+
+def test_one_builder_at_a_time(tmp_path):
+    command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(BuildFailed, match="another dflash-precompile"), Store(tmp_path).open_for_building():
+                pytest.fail("two builders in one store")
+        finally:
+            other.kill()
+    with Store(tmp_path).open_for_building():  # the lock died with its holder
+        pass
+
+
+def test_a_builder_that_ends_or_fails_gives_the_lock_back(tmp_path):
+    with pytest.raises(ZeroDivisionError), Store(tmp_path).open_for_building():
+        raise ZeroDivisionError
+    with Store(tmp_path).open_for_building():
+        pass
+
+
+def test_an_error_of_the_build_is_not_taken_for_a_lock(tmp_path):
+    with pytest.raises(BlockingIOError), Store(tmp_path).open_for_building():
+        raise BlockingIOError("a terminal that does not keep up")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file")
+    with pytest.raises(BadInput, match=r"cannot write to .*file: Not a directory"), store.open_for_building():
+        pytest.fail("a store in a file")
+
+
+def test_records_are_json(store, entry):
+    record = (store.bundle / "entries" / f"{entry.key}.json").read_bytes()
+    assert msgspec.json.decode(record)["signature"]["program"] == entry.signature.program

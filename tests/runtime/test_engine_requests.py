@@ -1,0 +1,92 @@
+"""Requests that are refused: by name, with what exists and what to do, and without harm to any other."""
+
+import pytest
+
+from dflash_aot.cache.errors import BadCheckpoint, BadInput, GridMiss
+from dflash_aot.runtime import Engine, SamplingParams
+
+CAPACITY = 208
+VOCABULARY = 512
+BAD_PROMPTS = {
+    "empty": ([], BadInput, "prompt is empty"),
+    "empty text": ("", BadCheckpoint, "tokenizer.json"),
+    "text without a tokenizer": ("hello", BadCheckpoint, "tokenizer.json"),
+    "token past the vocabulary": ([1, VOCABULARY], BadInput, "512.*0 to 511"),
+    "negative token": ([1, -1, 2], BadInput, "-1.*0 to 511"),
+    "huge token": ([2**80], BadInput, "0 to 511"),
+    "fraction": ([1.0], BadInput, "1.0.*0 to 511"),
+    "truth value": ([True], BadInput, "True.*0 to 511"),
+    "text among tokens": (["1"], BadInput, "'1'.*0 to 511"),
+    "too long": ([1] * (CAPACITY + 1), GridMiss, "length=209.*grid ends at.*length=208.*dflash-precompile --buckets"),
+    "far too long": ([1] * 100_000, GridMiss, "length=100000.*dflash-precompile --buckets"),
+}
+BAD_PARAMS = {
+    "stop past the vocabulary": ({"stop_token_ids": [VOCABULARY]}, BadInput, "stop_token_ids.*512.*0 to 511"),
+    "negative stop": ({"stop_token_ids": [3, -1]}, BadInput, "stop_token_ids.*-1.*0 to 511"),
+    "stop text without a tokenizer": ({"stop": ["x"]}, BadCheckpoint, "tokenizer.json"),
+    "limit past the grid": ({"max_tokens": CAPACITY + 1}, GridMiss, "length=209.*dflash-precompile --buckets"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "error", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_by_name(serve, prompt, error, words):
+    for ask in (serve("tied", 7).generate, serve("tied", 7).stream):
+        with pytest.raises(error, match=words):
+            ask(prompt)
+
+
+@pytest.mark.parametrize(("params", "error", "words"), BAD_PARAMS.values(), ids=BAD_PARAMS)
+def test_a_bad_parameter_is_refused_by_name(serve, params, error, words):
+    with pytest.raises(error, match=words):
+        serve("tied", 7).generate([1], SamplingParams(**params))
+
+
+def test_the_remedy_of_a_prompt_too_long_is_a_grid_that_holds_it(serve):
+    with pytest.raises(GridMiss) as refusal:
+        serve("tied", 7).generate([1] * 300, SamplingParams(max_tokens=10))
+    axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
+    assert max(map(int, axes["length"].split(","))) >= 309
+    assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
+
+
+def test_bad_requests_never_harm_one_that_is_running(serve, cases):
+    engine, case = serve("tied", 0), cases["len131"]
+    running = engine.stream(case.prompt, SamplingParams(max_tokens=48, stop_token_ids=()))
+    deltas = iter(running)
+    tokens = list(next(deltas).token_ids)
+    for prompt, error, _ in BAD_PROMPTS.values():
+        with pytest.raises(error):
+            engine.generate(prompt)
+    tokens += [token for delta in deltas for token in delta.token_ids]
+    assert tokens == case.answer
+
+
+def test_one_bad_prompt_of_several_is_refused_before_any_is_started(serve, cases):
+    engine = serve("tied", 7)
+    before = engine.stats().prefill_chunks
+    with pytest.raises(BadInput, match="empty"):
+        engine.generate_all([cases["len1"].prompt, [], cases["len5"].prompt])
+    with pytest.raises(BadInput, match="2 prompts, but 1 "):
+        engine.generate_all([[1], [2]], [SamplingParams()])
+    assert engine.generate([1], SamplingParams(max_tokens=1)).finish_reason == "length"
+    assert engine.stats().prefill_chunks == before + 1
+
+
+def test_no_prompts_give_no_results(serve):
+    assert serve("tied", 7).generate_all([]) == []
+
+
+@pytest.mark.parametrize(
+    ("k", "error", "words"),
+    [
+        (2, GridMiss, r"k=2.*grid has k=0,3.*dflash-precompile.*k=0,2,3"),
+        (8, GridMiss, r"k=8.*k up to 7"),
+        (-1, BadInput, r"-1.*'auto' or one of 0, 3"),
+        (True, BadInput, "True"),
+        ("many", BadInput, "many"),
+        (None, BadInput, "None"),
+    ],
+)
+def test_a_k_that_is_not_in_the_grid_is_refused(bundle, k, error, words):
+    with pytest.raises(error, match=words):
+        Engine.open(bundle("tiny"), k=k)

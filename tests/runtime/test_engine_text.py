@@ -1,0 +1,71 @@
+"""Text above token ids: what goes in, what comes out, and where a stop cuts it."""
+
+import pytest
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.text import Tokenizer
+
+PROMPT = "def bundle"
+
+
+@pytest.fixture(scope="module")
+def engine(bundle, speaking_target):
+    with Engine.open(bundle("tiny"), target=str(speaking_target)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tokenizer(speaking_target) -> Tokenizer:
+    return Tokenizer.open(speaking_target)
+
+
+@pytest.fixture(scope="module")
+def tokens(engine, tokenizer) -> list[int]:
+    """Everything that follows the prompt, up to the end of the grid."""
+    return engine.generate(tokenizer.encode(PROMPT), SamplingParams(stop_token_ids=())).token_ids
+
+
+def test_text_and_its_token_ids_are_answered_alike(engine, tokenizer, tokens):
+    result = engine.generate(PROMPT, SamplingParams(stop_token_ids=()))
+    assert result.token_ids == tokens
+    assert result.prompt_tokens == len(tokenizer.encode(PROMPT)) > 1
+    assert result.text == tokenizer.decode(tokens) != ""
+
+
+def test_deltas_add_up_to_the_text(engine, tokenizer, tokens):
+    stream = engine.stream(PROMPT, SamplingParams(stop_token_ids=()))
+    assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
+
+
+def test_any_part_of_the_text_can_be_the_stop_and_is_left_out(engine, tokenizer, tokens):
+    whole = tokenizer.decode(tokens)
+    # A part that ends in a character which is not whole yet is only known later.
+    for stop in {whole[at : at + size] for at in range(len(whole)) for size in (1, 3)}:
+        if "\ufffd" in stop:
+            continue
+        stream = engine.stream(PROMPT, SamplingParams(stop=[stop], stop_token_ids=()))
+        shown, result = "".join(delta.text for delta in stream), stream.result()
+        assert shown == result.text == whole.partition(stop)[0]
+        assert result.finish_reason == "stop"
+        kept = result.token_ids
+        assert kept == tokens[: len(kept)]
+        assert stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
+
+
+def test_the_text_is_without_the_stop_token_and_the_ids_are_with_it(engine, tokenizer, tokens):
+    for stop in set(tokens):
+        result = engine.generate(PROMPT, SamplingParams(stop_token_ids=[stop]))
+        at = tokens.index(stop)
+        assert (result.token_ids, result.text) == (tokens[: at + 1], tokenizer.decode(tokens[:at]))
+
+
+def test_a_stop_that_never_comes_changes_nothing(engine, tokenizer, tokens):
+    result = engine.generate(PROMPT, SamplingParams(stop=["never to be seen"], stop_token_ids=()))
+    assert (result.text, result.finish_reason) == (tokenizer.decode(tokens), "length")
+
+
+@pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])
+def test_a_text_that_is_no_prompt_is_refused(engine, prompt, words):
+    with pytest.raises(BadInput, match=words):
+        engine.generate(prompt)

@@ -1,0 +1,263 @@
+"""The loader against a slow, obvious reader of the file format, and checkpoints that it refuses."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.recipe import Placement, WeightRecipe
+from dflash_aot.runtime.weights import load_weights
+
+CPU = jax.devices("cpu")[0]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_slowly(path: Path) -> dict[str, np.ndarray]:
+    """A safetensors file by its specification: a length, a JSON header, bytes. float32 only."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, facts in header.items():
+        assert facts["dtype"] == "F32"
+        start, end = facts["data_offsets"]
+        tensors[name] = np.frombuffer(data[start:end], "<f4").reshape(facts["shape"])
+    return tensors
+
+
+def test_every_tensor_of_a_pair_arrives_where_its_recipe_says_and_every_argument_is_filled(golden, bundle):
+    manifest = read_manifest(bundle(golden.directory.name.rpartition("-")[2]))
+    places = {"target": golden.target, "draft": golden.draft}
+    stored = {
+        role: {
+            name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in read_slowly(file).items()
+        }
+        for role, place in places.items()
+    }
+    arguments = load_weights(manifest.weights, places, CPU)
+    assert list(arguments) == [recipe.name for recipe in manifest.weights]
+    for recipe in manifest.weights:
+        argument = np.asarray(arguments[recipe.name])
+        assert (argument.shape, str(argument.dtype)) == (recipe.shape, recipe.dtype)
+        assert arguments[recipe.name].devices() == {CPU}
+        filled = 0
+        for placement in recipe.placements:
+            box = argument
+            for axis, (start, extent) in enumerate(zip(placement.offset, placement.extent, strict=True)):
+                box = np.take(box, range(start, start + extent), axis)
+            tensor = stored[recipe.checkpoint].pop(placement.tensor)
+            assert box.tobytes() == tensor.tobytes()
+            filled += tensor.size
+        assert filled == argument.size
+    left = {name for tensors in stored.values() for name in tensors}
+    assert left <= {"lm_head.weight"}  # which a tied checkpoint may carry beside the embedding, see the swa set
+
+
+def recipe(name: str, *tensors: str, shape=(2, 3), dtype="float32", checkpoint="target") -> WeightRecipe:
+    """Tensors of one shape stacked, or one tensor as it is."""
+    if len(tensors) < 2:
+        tensors = tensors or (name,)
+        placements = (Placement(tensors[0], shape, (0,) * len(shape), shape),)
+        return WeightRecipe(f"{checkpoint}.{name}", checkpoint, shape, dtype, placements)
+    placements = tuple(
+        Placement(tensor, shape, (index, *(0,) * len(shape)), (1, *shape)) for index, tensor in enumerate(tensors)
+    )
+    return WeightRecipe(f"{checkpoint}.{name}", checkpoint, (len(tensors), *shape), dtype, placements)
+
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+PLAN = (recipe("ab", "a", "b"), recipe("c", shape=(4,)))
+SOUND = {"a": A, "b": A + 10, "c": np.ones(4, np.float32)}
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    return tmp_path
+
+
+def load(place: Path, plan=PLAN, role="target") -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in load_weights(plan, {role: place}, CPU).items()}
+
+
+def refusal(place: Path, plan=PLAN, role="target") -> str:
+    with pytest.raises(BadCheckpoint) as error:
+        load(place, plan, role)
+    return str(error.value)
+
+
+def test_tensors_are_stacked_in_the_order_of_the_recipe(place):
+    save_file(SOUND, place / SINGLE)
+    assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+def test_any_float_type_is_converted_to_the_served_one(place, stored, served):
+    values = np.array([1 / 3, -2.5, 1e-3, 60000], np.float32)
+    save_file({"c": values.astype(stored)}, place / SINGLE)
+    found = load(place, [recipe("c", shape=(4,), dtype=served)])["target.c"]
+    assert str(found.dtype) == served
+    np.testing.assert_array_equal(found, values.astype(stored).astype(served))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_missing_tensor_is_named(place, name):
+    save_file({other: tensor for other, tensor in SOUND.items() if other != name}, place / SINGLE)
+    assert f"missing: {name}" in refusal(place)
+
+
+def test_a_tensor_left_over_is_named(place):
+    save_file({**SOUND, "bias": A}, place / SINGLE)
+    assert "bias" in refusal(place) and "no place for" in refusal(place)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1), (2, 4), (0, 3)])
+def test_a_misshapen_tensor_is_refused_with_both_shapes(place, shape):
+    save_file({**SOUND, "b": np.zeros(shape, np.float32)}, place / SINGLE)
+    assert f"b is {list(shape)}" in refusal(place) and "[2, 3]" in refusal(place)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_single_value_that_is_not_finite_is_found(place, value, stored):
+    poisoned = (A + 10).astype(stored)
+    poisoned[1, 2] = value
+    save_file({**SOUND, "b": poisoned}, place / SINGLE)
+    assert "b holds NaN or infinity" in refusal(place)
+
+
+def test_infinities_that_cancel_are_found(place):
+    poisoned = A.copy()
+    poisoned[0, 0], poisoned[1, 1] = math.inf, -math.inf
+    save_file({**SOUND, "a": poisoned}, place / SINGLE)
+    assert "a holds NaN or infinity" in refusal(place)
+
+
+def test_finite_values_whose_sum_overflows_are_sound(place):
+    huge = np.full((2, 3), 3e38, np.float32)
+    save_file({**SOUND, "a": huge}, place / SINGLE)
+    np.testing.assert_array_equal(load(place)["target.ab"][0], huge)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int8, np.uint8, np.bool_, np.float64])
+def test_a_tensor_of_another_type_is_refused(place, kind):
+    save_file({**SOUND, "b": np.ones((2, 3), kind)}, place / SINGLE)
+    assert "expected one of BF16, F16, F32" in refusal(place)
+
+
+def test_a_file_cut_anywhere_is_refused(place):
+    save_file(SOUND, place / SINGLE)
+    whole = (place / SINGLE).read_bytes()
+    for size in (0, 4, 8, 20, len(whole) - 30, len(whole) - 1):
+        (place / SINGLE).write_bytes(whole[:size])
+        assert "not a whole safetensors file" in refusal(place)
+
+
+def test_a_file_of_something_else_is_refused(place):
+    (place / SINGLE).write_bytes(b"\x80\x04K\x01." * 50)
+    assert "not a whole safetensors file" in refusal(place)
+
+
+def test_a_directory_without_weights_is_refused(place):
+    assert "holds no weights" in refusal(place)
+
+
+def test_a_directory_in_the_place_of_the_file_is_refused(place):
+    (place / SINGLE).mkdir()
+    assert SINGLE in refusal(place)
+
+
+def write_shards(place: Path, where: dict[str, str], tensors=SOUND) -> None:
+    (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name, at in where.items() if at == file}, place / file)
+
+
+PLACES = {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
+
+
+def test_shards_are_read_as_the_index_says(place):
+    write_shards(place, PLACES)
+    save_file({"a": A}, place / SINGLE)  # left behind by an earlier version: the index counts
+    assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
+
+
+def test_a_missing_shard_is_named(place):
+    write_shards(place, PLACES)
+    (place / "two.safetensors").unlink()
+    assert "two.safetensors does not exist" in refusal(place)
+
+
+def test_a_truncated_shard_is_named(place):
+    write_shards(place, PLACES)
+    whole = (place / "two.safetensors").read_bytes()
+    (place / "two.safetensors").write_bytes(whole[:-1])
+    assert "two.safetensors is not a whole safetensors file" in refusal(place)
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(place):
+    write_shards(place, PLACES)
+    save_file({"a": A}, place / "one.safetensors")
+    assert "one.safetensors lacks c" in refusal(place)
+
+
+def test_a_tensor_in_two_shards_is_refused(place):
+    """The index names the first; which of the two is meant cannot be known."""
+    write_shards(place, PLACES)
+    save_file({"b": A + 10, "a": A + 99}, place / "two.safetensors")
+    assert "a" in refusal(place) and "two.safetensors" in refusal(place)
+
+
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/one.safetensors", "", ".."]
+)
+def test_an_index_that_points_outside_is_refused(place, file):
+    inside = place / "inside"
+    inside.mkdir()
+    save_file({"b": A}, place / "outside.safetensors")
+    write_shards(inside, {name: at for name, at in PLACES.items() if name != "b"})
+    (inside / INDEX).write_text(json.dumps({"weight_map": {**PLACES, "b": file}}))
+    refusal(inside)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\ud800"])
+def test_an_index_that_is_none_is_refused(place, text):
+    (place / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert INDEX in refusal(place)
+
+
+def test_a_tied_target_may_carry_its_head(place):
+    save_file({**SOUND, "lm_head.weight": A}, place / SINGLE)
+    assert set(load(place)) == {"target.ab", "target.c"}
+
+
+def test_a_draft_with_a_head_of_its_own_is_refused(place):
+    """It was trained with that head: served with the target's, nearly nothing would be accepted."""
+    plan = [recipe("a", checkpoint="draft")]
+    save_file({"a": A, "lm_head.weight": A}, place / SINGLE)
+    assert "lm_head.weight" in refusal(place, plan, "draft")
+
+
+def test_the_checkpoint_that_is_wrong_is_named(place):
+    for role in ("target", "draft"):
+        (place / role).mkdir()
+        save_file({"a": A}, place / role / SINGLE)
+    plan = [recipe("a"), recipe("a", checkpoint="draft"), recipe("b", checkpoint="draft")]
+    with pytest.raises(BadCheckpoint, match="/draft: .*missing: b"):
+        load_weights(plan, {role: place / role for role in ("target", "draft")}, CPU)
+
+
+def test_what_is_loaded_does_not_change_with_the_file(place):
+    save_file(SOUND, place / SINGLE)
+    arguments = load_weights(PLAN, {"target": place}, CPU)
+    shutil.copyfile("/dev/null", place / SINGLE)
+    assert np.asarray(arguments["target.ab"]).tolist() == [A.tolist(), (A + 10).tolist()]
