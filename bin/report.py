@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_aot.runtime.counters import Counters, summarize
 from dflash_aot.runtime.request import Result
-from dflash_aot.runtime.statistics import Counters, summarize
 
 
 @dataclass(frozen=True)

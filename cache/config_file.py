@@ -1,6 +1,7 @@
 """A `config.json` read key by key: every refusal names the file, the key and what was found."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class ConfigFile:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadCheckpoint(f"{self.where(key)} is {value!r}: expected a positive number")
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise self.refusal(key, value, "expected a positive number")
         return float(value)
 

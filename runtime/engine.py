@@ -15,11 +15,11 @@ from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.bundle import Bundle, bundle_device, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
+from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.loop import Loop
 from dflash_aot.runtime.pair import check_facts, locate_pair, read_end_tokens
 from dflash_aot.runtime.request import Delta, Request, Result, SamplingParams
-from dflash_aot.runtime.statistics import Counters
 from dflash_aot.runtime.weights import load_weights
 
 if TYPE_CHECKING:

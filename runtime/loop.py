@@ -15,10 +15,10 @@ import numpy as np
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.bundle import Bundle
+from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.request import Request
 from dflash_aot.runtime.slots import Row, Slots
-from dflash_aot.runtime.statistics import Counters
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,5 @@
+"""Conversations as their template renders them."""
+
 import json
 import subprocess
 import sys
@@ -83,7 +85,7 @@ def test_code_of_the_checkpoint_is_not_run(checkpoint):
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
-FRAMEWORKS = {"torch", "flax", "jax", "tensorflow"}
+FRAMEWORKS = {"torch", "flax", "tensorflow"}
 
 
 def imported(code: str) -> set[str]:
