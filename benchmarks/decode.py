@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
@@ -22,7 +23,8 @@ from corpus import read_split, token_stream, windows  # the split lives with the
 
 def held_out_prompts(engine: Engine, count: int, width: int = 64) -> list[list[int]]:
     """The same ones on every machine with the same standard library."""
-    stream = token_stream(engine.tokenizer, read_split(held_out=True))
+    tokenizer = Tokenizer.from_file(str(engine.target / "tokenizer.json"))
+    stream = token_stream(tokenizer, read_split(held_out=True))
     return windows(stream, count, width, np.random.default_rng(7)).tolist()
 
 

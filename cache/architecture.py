@@ -69,6 +69,11 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 TARGETS = ("Qwen3ForCausalLM",)
 DRAFTS = ("DFlashDraftModel",)
+RELATIVES = {
+    "projector_type": "Domino",
+    "markov_rank": "DSpark",
+    "sample_from_anchor": "a draft that samples its anchor",
+}
 
 
 def read_target(config: ConfigFile) -> Target:
@@ -82,6 +87,7 @@ def read_target(config: ConfigFile) -> Target:
 def read_draft(config: ConfigFile, target: Target) -> Draft:
     """A draft's `config.json`, checked against the target that it is to draft for. Raises BadCheckpoint."""
     _check_architecture(config, DRAFTS, "draft")
+    _check_dialect(config)
     decoder, inner = _read_decoder(config), config.section("dflash_config")
     taps = inner.optional_integers("target_layer_ids")
     draft = Draft(
@@ -113,6 +119,14 @@ def _check_architecture(config: ConfigFile, known: tuple[str, ...], role: str) -
         if role == "draft" and any(name in TARGETS for name in found):
             hint = " This is a target: are --target and --draft the wrong way round?"
         raise BadCheckpoint(f"{config.path}: architectures is {found}; as a {role} this runs {', '.join(known)}.{hint}")
+
+
+def _check_dialect(config: ConfigFile) -> None:
+    """Relatives of DFlash that share its architecture's name but draft in another way."""
+    for place in (config, config.section("dflash_config")):
+        for key, relative in RELATIVES.items():
+            if place.values.get(key):
+                raise place.refusal(key, place.values[key], f"this is {relative}, which is not supported")
 
 
 def _read_decoder(config: ConfigFile) -> Decoder:

@@ -1,5 +1,6 @@
 """Where checkpoints are: a directory, a hub id in the local Hugging Face cache, or the pair that comes along."""
 
+import os
 import re
 from pathlib import Path
 
@@ -13,10 +14,14 @@ def locate_checkpoint(reference: str, role: str) -> Path:
     """The directory of `reference` for `role` ("target" or "draft"). Raises BadCheckpoint; downloads nothing."""
     if reference == EMBEDDED:
         return Path(__file__).parent / "embedded" / role
-    path = Path(reference).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    path = Path(os.path.expanduser(reference))
+    try:
+        if reference and path.is_dir():
+            return path
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:  # a name no file can have
+        raise BadCheckpoint(f"--{role} {reference[:80]!r}: {error}") from error
+    if is_file:
         raise BadCheckpoint(f"--{role} {reference} is a file: give the directory that holds config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return _locate_in_hub_cache(reference, role)

@@ -1,7 +1,7 @@
 """A `config.json` read key by key: every refusal names the file, the key and what was found."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class ConfigFile:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadCheckpoint(f"{self.where(key)} is {value!r}: expected a positive number")
-        if not 0 < value < math.inf:
+        if not 0 < value <= sys.float_info.max:
             raise self.refusal(key, value, "expected a positive number")
         return float(value)
 
@@ -90,7 +90,7 @@ def read_config(directory: Path) -> ConfigFile:
         ) from error
     except OSError as error:
         raise BadCheckpoint(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # JSON and UTF-8 errors alike
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise BadCheckpoint(f"{path} holds a {type(values).__name__}, not an object")

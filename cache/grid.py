@@ -94,7 +94,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         axes = {axis: set(getattr(self, axis)) for axis in AXES}
         for axis, least in wanted.items():
             if least > max(axes[axis]):
-                axes[axis].add(_round_up(least) if axis == "length" else least)
+                axes[axis].add(least)
         return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()})
 
     def __str__(self) -> str:
@@ -104,11 +104,6 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _at_least(sizes: tuple[int, ...], least: int) -> int:
     """The smallest of the ascending `sizes` that is not below `least`, which the last one is not."""
     return sizes[bisect_left(sizes, least)]
-
-
-def _round_up(length: int) -> int:
-    """To a multiple of 64: a request is followed by others, a little longer."""
-    return -(-length // 64) * 64
 
 
 def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Grid:
@@ -153,7 +148,7 @@ def parse_grid(text: str, block: int) -> Grid:
     source = f"--buckets '{text}'"
     axes: dict[str, list[int]] = {}
     for word in text.split():
-        found = re.fullmatch(r"([a-z]+)=(\d+(?:,\d+)*)", word, re.ASCII)
+        found = re.fullmatch(r"([a-z]+)=(\d{1,9}(?:,\d{1,9})*)", word, re.ASCII)
         if not found:
             raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE}'")
         axis, sizes = found.groups()
@@ -168,7 +163,7 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
         axes = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"--buckets {path}: {error.strerror}") from error
-    except ValueError as error:  # TOML and UTF-8 errors alike
+    except (ValueError, RecursionError) as error:  # TOML and UTF-8 errors alike
         raise BadInput(f"--buckets {path}: not TOML: {error}") from error
     return {axis: sizes if isinstance(sizes, list) else [sizes] for axis, sizes in axes.items()}
 

@@ -112,7 +112,7 @@ def read_manifest(bundle: Path) -> Manifest:
         if schema != SCHEMA:
             raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {remedy}")
         manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptBundle(f"{path}: {error}. {remedy}") from error
     if manifest.digest != (found := _digest(manifest)):
         raise CorruptBundle(f"{path}: digest is {manifest.digest or 'missing'}, its content has {found}. {remedy}")

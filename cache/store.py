@@ -36,20 +36,27 @@ class Store:
         try:
             for directory in (self._executables, self._entries):
                 directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.bundle / ".writable", b"")
-            (self.bundle / ".writable").unlink()
             lock = os.open(self.bundle / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(lock)
             yield
+        finally:
+            os.close(lock)
+
+    def _take(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BuildFailed(
                 f"{self.bundle}: another dflash-precompile is building here. Wait for it, or give another --bundle"
             ) from error
-        finally:
-            os.close(lock)
+        try:
+            write_atomically(self.bundle / ".writable", b"")
+            (self.bundle / ".writable").unlink()
+        except OSError as error:
+            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
 
     def find(self, key: str) -> Entry | None:
         """The record of an executable built before, if its blob is whole."""

@@ -252,7 +252,7 @@ class Engine:
         room = grid.capacity + 1 - len(ids)
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if wanted > room:
-            raise grid.miss(1, len(ids) + wanted - 1, 0)
+            raise self._refuse_length(len(ids) + wanted - 1)
         return Request(
             prompt=ids,
             params=params,
@@ -260,6 +260,17 @@ class Engine:
             stop_ids=self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids),
             text=self._text_stream(prompt, params),
             emit=emit,
+        )
+
+    def _refuse_length(self, length: int) -> GridMiss:
+        """A longer grid is the remedy, as far as the models go."""
+        facts = self.manifest.target.facts.decoder, self.manifest.draft.facts.decoder
+        positions = min(decoder.positions for decoder in facts)
+        if length <= positions:
+            return self.manifest.grid.miss(1, length, 0)
+        return GridMiss(
+            f"prompt and answer take {length} positions; the models were made for {positions} "
+            f"(max_position_embeddings), and the grid ends at {self.manifest.grid.capacity}"
         )
 
     def _text_stream(self, prompt: Prompt, params: SamplingParams) -> "TextStream | None":

@@ -54,7 +54,7 @@ def scan_pickle(blob: bytes, where: str) -> None:
                 raise CorruptBundle(
                     f"{where}: the pickle uses {opcode.name}, which JAX does not write. It was not loaded"
                 )
-            else:
+            elif opcode.name != "FRAME":  # a frame's border may fall between the two texts, and means nothing
                 if opcode.name == "STACK_GLOBAL" and (name := tuple(texts[-2:])) not in ALLOWED:
                     raise CorruptBundle(
                         f"{where}: the pickle names {_dotted(name)}, which no executable needs. It was not loaded"

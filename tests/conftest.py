@@ -79,15 +79,17 @@ PAIRS = {**SETS, "tiny": SETS["tied"]}
 
 
 @pytest.fixture(scope="session")
-def bundle(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The bundle of a set by its name, built at its first use. Read-only: a test that changes one takes a copy.
 
     Kept in pytest's cache: builds are incremental, and the next run only checks that nothing is missing.
     """
+    cached = pytestconfig.pluginmanager.hasplugin("cacheprovider")
+    shelf = pytestconfig.cache.mkdir("dflash-bundles") if cached else tmp_path_factory.mktemp("bundles")
 
     @functools.cache
     def build(name: str) -> Path:
-        path = pytestconfig.cache.mkdir("dflash-bundles") / name
+        path = shelf / name
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one
             pair = PAIRS[name]

@@ -1,6 +1,7 @@
 """The draft: blocks at anchors sampled in the target's own text, loss weighted towards the first positions."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,56 +13,119 @@ from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
 from dflash_aot.compile.qwen3 import Qwen3
 
-from optimize import Weights, init_weights, train
+from optimize import Weights, train
 from rollouts import PROMPT, WIDTH
 from target_training import causal
 
-LEARNING_RATE = 2e-3
-SEQUENCES, ANCHORS = 8, 16  # per step
-DECAY = 7.0  # w_i = exp(-(i-1)/DECAY), the DFlash paper's for blocks of 16
+SEQUENCES = 8  # per step
 
 
-def block_loss(target, target_weights, draft, draft_weights, ids: jax.Array, anchors: jax.Array) -> jax.Array:
-    """ids [N, T], anchors [N, A]: cross entropy of rows 1.. of every anchor's block, weighted and averaged."""
-    facts = draft.module.draft
-    N, T = ids.shape
-    width = facts.block
-    model, drafter = target.bind(target_weights), draft.bind(draft_weights)
+@dataclass(frozen=True)
+class Phase:
+    """How one stretch of training looks at the same sequences.
+
+    block: rows per anchor, the anchor's included; anchors: per sequence; decay: w_i = exp(-(i-1)/decay), an early
+    miss costs all that follows; soft: towards the target's distribution instead of the token it took.
+    """
+
+    block: int
+    anchors: int
+    decay: float
+    soft: bool
+    learning_rate: float
+    steps: int
+
+
+# Wide blocks and hard labels first, as in the DFlash paper; then the block that is served, with all that the target
+# knows: a distribution teaches more per anchor than a token does.
+PHASES = (
+    Phase(block=16, anchors=16, decay=7.0, soft=False, learning_rate=2e-3, steps=2200),
+    Phase(block=8, anchors=32, decay=3.0, soft=True, learning_rate=2e-3, steps=2500),
+)
+
+
+def block_loss(
+    models: tuple[Bound[Qwen3], Bound[DFlash]],
+    phase: Phase,
+    weights: Weights,
+    target_weights: Weights,
+    batch: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Cross entropy of rows 1.. of every anchor's block, weighted and averaged.
+
+    batch: ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
+    """
+    ids, features, last, anchors = batch
+    mask_token, (N, T) = models[1].module.draft.mask_token, ids.shape
+    model, drafter = models[0].bind(target_weights), models[1].bind(weights)
     context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
-    _, features, _ = model.forward(ids, context_positions, facts.taps, None, causal)
-    context = drafter.context_keys_values(jax.lax.stop_gradient(features), context_positions)
+    context = drafter.context_keys_values(features, context_positions)
 
-    positions = (anchors[:, :, None] + jnp.arange(width)).reshape(N, -1)
+    positions = (anchors[:, :, None] + jnp.arange(phase.block)).reshape(N, -1)
     truth = jnp.take_along_axis(ids, positions, axis=1)
-    offset = jnp.arange(positions.shape[1]) % width
-    blocks = jnp.where(offset == 0, truth, facts.mask_token)
-    before = context_positions[:, None, :] < jnp.repeat(anchors, width, axis=1)[:, :, None]
-    block = jnp.arange(positions.shape[1]) // width
+    offset = jnp.arange(positions.shape[1]) % phase.block
+    blocks = jnp.where(offset == 0, truth, mask_token)
+    before = context_positions[:, None, :] < jnp.repeat(anchors, phase.block, axis=1)[:, :, None]
+    block = jnp.arange(positions.shape[1]) // phase.block
     together = (block[:, None] == block)[None]
 
-    def attend_both(layer, q, k, v):
-        return attend(q, (*context[layer], before), (k, v, together))
+    def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        past_keys, past_values = context[layer]
+        return attend(q, (past_keys, past_values, before), (keys, values, together))
 
-    hidden = drafter.block_hidden(model.embed(blocks), positions, attend_both)
-    losses = optax.softmax_cross_entropy_with_integer_labels(model.head(hidden), truth)
-    weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / DECAY))
+    logits = model.head(drafter.block_hidden(model.embed(blocks), positions, attend_both))
+    if phase.soft:  # the token at a position is chosen from the hidden state before it
+        teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
+        losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher))
+    else:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, truth)
+    weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
     return (losses * weight).sum() / (weight.sum() * N)
 
 
-def batches(ids: np.ndarray, block: int, steps: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def run_target(
+    target: Bound[Qwen3], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Once over every sequence: features [S, T, taps·H] and last normed hidden states [S, T, H], float32."""
+
+    @jax.jit
+    def run(weights: Weights, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+        model = target.bind(weights)
+        x, features, _ = model.forward(rows, positions, taps, None, causal)
+        return features, model.model.norm(x)
+
+    parts = [run(weights, rows) for rows in ids.reshape(-1, 64, ids.shape[1])]
+    features, last = zip(*parts, strict=True)
+    return np.concatenate([np.asarray(part) for part in features]), np.concatenate([np.asarray(part) for part in last])
+
+
+def batches(
+    phase: Phase, ids: np.ndarray, features: np.ndarray, last: np.ndarray, seed: int
+) -> Iterator[tuple[np.ndarray, ...]]:
     """Sequences in shuffled order, anchors anywhere in what the target wrote."""
     rng = np.random.default_rng(seed)
-    order = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-steps * SEQUENCES // len(ids)))])
-    for step in range(steps):
-        chosen = ids[order[step * SEQUENCES : (step + 1) * SEQUENCES]]
-        yield chosen, rng.integers(PROMPT, WIDTH - block, (SEQUENCES, ANCHORS))
+    order = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-phase.steps * SEQUENCES // len(ids)))])
+    for step in range(phase.steps):
+        chosen = order[step * SEQUENCES : (step + 1) * SEQUENCES]
+        anchors = rng.integers(PROMPT, WIDTH - phase.block, (SEQUENCES, phase.anchors))
+        yield ids[chosen], features[chosen], last[chosen], anchors
 
 
-def train_draft(
-    target: Bound[Qwen3], target_weights: Weights, draft: Bound[DFlash], ids: np.ndarray, steps: int, seed: int
+def train_phase(
+    models: tuple[Bound[Qwen3], Bound[DFlash]],
+    target_weights: Weights,
+    weights: Weights,
+    ids: np.ndarray,
+    phase: Phase,
+    seed: int,
 ) -> Weights:
-    """Weights under the names of `draft`, float32; the target's stay as they are."""
-    facts = draft.module.draft
-    weights = init_weights(draft.shapes(), facts.decoder.layers, seed)
-    loss = lambda weights, ids, anchors: block_loss(target, target_weights, draft, weights, ids, anchors)  # noqa: E731
-    return train("draft", weights, loss, batches(ids, facts.block, steps, seed), LEARNING_RATE, steps)
+    """The draft's weights, float32, after one phase; the target's stay as they are."""
+    features, last = run_target(models[0], target_weights, ids, models[1].module.draft.taps)
+    ends = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
+
+    def loss(weights: Weights, *batch: jax.Array) -> jax.Array:
+        return block_loss(models, phase, weights, ends, batch)
+
+    rows = batches(phase, ids, features, last, seed)
+    return train(f"draft, blocks of {phase.block}", weights, loss, rows, phase.learning_rate, phase.steps)

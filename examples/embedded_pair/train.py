@@ -18,14 +18,14 @@ from dflash_aot.compile.qwen3 import Qwen3
 
 from checkpoint import save_draft, save_target
 from corpus import MASK, read_split, token_stream, train_tokenizer
-from draft_training import train_draft
+from draft_training import PHASES, train_phase
+from optimize import init_weights
 from rollouts import roll_out
 from target_training import next_token_loss, train_target
 
 OUT = flags.DEFINE_string("out", "build/pair", "where target/ and draft/ are written")
 TARGET_STEPS = flags.DEFINE_integer("target_steps", 2300, "steps of 2048 tokens")
 ROLLOUTS = flags.DEFINE_integer("rollouts", 3072, "sequences that the target writes for the draft")
-DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 2200, "steps of 8 sequences")
 SEED = flags.DEFINE_integer("seed", 0, "of everything random")
 
 VOCAB, POSITIONS = 1024, 2048
@@ -74,9 +74,16 @@ def main(_: list[str]) -> None:
         )
     ids = load_file(out / "rollouts.safetensors")["ids"]
 
-    facts = Draft(decoder(2), 16, tokenizer.token_to_id(MASK), (1, 3, 5), TARGET.decoder.hidden, (None, None))
+    mask = tokenizer.token_to_id(MASK)
+    facts = Draft(decoder(2), PHASES[-1].block, mask, (1, 3, 5), TARGET.decoder.hidden, (None, None))
     draft = Bound(lambda: DFlash(facts, "float32"))
-    drafted = train_draft(target, weights, draft, ids, DRAFT_STEPS.value, SEED.value + 2)
+    drafted = init_weights(draft.shapes(), facts.decoder.layers, SEED.value + 2)
+    for index, phase in enumerate(PHASES):
+        stage = out / f"draft{index}.safetensors"
+        if not stage.exists():
+            drafted = train_phase((target, draft), weights, as_stored(drafted), ids, phase, SEED.value + 2 + index)
+            save_file({name: np.asarray(leaf) for name, leaf in drafted.items()}, stage)
+        drafted = {name: jnp.asarray(leaf) for name, leaf in load_file(stage).items()}
     save_draft(out / "draft", facts, TARGET.decoder.layers, drafted, draft.recipes("draft"))
 
 

@@ -56,6 +56,13 @@ def test_a_conversation_is_the_prompt_of_each_turn(command, served, chatting_tar
     assert done.err.count("> ") == 4  # two turns, an empty line, the end
 
 
+def test_a_conversation_in_json_is_a_line_per_turn(command, served, chatting_target):
+    place = f"--target={chatting_target}"
+    plain = command(run, served[0], place, "--chat", "--max_tokens=3", stdin=b"de\nf b\n")
+    done = command(run, served[0], place, "--chat", "--max_tokens=3", "--json", stdin=b"de\nf b\n")
+    assert "".join(json.loads(line)["text"] + "\n" for line in done.out.splitlines()) == plain.out != ""
+
+
 LINES = [
     b'{"id": 1, "prompt": "def bundle", "max_tokens": 5}',
     b'{"id": "two", "prompt": "def bun',

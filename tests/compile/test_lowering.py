@@ -122,6 +122,14 @@ def test_another_environment_is_another_key(small_build, environment, verify_key
     assert small_build.key(VERIFY, structs.replace(environment, **{field: other})) != verify_key
 
 
+@pytest.mark.parametrize(
+    "change", [{"weights": ("another",)}, {"state": ()}, {"donated": ()}, {"bucket": {"batch": 3}}, {"results": ()}]
+)
+def test_the_same_code_behind_another_signature_is_another_key(small_build, environment, verify_key, change):
+    other = structs.replace(small_build.signatures[VERIFY], **change)
+    assert executable_key(small_build.lower(VERIFY), other, environment) != verify_key
+
+
 def test_another_rope_is_another_key(small_pair, environment, verify_key):
     target, draft = small_pair
     rope = structs.replace(target.decoder.rope, theta=20_000.0)

@@ -248,6 +248,22 @@ def test_an_executable_of_another_program_is_refused(copy, program, stranger):
     assert program in refusal(CorruptBundle, copy)
 
 
+def test_an_executable_of_another_bucket_is_refused(copy):
+    """As many inputs and outputs, but of other shapes."""
+
+    def exchange(manifest: Manifest) -> Manifest:
+        one, *_, last = (entry for entry in manifest.entries if entry.signature.program == "kv_write")
+        swapped = {
+            one.key: msgspec.structs.replace(one, sha256=last.sha256, bytes=last.bytes),
+            last.key: msgspec.structs.replace(last, sha256=one.sha256, bytes=one.bytes),
+        }
+        entries = tuple(swapped.get(entry.key, entry) for entry in manifest.entries)
+        return msgspec.structs.replace(manifest, entries=entries)
+
+    rewrite(copy, exchange)
+    assert "kv_write" in refusal(CorruptBundle, copy)
+
+
 # -- meant for another environment
 
 

@@ -106,4 +106,4 @@ def test_transformers_is_imported_when_a_chat_is_rendered(checkpoint):
 
 
 def test_the_import_check_can_fail():
-    assert imported("import jax") & FRAMEWORKS
+    assert imported("import flax") & FRAMEWORKS

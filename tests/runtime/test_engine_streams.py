@@ -38,6 +38,16 @@ def test_a_stream_s_result_is_whole_whether_it_was_read_or_not(serve, cases):
     assert read.result().token_ids == unread.result().token_ids == case.answer[:20]
 
 
+def test_a_stream_that_has_been_read_ends_at_once_when_it_is_read_again(serve, cases):
+    stream = serve("tied", 7).stream(cases["len5"].prompt, up_to(5))
+    assert join(stream) == cases["len5"].answer[:5]
+    again: list[list] = []
+    reader = threading.Thread(target=lambda: again.append(list(stream)), daemon=True)
+    reader.start()
+    reader.join(timeout=20)
+    assert again == [[]]
+
+
 def test_leaving_a_stream_early_frees_its_slot_for_the_next(serve, cases):
     engine = serve("tied", 0)
     left = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(SLOTS)]

@@ -119,6 +119,18 @@ def test_names_put_together_from_the_memo_are_seen():
     assert not passes(PROTO + text("system") + MEMOIZE + POP + text("os") + b"h\x00" + STACK_GLOBAL + STOP)
 
 
+def test_a_frame_border_between_the_two_texts_hides_nothing():
+    """Large pickles are written in frames: one border in many falls right there."""
+
+    def framed(module: str, name: str) -> bytes:
+        rest = text(name) + STACK_GLOBAL + STOP
+        return PROTO + text(module) + FRAME + struct.pack("<Q", len(rest)) + rest
+
+    assert names_asked(framed("jax", "P")) == [("jax", "P")]
+    assert passes(framed("jax", "P"))
+    assert not passes(framed("os", "system"))
+
+
 def test_the_executables_of_this_version_of_jax_pass_and_use_what_is_allowed(bundle):
     path = bundle("tiny")
     asked = set()
