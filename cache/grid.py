@@ -148,7 +148,7 @@ def parse_grid(text: str, block: int) -> Grid:
     source = f"--buckets '{text}'"
     axes: dict[str, list[int]] = {}
     for word in text.split():
-        found = re.fullmatch(r"([a-z]+)=(\d{1,9}(?:,\d{1,9})*)", word, re.ASCII)
+        found = re.fullmatch(r"([a-z]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
         if not found:
             raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE}'")
         axis, sizes = found.groups()

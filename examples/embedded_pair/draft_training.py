@@ -36,11 +36,11 @@ class Phase:
     steps: int
 
 
-# Wide blocks and hard labels first, as in the DFlash paper; then the block that is served, with all that the target
-# knows: a distribution teaches more per anchor than a token does.
+# Hard labels first, as in the DFlash paper; then all that the target knows, and the first rows above all: a
+# distribution teaches more per anchor than a token does.
 PHASES = (
     Phase(block=16, anchors=16, decay=7.0, soft=False, learning_rate=2e-3, steps=2200),
-    Phase(block=8, anchors=32, decay=3.0, soft=True, learning_rate=2e-3, steps=2500),
+    Phase(block=16, anchors=16, decay=3.0, soft=True, learning_rate=2e-3, steps=1900),
 )
 
 
@@ -128,4 +128,6 @@ def train_phase(
         return block_loss(models, phase, weights, ends, batch)
 
     rows = batches(phase, ids, features, last, seed)
-    return train(f"draft, blocks of {phase.block}", weights, loss, rows, phase.learning_rate, phase.steps)
+    return train(
+        f"draft, {'soft' if phase.soft else 'hard'} labels", weights, loss, rows, phase.learning_rate, phase.steps
+    )

@@ -180,7 +180,7 @@ def test_a_miss_names_the_request_the_edge_and_the_remedy():
         parse_grid(TEXT, BLOCK).fit(5, 200, 7)
     assert str(miss.value) == (
         "no executable holds batch=5, length=200, k=7: the grid ends at batch=4, length=128, k=7. Precompile it: "
-        "dflash-precompile --buckets 'batch=1,4,5 length=32,128,256 k=0,3,7 prefill=8,32'"
+        "dflash-precompile --buckets 'batch=1,4,5 length=32,128,200 k=0,3,7 prefill=8,32'"
     )
 
 

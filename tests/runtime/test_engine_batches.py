@@ -51,15 +51,6 @@ def test_every_prompt_length_across_chunks_and_buckets_continues_the_same_text(s
     assert [result.token_ids for result in results] == [case.answer for case in later]
 
 
-@pytest.mark.parametrize("k", [3, 7])
-@pytest.mark.parametrize("name", ["len5", "len30"])
-def test_alone_an_answer_grows_from_one_length_bucket_into_the_next_at_any_step(serve, cases, k, name):
-    """In company the longest row decides; alone the bound of the length has to be right to the token."""
-    for cut in range(0, 60, 3):
-        case = cases[name].later(cut)
-        assert serve("tied", k).generate(case.prompt, up_to(len(case.answer))).token_ids == case.answer
-
-
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 25, 26])
 def test_one_chunk_or_several_and_any_padding_give_the_same_tokens(serve, cases, length):
     """The tiny bundle takes chunks of 16, the other one of 64 where a prompt is longer."""

@@ -39,6 +39,19 @@ def test_every_prompt_runs_as_in_the_reference_round_by_round(golden, serve):
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
 
 
+def test_a_run_begun_again_at_any_round_goes_on_as_the_reference_did(tied, serve):
+    """The state is the text alone: what was written block by block and what prefill writes are the same."""
+    for prompt in tied.facts["prompts"]:
+        cycles, end = needed(prompt), len(prompt["output_ids"])
+        for at, cycle in enumerate(cycles):
+            params = SamplingParams(max_tokens=end - cycle["start"], stop_token_ids=(), trace=True)
+            result = serve("tied", 7).generate(prompt["output_ids"][: cycle["start"]], params)
+            where = (prompt["name"], at)
+            assert (where, result.token_ids) == (where, prompt["output_ids"][cycle["start"] :])
+            assert (where, result.accepted) == (where, [later["acceptance"] for later in cycles[at:]])
+            assert (where, result.drafted) == (where, [later["block"][1:] for later in cycles[at:]])
+
+
 def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
     engine = serve(set_name(golden), 0)
     for prompt in golden.facts["prompts"]:

@@ -78,6 +78,7 @@ programs = st.lists(st.one_of(opcodes, st.just(STACK_GLOBAL)), max_size=14)
 @given(programs)
 @example([text("os"), MEMOIZE, text("system"), MEMOIZE, POP, POP, b"h\x00", b"h\x01", STACK_GLOBAL])
 @example([text("jax"), MEMOIZE, text("P"), b"q\x00", POP, POP, text("os"), text("system"), STACK_GLOBAL])
+@example([text("os"), text("system"), text("jax"), text("P"), POP, POP, STACK_GLOBAL])
 @example([text("jax"), text("os"), b"p0\n", POP, b"N", b"q\x00", b"h\x00", text("P"), STACK_GLOBAL])
 def test_what_passes_asks_for_nothing_that_is_not_allowed(program):
     content = PROTO + b"".join(program) + STOP

@@ -1,0 +1,48 @@
+"""The pair that comes along: small, in the published formats, and good enough to try everything on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.architecture import read_draft, read_target
+from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.runtime import Engine, SamplingParams
+
+# Of the standard library's inspect.py and heapq.py in spirit, in no file word for word.
+PROMPTS = (
+    "class Counter:\n    def __init__(self, start=0):\n        self.value = start\n\n    def increment(self):\n",
+    'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n    with open(',
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    if argv is None:\n",
+)
+
+
+@pytest.fixture(scope="module")
+def places() -> dict[str, Path]:
+    return {role: locate_checkpoint(EMBEDDED, role) for role in ("target", "draft")}
+
+
+def test_it_is_a_pair_in_the_published_formats_with_a_tokenizer(places):
+    target = read_target(read_config(places["target"]))
+    draft = read_draft(read_config(places["draft"]), target)
+    assert draft.decoder.vocab == target.decoder.vocab
+    template = json.loads((places["target"] / "tokenizer_config.json").read_text())
+    assert "assistant" in template["chat_template"]
+
+
+def test_it_takes_at_most_25_megabytes(places):
+    assert sum(path.stat().st_size for place in places.values() for path in place.iterdir()) <= 25_000_000
+
+
+def test_every_k_writes_the_same_text_and_the_draft_is_worth_its_rounds(bundle):
+    texts, rounds = {}, {}
+    path = bundle("embedded")
+    for k in (0, 7):
+        with Engine.open(path, k=k) as engine:
+            results = engine.generate_all(PROMPTS, SamplingParams(max_tokens=96, stop_token_ids=()))
+        texts[k] = [result.text for result in results]
+        rounds[k] = sum(len(result.accepted) for result in results)
+    assert texts[0] == texts[7]
+    assert all(text.isprintable() or "\n" in text for text in texts[0])
+    assert rounds[7] < rounds[0] / 1.5
