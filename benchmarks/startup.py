@@ -1,6 +1,6 @@
 """Process start to first token: the bundle, cold `jax.jit`, and `jax.jit` with its persistent cache warm.
 
-    python benchmarks/startup.py [--buckets "batch=1 length=256 k=0,15 prefill=64"] [--repeats 3]
+    python benchmarks/startup.py [--buckets "batch=1 length=256 k=0,7 prefill=64"] [--repeats 3]
 
 The same programs, weights, loop and prompt in all three, every program of the grid ready before the first token,
 each start in a new process, interleaved. Prints medians and ratios; the tokens must agree.
@@ -25,7 +25,7 @@ def start(script: str, *arguments: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--buckets", default="batch=1 length=256 k=0,15 prefill=64")
+    parser.add_argument("--buckets", default="batch=1 length=256 k=0,7 prefill=64")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
