@@ -1,1 +1,10 @@
 """The command lines: the only place that reads flags and the environment."""
+
+import signal
+import sys
+from pathlib import Path
+
+# A KeyboardInterrupt in the middle of importing jaxlib crashes it (seen on 0.10.2: SIGSEGV). Until a command runs,
+# Ctrl-C simply ends its process; `run_command` takes over from there.
+if Path(sys.argv[0]).name in ("dflash-precompile", "dflash-run"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

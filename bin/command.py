@@ -2,7 +2,9 @@
 
 import io
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _parse(sys.argv, usage, flag_values)
         main()
         sys.stdout.flush()

@@ -177,11 +177,11 @@ def _build_with_progress(programs: Programs, grid: Grid, store: Store) -> Report
 
 
 def _start_platform() -> str:
-    """Starts JAX on the platform asked for. Raises BadInput."""
-    if _PLATFORM.value:
-        jax.config.update("jax_platforms", _PLATFORM.value)
+    """Starts JAX on the platform asked for, or the attached one. Raises BadInput."""
+    if _PLATFORM.value == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # an accelerator that is not used is not started
     try:
-        return jax.devices()[0].platform
+        return jax.devices(_PLATFORM.value)[0].platform
     except RuntimeError as error:
         raise BadInput(f"--platform {_PLATFORM.value}: no such device here: {error}") from error
 

@@ -152,21 +152,17 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
 
 @contextmanager
 def open_engine() -> Iterator[Engine]:
-    """The engine that the flags describe; JAX starts only the platform that the bundle is for."""
+    """The engine that the flags describe; on the platform that the bundle is for."""
     given = (_TARGET.value, _DRAFT.value)
     bundle = (
         Path(_BUNDLE.value)
         if _BUNDLE.value
         else default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
     )
-    jax.config.update("jax_platforms", _platform_name(read_manifest(bundle).environment.platform))
+    if read_manifest(bundle).environment.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # an accelerator that is not used is not started
     with Engine.open(bundle, *given, k=_read_k()) as engine:
         yield engine
-
-
-def _platform_name(platform: str) -> str:
-    """JAX reports NVIDIA's devices as gpu and is asked for them as cuda."""
-    return "cuda" if platform == "gpu" else platform
 
 
 def _read_k() -> int | Literal["auto"]:

@@ -18,7 +18,7 @@ def locate_checkpoint(reference: str, role: str) -> Path:
     try:
         if reference and path.is_dir():
             return path
-        is_file = path.is_file()
+        is_file = path.exists()
     except (OSError, ValueError) as error:  # a name no file can have
         raise BadCheckpoint(f"--{role} {reference[:80]!r}: {error}") from error
     if is_file:
