@@ -38,7 +38,21 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
         "accepted": result.accepted,
         "error": result.error,
     }
-    return json.dumps({**fields, **({"drafted": result.drafted} if trace else {})}, ensure_ascii=False)
+    return dump_json({**fields, **({"drafted": result.drafted} if trace else {})})
+
+
+def dump_json(fields: dict[str, Any]) -> str:
+    """Readable where UTF-8 can hold it; a lone surrogate, in an id say, stays escaped as it came."""
+    line = json.dumps(fields, ensure_ascii=False)
+    return line if _is_utf8(line) else json.dumps(fields)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> tuple[Any, Stream | Result]:
@@ -68,12 +82,16 @@ def failed(error: str) -> Result:
 
 def _parse(line: bytes, number: int) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
-    except ValueError as error:  # JSON and UTF-8 errors alike
+        fields = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadInput(f"line {number} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadInput(f"line {number} holds a {type(fields).__name__}, not an object")
     return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_names(fields: dict[str, Any], number: int) -> None:

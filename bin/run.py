@@ -17,7 +17,7 @@ import jax
 from absl import flags
 
 from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run_command, seconds_since_process_start
-from dflash_aot.bin.lines import answer_lines, output_line
+from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.errors import BadInput
@@ -109,6 +109,8 @@ def _chat(params: SamplingParams) -> None:
             # The template has written all special tokens itself.
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             results.append(_stream_text(engine, prompt, params))
+            if _JSON.value:
+                print(output_line(None, results[-1], _TRACE.value), flush=True)
             messages.append({"role": "assistant", "content": results[-1].text or ""})
         _report(engine, results, None)
 
@@ -194,7 +196,7 @@ def _report(engine: Engine, results: list[Result], answer: Result | None) -> Non
     served = Served({"imports": IMPORTED, **engine.startup}, engine.k, engine.executables, results, engine.stats())
     if answer is not None:
         line = json.loads(output_line(None, answer, _TRACE.value))
-        print(json.dumps({**line, **({"stats": report_fields(served)} if _STATS.value else {})}, ensure_ascii=False))
+        print(dump_json({**line, **({"stats": report_fields(served)} if _STATS.value else {})}))
     elif _STATS.value:
         print(json.dumps(report_fields(served)) if _JSON.value else format_report(served), file=sys.stderr)
 

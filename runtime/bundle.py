@@ -86,7 +86,10 @@ def call_once(executable: Executable, state: DeviceState) -> None:
     Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call.
     """
     arguments = executable.signature.arguments
-    executable(state, *(state.place(np.zeros(array.shape, array.dtype)) for array in arguments))
+    try:
+        executable(state, *(state.place(np.zeros(array.shape, array.dtype)) for array in arguments))
+    except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
+        raise CorruptBundle(f"{executable.signature.label} does not take what its signature says: {error}") from error
     state.wait()
 
 

@@ -34,17 +34,19 @@ class Stream:
     """The deltas of one request, to be iterated once; closing it, or leaving the loop early, frees the slot."""
 
     def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
-        self._request, self._deltas = request, deltas
+        self._request, self._deltas, self._ended = request, deltas, False
 
     def __iter__(self) -> Iterator[Delta]:
         try:
-            while True:
-                delta = self._deltas.get()
-                yield delta
-                if delta.finish_reason:
-                    return
+            while not self._ended:
+                yield self._next()
         finally:
             self.close()
+
+    def _next(self) -> Delta:
+        delta = self._deltas.get()
+        self._ended = delta.finish_reason is not None
+        return delta
 
     def close(self) -> None:
         """Cancels what has not been generated yet."""
@@ -52,8 +54,8 @@ class Stream:
 
     def result(self) -> Result:
         """Waits for the end. Raises EngineFailed if the engine died."""
-        while self._request.finish_reason is None:
-            self._deltas.get()
+        while not self._ended:
+            self._next()
         if self._request.error is not None:
             raise EngineFailed(self._request.error)
         return self._request.result()

@@ -54,9 +54,10 @@ class SamplingParams:
             raise BadInput(f"top_p is {self.top_p!r}: a number above 0 and at most 1 is needed")
         if self.seed is not None and type(self.seed) is not int:
             raise BadInput(f"seed is {self.seed!r}: a whole number is needed")
-        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
+        if not isinstance(self.stop, list | tuple) or any(not isinstance(text, str) or not text for text in self.stop):
             raise BadInput(f"stop is {self.stop!r}: a list of texts is needed, none of them empty")
-        if self.stop_token_ids is not None and any(type(token) is not int for token in self.stop_token_ids):
+        ends = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ends, Sequence) or any(type(token) is not int for token in ends):
             raise BadInput(f"stop_token_ids is {self.stop_token_ids!r}: a list of token ids is needed")
 
 

@@ -34,6 +34,8 @@ class Tensors:
                     f"{path} is not a whole safetensors file: {error}. Download or copy it again"
                 ) from error
             found = set(file.keys())
+            if twice := found & self._files.keys():
+                raise BadCheckpoint(f"{path} holds {_some(twice)}, and so does another shard: which one is meant?")
             if promised is not None and (missing := promised - found):
                 raise BadCheckpoint(f"{path} lacks {_some(missing)}, which {INDEX} places there")
             self._open[path] = file
@@ -66,7 +68,8 @@ def load_weights(
     """
     checkpoints = {role: Tensors(directory) for role, directory in directories.items()}
     for role, tensors in checkpoints.items():
-        _check_names(tensors, [recipe for recipe in recipes if recipe.checkpoint == role])
+        own = [recipe for recipe in recipes if recipe.checkpoint == role]
+        _check_names(tensors, own, {TIED_COPY} if role == "target" else set())
     return {
         recipe.name: jax.device_put(_assemble(recipe, checkpoints[recipe.checkpoint]), device) for recipe in recipes
     }
@@ -95,11 +98,10 @@ def _read_index(path: Path) -> dict[str, str]:
     return places
 
 
-def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe]) -> None:
+def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: set[str]) -> None:
+    """Every tensor is expected, but for the `spare` ones, and every expected one is there."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
-    found = tensors.names()
-    if TIED_COPY not in expected:
-        found = found - {TIED_COPY}
+    found = tensors.names() - (spare - expected)
     if missing := expected - found:
         raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {_some(missing)}")
     if extra := found - expected:
