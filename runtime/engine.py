@@ -70,7 +70,7 @@ class Engine:
         self._loop = Loop(bundle, state, self._counters)
         self._arrivals: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
-        self._tokenizer_lock = threading.Lock()
+        self._tokenizer_lock, self._door = threading.Lock(), threading.Lock()
         self._ends = read_end_tokens(target)
         self._failure: str | None = None
         self._closed = False
@@ -224,7 +224,8 @@ class Engine:
             self._loop.add(request)
 
     def _fail(self, why: str) -> None:
-        self._failure = why
+        with self._door:
+            self._failure = why
         self._loop.fail(why)
         with suppress(queue.Empty):
             while True:
@@ -232,9 +233,10 @@ class Engine:
                     request.end("error", why)
 
     def _submit(self, request: Request) -> None:
-        if self._closed or self._failure:
-            raise EngineFailed(f"no request is taken any more: {self._failure or 'the engine was closed'}")
-        self._arrivals.put(request)
+        with self._door:  # after the last look into the queue nothing may come in
+            if self._closed or self._failure:
+                raise EngineFailed(f"no request is taken any more: {self._failure or 'the engine was closed'}")
+            self._arrivals.put(request)
 
     # -- checks
 
