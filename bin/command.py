@@ -6,8 +6,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from absl import flags
 
@@ -22,20 +24,16 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     try:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        _parse(sys.argv, usage, flag_values)
-        main()
-        sys.stdout.flush()
+        with _ended_by_interrupt(name):
+            _parse(sys.argv, usage, flag_values)
+            main()
+            sys.stdout.flush()
         return 0
     except _HelpShown:
         return 0
     except (flags.Error, DflashError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, DflashError) else BadInput.exit_code
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone (| head). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,6 +41,28 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
     except OSError as error:  # a full disk, say
         print(f"{name}: {error}", file=sys.stderr)
         return BadInput.exit_code
+
+
+@contextmanager
+def _ended_by_interrupt(name: str) -> Iterator[None]:
+    """Ctrl-C ends the process at once, whatever it is doing; there is nothing that it could leave half done.
+
+    Not by KeyboardInterrupt: raised inside a callback of the garbage collector (JAX has one) it is printed and
+    forgotten, and the interpreter would wait for a compilation of minutes in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_: int, __: FrameType | None) -> None:
+        os.write(2, f"\n{name}: interrupted\n".encode())  # a buffer may be in use just now
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _HelpShown(Exception):

@@ -1,7 +1,8 @@
 """Requests and answers, one JSON object a line."""
 
 import json
-from collections import deque
+import queue
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,29 @@ from dflash_aot.runtime.request import Result, SamplingParams
 
 PARAMS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids")
 FIELDS = ("id", "prompt", "prompt_ids", *PARAMS)
-AHEAD = 256  # lines read before the first is answered: more than any batch, less than a large file
+AHEAD = 256  # lines read ahead of their answers: more than any batch, less than a large file
+_Started = tuple[Any, Stream | Result]
 
 
 def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
     """(id, result) of every line, in order; served together as slots allow. `defaults` hold where a line is silent."""
-    started: deque[tuple[Any, Stream | Result]] = deque()
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            started.append(_start(engine, line, number, defaults))
-        if len(started) >= AHEAD:
-            yield _finish(*started.popleft())
-    while started:
-        yield _finish(*started.popleft())
+    started: queue.Queue[_Started | BaseException | None] = queue.Queue(AHEAD)
+
+    def read() -> None:
+        """In a thread, so that an answer never waits for a line that whoever asks has not written yet."""
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    started.put(_start(engine, line, number, defaults))
+            started.put(None)
+        except BaseException as error:  # raised where the answers are read
+            started.put(error)
+
+    threading.Thread(target=read, name="dflash-lines", daemon=True).start()
+    while (one := started.get()) is not None:
+        if isinstance(one, BaseException):
+            raise one
+        yield _finish(*one)
 
 
 def output_line(identity: Any, result: Result, trace: bool) -> str:
@@ -55,7 +66,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> tuple[Any, Stream | Result]:
+def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> _Started:
     identity = None
     try:
         fields = _parse(line, number)

@@ -17,7 +17,7 @@ from dflash_aot.bin.command import choose_pair, default_bundle, format_bytes, fo
 from dflash_aot.cache.architecture import Draft, Target, read_draft, read_target
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.environment import read_environment
+from dflash_aot.cache.environment import Environment, read_environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.manifest import SCHEMA, DraftModel, Entry, Manifest, TargetModel
@@ -68,7 +68,7 @@ def precompile() -> None:
         return
     environment, store = read_environment(platform), Store(bundle)
     with store.open_for_building():
-        report = _build_with_progress(programs, grid, store)
+        report = _build_with_progress(programs, grid, environment, store)
         store.publish(
             Manifest(
                 schema=SCHEMA,
@@ -165,15 +165,16 @@ def _describe(entry: Entry) -> dict:
     }
 
 
-def _build_with_progress(programs: Programs, grid: Grid, store: Store) -> Report:
+def _build_with_progress(programs: Programs, grid: Grid, environment: Environment, store: Store) -> Report:
     """A bar with count, elapsed and remaining time and the current bucket."""
-    with tqdm(total=len(programs.signatures(grid)), unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
 
         def observe(progress: Progress) -> None:
+            bar.total = progress.total
             bar.set_postfix_str(progress.label, refresh=progress.entry is None)
             bar.update(progress.done - bar.n)
 
-        return build(programs, grid, read_environment(_start_platform()), store, observe, _JOBS.value)
+        return build(programs, grid, environment, store, observe, _JOBS.value)
 
 
 def _start_platform() -> str:

@@ -202,21 +202,28 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
         if own is not None and own != expected:
             raise config.refusal(key, own, f"the target has {expected}: this draft was trained for another one")
     if draft.block < 2:
-        raise config.refusal("block_size", draft.block, "a block is the anchor and at least one drafted token")
+        raise _refuse_fact(config, "block_size", draft.block, "a block is the anchor and at least one drafted token")
     if not 0 <= draft.mask_token < target.decoder.vocab:
-        raise config.refusal(
-            "mask_token_id", draft.mask_token, f"the target's vocabulary has {target.decoder.vocab} tokens"
+        raise _refuse_fact(
+            config, "mask_token_id", draft.mask_token, f"the target's vocabulary has {target.decoder.vocab} tokens"
         )
     for tap in draft.taps:
         if not 0 <= tap < target.decoder.layers:
-            raise config.refusal(
-                "target_layer_ids", list(draft.taps), f"the target has layers 0 to {target.decoder.layers - 1}"
+            raise _refuse_fact(
+                config, "target_layer_ids", list(draft.taps), f"the target has layers 0 to {target.decoder.layers - 1}"
             )
         if tap == target.decoder.layers - 1:
-            raise config.refusal(
+            raise _refuse_fact(
+                config,
                 "target_layer_ids",
                 list(draft.taps),
                 "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it",
             )
     if not draft.taps or len(set(draft.taps)) < len(draft.taps):
-        raise config.refusal("target_layer_ids", list(draft.taps), "at least one tap, each once")
+        raise _refuse_fact(config, "target_layer_ids", list(draft.taps), "at least one tap, each once")
+
+
+def _refuse_fact(config: ConfigFile, key: str, found: object, reason: str) -> BadCheckpoint:
+    """A refusal that names the place where `key` stands: in dflash_config, or at the top."""
+    inner = config.section("dflash_config")
+    return (inner if inner.has(key) else config).refusal(key, found, reason)

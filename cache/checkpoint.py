@@ -18,10 +18,10 @@ def locate_checkpoint(reference: str, role: str) -> Path:
     try:
         if reference and path.is_dir():
             return path
-        is_file = path.exists()
+        exists = path.exists()
     except (OSError, ValueError) as error:  # a name no file can have
         raise BadCheckpoint(f"--{role} {reference[:80]!r}: {error}") from error
-    if is_file:
+    if exists:
         raise BadCheckpoint(f"--{role} {reference} is a file: give the directory that holds config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return _locate_in_hub_cache(reference, role)

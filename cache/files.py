@@ -4,10 +4,12 @@ import os
 import tempfile
 from pathlib import Path
 
+UNFINISHED = ".unfinished"
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Temporary name in the same directory, fsync, rename, fsync the directory."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -19,6 +21,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.unlink(temporary)
         raise
     _sync_directory(path.parent)
+
+
+def temporaries(directory: Path) -> list[Path]:
+    """What writers that were killed left behind in `directory`."""
+    return [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(UNFINISHED)]
 
 
 def _sync_directory(path: Path) -> None:

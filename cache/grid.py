@@ -169,7 +169,15 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
 
 
 def default_grid(block: int, positions: int) -> Grid:
-    """What is sensible when nothing is said: one and four rows, two lengths, half a block and a whole one."""
+    """What is sensible when nothing is said: one and four rows, two lengths, half a block and a whole one.
+
+    Raises BadInput for models made for less than a block.
+    """
+    if positions < block:
+        raise BadInput(
+            f"max_position_embeddings of the pair allows {positions} positions: too few for a block of {block}, "
+            f"so there is no default grid. Give --buckets, with k below {positions}"
+        )
     longest = min(1024, positions)
     return make_grid(
         {

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
-from dflash_aot.cache.files import write_atomically
+from dflash_aot.cache.files import temporaries, write_atomically
 from dflash_aot.cache.manifest import FILE, Entry, Manifest, build_command, encode_manifest
 
 
@@ -53,10 +53,17 @@ class Store:
                 f"{self.bundle}: another dflash-precompile is building here. Wait for it, or give another --bundle"
             ) from error
         try:
+            self._sweep()
             write_atomically(self.bundle / ".writable", b"")
             (self.bundle / ".writable").unlink()
         except OSError as error:
             raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
+
+    def _sweep(self) -> None:
+        """Removes what builders that were killed had begun to write; only the lock's holder writes here."""
+        for directory in (self.bundle, self._executables, self._entries):
+            for temporary in temporaries(directory):
+                temporary.unlink()
 
     def find(self, key: str) -> Entry | None:
         """The record of an executable built before, if its blob is whole."""

@@ -123,6 +123,8 @@ class Engine:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> list[Result]:
         """Continues all prompts, together; results in their order. A bad prompt raises before any is started."""
+        if isinstance(prompts, str | bytes):
+            raise BadInput(f"prompts is {prompts[:40]!r}: a list of prompts is needed")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
@@ -208,7 +210,7 @@ class Engine:
                 while self._take_arrivals():
                     self._loop.step()
                 self._fail("the engine was closed")
-            except Exception as error:
+            except BaseException as error:  # a panic of the tokenizer's is no Exception, and requests are waiting
                 logger.debug("the engine's loop failed", exc_info=True)
                 self._fail(f"the engine's loop failed: {type(error).__name__}: {error}")
 
@@ -246,6 +248,8 @@ class Engine:
 
     def _prepare_request(self, prompt: Prompt, params: SamplingParams, emit: Callable[[Delta], None]) -> Request:
         """Everything that can be wrong with a request is found here, before the engine's thread sees it."""
+        if isinstance(prompt, bytes | bytearray):  # a sequence of numbers too, and hardly of tokens
+            raise BadInput(f"the prompt is {bytes(prompt[:40])!r}: a text or a list of token ids is needed")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         check_tokens("the prompt", ids, self.manifest.target.facts.decoder.vocab)
         check_tokens("stop_token_ids", params.stop_token_ids or (), self.manifest.target.facts.decoder.vocab)

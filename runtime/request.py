@@ -153,9 +153,9 @@ class Request:
         )
 
     def _emit(self, kept: list[int], shown: str, reason: FinishReason | None) -> None:
-        if reason:
-            if self.text and not self.text.finished:
-                shown += self.text.flush()
-            self.finish_reason, self.finished = reason, time.monotonic()
+        if reason and self.text and not self.text.finished:
+            shown += self.text.flush()
         self.shown.append(shown)
+        if reason:
+            self.finished, self.finish_reason = time.monotonic(), reason
         self.emit(Delta(tuple(kept), shown, reason, self.error))

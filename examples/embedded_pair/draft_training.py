@@ -25,22 +25,23 @@ class Phase:
     """How one stretch of training looks at the same sequences.
 
     block: rows per anchor, the anchor's included; anchors: per sequence; decay: w_i = exp(-(i-1)/decay), an early
-    miss costs all that follows; soft: towards the target's distribution instead of the token it took.
+    miss costs all that follows; sharpness: the target's logits are multiplied by it before they become labels;
+    learning_rate: at its peak and at the end.
     """
 
     block: int
     anchors: int
     decay: float
-    soft: bool
-    learning_rate: float
+    sharpness: float
+    learning_rate: tuple[float, float]
     steps: int
 
 
-# Hard labels first, as in the DFlash paper; then all that the target knows, and the first rows above all: a
-# distribution teaches more per anchor than a token does.
+# The labels are the target's distributions, which teach more per anchor than the token it took. Short blocks first:
+# the first rows decide, and a step holds three times as many of them; then the block as it will be used.
 PHASES = (
-    Phase(block=16, anchors=16, decay=7.0, soft=False, learning_rate=2e-3, steps=2200),
-    Phase(block=16, anchors=16, decay=3.0, soft=True, learning_rate=2e-3, steps=1900),
+    Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=5500),
+    Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=3000),
 )
 
 
@@ -74,11 +75,9 @@ def block_loss(
         return attend(q, (past_keys, past_values, before), (keys, values, together))
 
     logits = model.head(drafter.block_hidden(model.embed(blocks), positions, attend_both))
-    if phase.soft:  # the token at a position is chosen from the hidden state before it
-        teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
-        losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher))
-    else:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, truth)
+    # The token at a position is chosen from the hidden state before it.
+    teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
+    losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher * phase.sharpness))
     weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
     return (losses * weight).sum() / (weight.sum() * N)
 
@@ -128,6 +127,4 @@ def train_phase(
         return block_loss(models, phase, weights, ends, batch)
 
     rows = batches(phase, ids, features, last, seed)
-    return train(
-        f"draft, {'soft' if phase.soft else 'hard'} labels", weights, loss, rows, phase.learning_rate, phase.steps
-    )
+    return train(f"draft, blocks of {phase.block}", weights, loss, rows, phase.learning_rate, phase.steps)

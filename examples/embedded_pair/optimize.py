@@ -25,9 +25,10 @@ def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int
     return weights
 
 
-def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
-    """AdamW, clipped, warmed up over a twentieth, then down to nothing along a cosine."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 20), steps, peak / 100)
+def optimizer(learning_rate: tuple[float, float], steps: int) -> optax.GradientTransformation:
+    """AdamW, clipped, warmed up to the peak over a twentieth, then down to the end along a cosine."""
+    peak, end = learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 20), steps, end)
     decayed = lambda weights: {name: leaf.ndim > 1 for name, leaf in weights.items()}  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -36,10 +37,15 @@ def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def train(
-    label: str, weights: Weights, loss: Callable[..., jax.Array], batches: Iterable[tuple], peak: float, steps: int
+    label: str,
+    weights: Weights,
+    loss: Callable[..., jax.Array],
+    batches: Iterable[tuple],
+    learning_rate: tuple[float, float],
+    steps: int,
 ) -> Weights:
     """Runs `steps` steps of `loss(weights, *batch)`; says where it is every hundred."""
-    rule = optimizer(peak, steps)
+    rule = optimizer(learning_rate, steps)
     state = rule.init(weights)
 
     @jax.jit

@@ -24,11 +24,12 @@ from rollouts import roll_out
 from target_training import next_token_loss, train_target
 
 OUT = flags.DEFINE_string("out", "build/pair", "where target/ and draft/ are written")
-TARGET_STEPS = flags.DEFINE_integer("target_steps", 2300, "steps of 2048 tokens")
-ROLLOUTS = flags.DEFINE_integer("rollouts", 3072, "sequences that the target writes for the draft")
+TARGET_STEPS = flags.DEFINE_integer("target_steps", 2200, "steps of 2048 tokens")
+ROLLOUTS = flags.DEFINE_integer("rollouts", 4608, "sequences that the target writes for the draft")
 SEED = flags.DEFINE_integer("seed", 0, "of everything random")
 
-VOCAB, POSITIONS = 1024, 2048
+# So few entries that a token is about two characters: many small steps are what a draft can run ahead of.
+VOCAB, POSITIONS = 384, 2048
 ATTENTION = Attention(heads=4, kv_heads=2, head_dim=64)
 
 
@@ -75,7 +76,7 @@ def main(_: list[str]) -> None:
     ids = load_file(out / "rollouts.safetensors")["ids"]
 
     mask = tokenizer.token_to_id(MASK)
-    facts = Draft(decoder(2), PHASES[-1].block, mask, (1, 3, 5), TARGET.decoder.hidden, (None, None))
+    facts = Draft(decoder(3), PHASES[-1].block, mask, (1, 3, 6), TARGET.decoder.hidden, (None,) * 3)
     draft = Bound(lambda: DFlash(facts, "float32"))
     drafted = init_weights(draft.shapes(), facts.decoder.layers, SEED.value + 2)
     for index, phase in enumerate(PHASES):

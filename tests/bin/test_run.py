@@ -1,11 +1,14 @@
 """dflash-run: text to standard output, everything else to standard error, and an exit code that tells."""
 
 import json
+import threading
 
 import pytest
 
 from dflash_aot.bin import run
+from dflash_aot.bin.lines import answer_lines
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.text import Tokenizer
 
 PROMPT = "def bundle"
@@ -125,6 +128,36 @@ def test_every_line_is_answered_in_order_and_a_broken_one_harms_no_other(command
     assert len(by_number[3]["token_ids"]) == 5
     assert len(by_number[20]["token_ids"]) == 30  # to the end of the grid
     assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
+
+
+def test_an_answer_does_not_wait_for_the_next_line(bundle):
+    """Whoever writes the lines may wish to see an answer before asking on."""
+    answered, ids = threading.Event(), []
+
+    def ask():
+        for number in range(3):
+            yield b'{"id": %d, "prompt_ids": [1, 2], "max_tokens": 2}' % number
+            assert answered.wait(60)
+            answered.clear()
+
+    with Engine.open(bundle("tied"), k=0) as engine:
+        for identity, result in answer_lines(engine, ask(), SamplingParams()):
+            ids.append(identity)
+            assert len(result.token_ids) == 2
+            answered.set()
+    assert ids == [0, 1, 2]
+
+
+def test_lines_that_cannot_be_read_on_are_the_readers_error(bundle):
+    def ask():
+        yield b'{"id": 1, "prompt_ids": [1, 2], "max_tokens": 2}'
+        raise OSError("the disk is gone")
+
+    with Engine.open(bundle("tied"), k=0) as engine:
+        answers = answer_lines(engine, ask(), SamplingParams())
+        assert next(answers)[0] == 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(answers)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,13 @@ def test_a_draft_config_is_refused_likewise(read_changed_draft, inner, words):
     assert message.startswith(DRAFT) and words in message
 
 
+def test_a_refused_fact_is_named_where_it_stands(read_changed_draft):
+    inner = {"mask_token_id": -1}
+    assert refusal(read_changed_draft, inner).startswith(DRAFT + "dflash_config.mask_token_id is -1")
+    outer = refusal(read_changed_draft, {"mask_token_id": None}, mask_token_id=-1)
+    assert outer.startswith(DRAFT + "mask_token_id is -1")
+
+
 def test_a_block_size_that_contradicts_itself_is_refused_with_both_places(read_changed_draft):
     words = "block_size is 16 but dflash-b16/config.json: dflash_config.block_size is 8"
     assert refusal(read_changed_draft, {"block_size": 8}) == DRAFT + words

@@ -126,6 +126,12 @@ def test_the_default_grid_covers_its_own_maximum(block, positions):
     assert grid.k[0] == 0
 
 
+def test_models_made_for_less_than_a_block_have_no_default_grid():
+    assert default_grid(16, 16).capacity == 16
+    with pytest.raises(BadInput, match="max_position_embeddings .* 15 .*block of 16.* --buckets, with k below 15"):
+        default_grid(16, 15)
+
+
 @given(GRIDS, st.integers(1, 25), st.integers(1, 350), st.integers(0, BLOCK))
 def test_the_bucket_is_the_smallest_that_fits(grid, batch, length, k):
     fitting = [b for b in grid.buckets() if b.batch >= batch and b.length >= length and b.k >= k]

@@ -1,6 +1,7 @@
 """The store: whole blobs or none, one builder at a time."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,15 @@ from dflash_aot.cache.store import Store
 with Store(Path(sys.argv[1])).open_for_building():
     print("held", flush=True)
     sys.stdin.read()
+"""
+
+DIE_WHILE_WRITING = """
+import resource, signal, sys
+from pathlib import Path
+from dflash_aot.cache.files import write_atomically
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file longer than the limit ends the process in the middle of it
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))
 """
 
 
@@ -199,3 +209,13 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 def test_records_are_json(store, entry):
     record = (store.bundle / "entries" / f"{entry.key}.json").read_bytes()
     assert msgspec.json.decode(record)["signature"]["program"] == entry.signature.program
+
+
+def test_the_next_builder_removes_what_a_killed_one_had_begun(store):
+    killed = subprocess.run([sys.executable, "-c", DIE_WHILE_WRITING, store.bundle], check=False)
+    assert killed.returncode == -signal.SIGXFSZ
+    assert hidden(store.bundle) != [".lock"]
+    foreign = store.bundle / "entries" / ".nfs0001"
+    foreign.write_bytes(b"")
+    with store.open_for_building():
+        assert hidden(store.bundle) == [".lock", ".nfs0001"]

@@ -16,6 +16,7 @@ BAD_PROMPTS = {
     "huge token": ([2**80], BadInput, "0 to 511"),
     "fraction": ([1.0], BadInput, "1.0.*0 to 511"),
     "truth value": ([True], BadInput, "True.*0 to 511"),
+    "bytes": (b"ab", BadInput, "b'ab': a text or a list of token ids"),
     "text among tokens": (["1"], BadInput, "'1'.*0 to 511"),
     "too long": ([1] * (CAPACITY + 1), GridMiss, "length=209.*grid ends at.*length=208.*dflash-precompile --buckets"),
     "far too long": ([1] * 100_000, GridMiss, "100000 positions; the models were made for 40960"),
@@ -66,6 +67,8 @@ def test_one_bad_prompt_of_several_is_refused_before_any_is_started(serve, cases
     before = engine.stats().prefill_chunks
     with pytest.raises(BadInput, match="empty"):
         engine.generate_all([cases["len1"].prompt, [], cases["len5"].prompt])
+    with pytest.raises(BadInput, match="'abc': a list of prompts is needed"):
+        engine.generate_all("abc")
     with pytest.raises(BadInput, match="2 prompts, but 1 "):
         engine.generate_all([[1], [2]], [SamplingParams()])
     assert engine.generate([1], SamplingParams(max_tokens=1)).finish_reason == "length"

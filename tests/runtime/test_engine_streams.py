@@ -133,6 +133,33 @@ def test_an_event_loop_that_has_gone_harms_nobody(serve, cases):
     assert engine.generate(cases["len5"].prompt, up_to(30)).token_ids == cases["len5"].answer[:30]
 
 
+def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, cases):
+    """Libraries written in Rust panic with a BaseException; whoever waits must hear of it."""
+
+    class Panic(BaseException):
+        pass
+
+    class PanickingText:
+        finished = False
+
+        def push(self, tokens):
+            raise Panic("index out of bounds")
+
+        def flush(self):
+            return ""
+
+    engine = Engine.open(bundle("tied"), k=0)
+    request = engine._prepare_request(cases["len5"].prompt, SamplingParams(max_tokens=8), lambda delta: None)
+    request.text = PanickingText()
+    other = engine.stream(cases["len5"].prompt, SamplingParams(max_tokens=200))
+    engine._submit(request)
+    with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
+        other.result()
+    with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
+        engine.generate([1])
+    engine.close()
+
+
 def test_a_service_may_trace_and_compile_on_its_own_threads_meanwhile(serve, cases):
     engine, case = serve("tied", 0), cases["len131"]
     stream = engine.stream(case.prompt, EVERYTHING)
