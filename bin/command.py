@@ -1,6 +1,7 @@
 """What all commands do alike: flags, errors, exit codes, tables."""
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -13,8 +14,11 @@ from types import FrameType
 
 from absl import flags
 
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import is_speculators
 from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.speculators import read_verifier
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 
@@ -23,6 +27,7 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
     """Parses the command line, runs `main`, and turns our errors into one message and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
+    logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with _ended_by_interrupt(name):
             _parse(sys.argv, usage, flag_values)
@@ -98,11 +103,20 @@ def default_bundle(target: str, draft: str) -> Path:
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """Both, or neither for the embedded pair. Raises BadInput."""
+    """Both, or neither for the embedded pair, or a draft that names its target. Raises BadInput, BadCheckpoint."""
+    if target is None and draft is not None:
+        target = _read_verifier(draft)
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if target else ("--draft", "--target")
-        raise BadInput(f"{given} without {missing}: a pair needs both; without either it is the embedded pair")
+        hint = "" if target else f", and the config of {draft} names no target"
+        raise BadInput(f"{given} without {missing}{hint}: a pair needs both; without either it is the embedded pair")
     return target or EMBEDDED, draft or EMBEDDED
+
+
+def _read_verifier(draft: str) -> str | None:
+    """The target that a draft of speculators' may name."""
+    config = read_config(locate_checkpoint(draft, "draft"))
+    return read_verifier(config) if is_speculators(config) else None
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--json]
+    [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 """
 
 import json
@@ -14,15 +15,18 @@ from absl import flags
 from tqdm import tqdm
 
 from dflash_aot.bin.command import choose_pair, default_bundle, format_bytes, format_table, run_command
-from dflash_aot.cache.architecture import Draft, Target, read_draft, read_target
+from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment, read_environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.manifest import SCHEMA, DraftModel, Entry, Manifest, TargetModel
 from dflash_aot.cache.signature import state_arrays
+from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
 from dflash_aot.cache.store import Store
+from dflash_aot.cache.target_config import read_target
 from dflash_aot.compile.manager import Progress, Report, build
 from dflash_aot.compile.programs import Programs
 
@@ -42,6 +46,9 @@ _DTYPE = flags.DEFINE_enum(
 _SAMPLING = flags.DEFINE_string(
     "sampling", "greedy", "kinds of verification to build; greedy is the one there is", flag_values=FLAGS
 )
+_SPECULATIVE = flags.DEFINE_string(
+    "speculative_config", None, "the draft and K as vLLM's JSON says them", flag_values=FLAGS
+)
 _JOBS = flags.DEFINE_integer("jobs", 2, "executables compiled at a time", lower_bound=1, flag_values=FLAGS)
 _PLAN = flags.DEFINE_bool("plan", False, "compile nothing, say what would be built", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "the report as JSON on standard output", flag_values=FLAGS)
@@ -56,13 +63,15 @@ def precompile() -> None:
     """Reads the pair, builds what is missing, publishes the bundle, reports."""
     if _SAMPLING.value != "greedy":
         raise BadInput(f"--sampling {_SAMPLING.value}: this version builds greedy verification only")
-    references = choose_pair(_TARGET.value, _DRAFT.value)
+    speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
+    references = choose_pair(_TARGET.value, _choose_draft(speculative))
     target, draft = read_pair(*references)
-    grid = choose_grid(target, draft)
+    grid = choose_grid(target, draft, speculative)
     platform = _start_platform()
     dtype = _DTYPE.value or ("float32" if platform == "cpu" else "bfloat16")
     bundle = Path(_BUNDLE.value) if _BUNDLE.value else default_bundle(*references)
     programs = Programs(target, draft, dtype)
+    _say(f"draft of {draft.dialect}'s format: {describe_draft(draft)}")
     if _PLAN.value:
         report_plan(programs, grid, bundle)
         return
@@ -90,14 +99,38 @@ def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
     return facts, read_draft(read_config(locate_checkpoint(draft, "draft")), facts)
 
 
-def choose_grid(target: Target, draft: Draft) -> Grid:
+def choose_grid(target: Target, draft: Draft, speculative: SpeculativeConfig) -> Grid:
     """What was asked for, or what is sensible. Raises BadInput."""
-    positions = min(target.decoder.positions, draft.decoder.positions)
+    positions, k = min(target.decoder.positions, draft.decoder.positions), check_depth(speculative, draft)
     if _BUCKETS.value is None:
-        return default_grid(draft.block, positions)
+        return default_grid(draft.block, positions, k)
     grid = parse_grid(_BUCKETS.value, draft.block)
     check_positions(grid, positions)
+    if speculative.num_speculative_tokens not in (None, grid.k[-1]):
+        raise BadInput(
+            f"--speculative_config: num_speculative_tokens is {k}, but the largest k of --buckets is {grid.k[-1]}"
+        )
     return grid
+
+
+def _choose_draft(speculative: SpeculativeConfig) -> str | None:
+    """By either flag, or by both alike."""
+    if None not in (_DRAFT.value, speculative.model) and _DRAFT.value != speculative.model:
+        raise BadInput(f"--draft is {_DRAFT.value}, the model of --speculative_config is {speculative.model}")
+    return _DRAFT.value or speculative.model
+
+
+def describe_draft(draft: Draft) -> str:
+    """What was detected, for people."""
+    sliding = sum(window is not None for window in draft.windows)
+    parts = [
+        f"{draft.decoder.layers} layers" + (f", {sliding} of them sliding" if sliding else ""),
+        f"blocks of {draft.block}",
+        f"taps {', '.join(map(str, draft.taps))}",
+    ]
+    if draft.vocab is not None:
+        parts.append(f"a head of its own over {draft.vocab} of {draft.decoder.vocab} tokens")
+    return ", ".join(parts)
 
 
 def report_plan(programs: Programs, grid: Grid, bundle: Path) -> None:

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source bin/environment.sh
 
 # The embedded pair has read the Python standard library, and nothing else.
-prompt="${1:-$'class Queue:\n    def __init__(self, maxsize=0):\n'}"
+prompt="${1:-$'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n'}"
 
 make_environment
 if ! is_installed run; then
@@ -16,8 +16,8 @@ if ! is_installed run; then
 fi
 
 say "precompiling the embedded pair into build/bundle"
-.venv/bin/dflash-precompile --bundle build/bundle --buckets "batch=1 length=256 k=0,3,7 prefill=64"
+.venv/bin/dflash-precompile --bundle build/bundle --buckets "batch=1 length=256 k=0,7 prefill=64"
 
 say "generating"
 printf '%s' "$prompt"
-.venv/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --k 3 --stats
+.venv/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --stats

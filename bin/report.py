@@ -11,9 +11,10 @@ from dflash_aot.runtime.request import Result
 
 @dataclass(frozen=True)
 class Served:
-    """One run: start-up phases in seconds, K, executables loaded, answers, counters."""
+    """One run: start-up phases in seconds, the draft's dialect, K, executables loaded, answers, counters."""
 
     startup: Mapping[str, float]
+    dialect: str
     k: int
     executables: int
     results: Sequence[Result]
@@ -28,6 +29,7 @@ def report_fields(served: Served) -> dict[str, Any]:
     return {
         "startup_seconds": {**served.startup, "total": sum(served.startup.values())},
         "executables": served.executables,
+        "dialect": served.dialect,
         "k": served.k,
         "requests": len(served.results),
         "tokens": tokens,
@@ -38,6 +40,7 @@ def report_fields(served: Served) -> dict[str, Any]:
         "tau_mean": speculation.mean_tau,
         "acceptance_per_position": list(speculation.per_position),
         "host_seconds_per_round": counters.host_seconds / counters.rounds if counters.rounds else None,
+        "host_wall_seconds_per_round": counters.host_wall_seconds / counters.rounds if counters.rounds else None,
         "compile_events": counters.compile_events,
     }
 
@@ -50,13 +53,14 @@ def format_report(served: Served) -> str:
     lines = [
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
         ("executables", str(fields["executables"])),
+        ("draft", f"{served.dialect} format"),
         ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
         ("time to first token", _milliseconds(fields["time_to_first_token"])),
         ("time per output token", _milliseconds(fields["time_per_output_token"])),
         ("rounds", f"{fields['rounds']} of K = {fields['k']}"),
         ("acceptance length τ", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
         ("accepted per position", per_position or "-"),
-        ("host time per round", _milliseconds(fields["host_seconds_per_round"])),
+        ("host time per round", _host_time(fields)),
         ("compile events", f"{fields['compile_events']} while serving"),
     ]
     return "\n".join(f"{name:<22} {value}" for name, value in lines)
@@ -71,6 +75,11 @@ def _per_token(result: Result) -> float:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def _host_time(fields: dict[str, Any]) -> str:
+    work, wall = (_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_"))
+    return f"{work} of work, {wall} by the clock"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -7,6 +7,7 @@ echo TEXT | dflash-run --bundle DIR
 """
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,9 +23,11 @@ from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime.advice import advise_on_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.request import Result, SamplingParams
 
+logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
 
 FLAGS = flags.FlagValues()
@@ -87,6 +90,8 @@ def _answer_prompt(params: SamplingParams) -> None:
     if not prompt:
         raise BadInput("the prompt is empty: give --prompt TEXT, or text on standard input")
     with open_engine() as engine:
+        if engine.manifest.target.reference != EMBEDDED and (advice := advise_on_prompt(engine.target, prompt)):
+            logger.warning(advice)
         result = _stream_text(engine, prompt, params)
         _report(engine, [result], None if not _JSON.value else result)
 
@@ -193,7 +198,8 @@ def _open_output(path: str | None) -> AbstractContextManager[TextIO]:
 
 def _report(engine: Engine, results: list[Result], answer: Result | None) -> None:
     """Statistics to standard error; as JSON beside the answer where there is one."""
-    served = Served({"imports": IMPORTED, **engine.startup}, engine.k, engine.executables, results, engine.stats())
+    startup, dialect = {"imports": IMPORTED, **engine.startup}, engine.manifest.draft.facts.dialect
+    served = Served(startup, dialect, engine.k, engine.executables, results, engine.stats())
     if answer is not None:
         line = json.loads(output_line(None, answer, _TRACE.value))
         print(dump_json({**line, **({"stats": report_fields(served)} if _STATS.value else {})}))

@@ -1,6 +1,7 @@
 """A `config.json` read key by key: every refusal names the file, the key and what was found."""
 
 import json
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from dflash_aot.cache.errors import BadCheckpoint
 
 Value = TypeVar("Value")
+LARGEST = 1 << 31
 WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -18,6 +20,13 @@ WORDS = {
     list: "a list",
     dict: "an object",
 }
+FOUND = reprlib.Repr()  # a config may hold a megabyte under a key, or lists nested deeper than repr can go
+FOUND.maxlevel, FOUND.maxlist, FOUND.maxdict, FOUND.maxstring, FOUND.maxother = 4, 16, 16, 120, 120
+
+
+def describe(found: object) -> str:
+    """What was found, short enough for a message."""
+    return FOUND.repr(found)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class ConfigFile:
         return f"{self.path}: {self.prefix}{key}"
 
     def refusal(self, key: str, found: object, reason: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.where(key)} is {found!r}: {reason}")
+        return BadCheckpoint(f"{self.where(key)} is {describe(found)}: {reason}")
 
     def has(self, key: str) -> bool:
         """Null means absent, as transformers writes it."""
@@ -48,30 +57,45 @@ class ConfigFile:
         value = self.values.get(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise self.refusal(key, value, f"expected {WORDS[kind]}")
+        if kind is int and value is not None:
+            self._check_size(key, self.values[key])
         return value
+
+    def _check_size(self, key: str, value: int) -> None:
+        if abs(value) >= LARGEST:
+            raise self.refusal(key, value, f"no count, width or token of a model reaches {LARGEST}")
 
     def integer(self, key: str) -> int:
         return self.require(key, int)
 
-    def positive(self, key: str) -> int:
+    def positive(self, key: str, most: int = LARGEST) -> int:
         if (value := self.require(key, int)) < 1:
             raise self.refusal(key, value, "expected a positive number")
+        if value > most:
+            raise self.refusal(key, value, f"expected at most {most}")
         return value
 
     def positive_number(self, key: str) -> float:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadCheckpoint(f"{self.where(key)} is {value!r}: expected a positive number")
+            raise self.refusal(key, value, "expected a positive number")
         if not 0 < value <= sys.float_info.max:
             raise self.refusal(key, value, "expected a positive number")
         return float(value)
+
+    def number_within(self, key: str, least: float, most: float) -> float:
+        if not least <= (value := self.positive_number(key)) <= most:
+            raise self.refusal(key, value, f"expected {least:g} to {most:g}")
+        return value
 
     def optional_integers(self, key: str) -> tuple[int, ...] | None:
         values = self.optional(key, list)
         if values is None:
             return None
-        if any(type(value) is not int for value in values):
-            raise self.refusal(key, values, "expected whole numbers")
+        for value in values:
+            if type(value) is not int:
+                raise self.refusal(key, values, "expected whole numbers")
+            self._check_size(key, value)
         return tuple(values)
 
     def section(self, key: str) -> "ConfigFile":

@@ -168,8 +168,8 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
     return {axis: sizes if isinstance(sizes, list) else [sizes] for axis, sizes in axes.items()}
 
 
-def default_grid(block: int, positions: int) -> Grid:
-    """What is sensible when nothing is said: one and four rows, two lengths, half a block and a whole one.
+def default_grid(block: int, positions: int, k: int) -> Grid:
+    """What is sensible when nothing is said: one and four rows, two lengths, `k` verified tokens and half of them.
 
     Raises BadInput for models made for less than a block.
     """
@@ -183,7 +183,7 @@ def default_grid(block: int, positions: int) -> Grid:
         {
             "batch": [1, 4],
             "length": sorted({max(block, longest // 4), longest}),
-            "k": sorted({0, (block - 1) // 2, block - 1}),
+            "k": sorted({0, k // 2, k}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
         },
         block,

@@ -15,7 +15,7 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.signature import Array, Signature
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, msgspec.Meta(ge=0)]

@@ -23,14 +23,27 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent: tuple[int, ...]
 
 
+class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Offsets from a row's own number into a vocabulary of `size`; `mask` [size], bool, says which are met."""
+
+    mask: str
+    size: int
+
+
 class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One weight argument: its name, shape and dtype on the device, and the tensors that fill it completely."""
+    """One weight argument: its name, shape and dtype on the device, and the tensors that fill it completely.
+
+    otherwise: the argument that takes its place where the checkpoint has none of its tensors. mapped: the numbers
+    in it are token offsets, to be checked as such.
+    """
 
     name: str
     checkpoint: Checkpoint
     shape: tuple[int, ...]
     dtype: str
     placements: tuple[Placement, ...]
+    otherwise: str | None = None
+    mapped: MaskedMap | None = None
 
     @property
     def bytes(self) -> int:

@@ -1,23 +1,25 @@
-"""The z-lab DFlash draft: one bidirectional pass over a block, conditioned on the target's features.
+"""The DFlash draft: one bidirectional pass over a block, conditioned on the target's features.
 
-Embedding and head are the target's; this module holds the rest. Reference: z-lab/dflash `dflash/model.py`.
+Embedding and head are the target's in z-lab's checkpoints, the draft's own in speculators'. References: z-lab/dflash
+`dflash/model.py`, vllm-project/speculators `models/dflash`.
 """
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.architecture import Draft
-from dflash_aot.compile.layers import Linear, RmsNorm, Rotation
-from dflash_aot.compile.qwen3 import DecoderLayer
+from dflash_aot.compile.causal_lm import CausalLM, DecoderLayer
+from dflash_aot.compile.layers import Linear, RmsNorm, Rotation, multiply, parameter
 
 # (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
 AttendContext = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class DFlash(nnx.Module):
-    """DFlashDraftModel with full attention in every layer."""
+    """DFlashDraftModel."""
 
     def __init__(self, draft: Draft, dtype: str):
         decoder = draft.decoder
@@ -25,6 +27,11 @@ class DFlash(nnx.Module):
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         self.layers = nnx.List([DecoderLayer(decoder, dtype) for _ in range(decoder.layers)])
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
+        if draft.vocab is not None:
+            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype)
+            self.lm_head = Linear(draft.vocab, decoder.hidden, dtype)
+            if draft.pruned:
+                self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
         self.draft = draft
 
     def context_keys_values(self, features: jax.Array, positions: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -45,3 +52,17 @@ class DFlash(nnx.Module):
         for index, layer in enumerate(self.layers):
             x, _ = layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))
         return self.norm(x)
+
+    def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
+        """[B, T] → [B, T, H]."""
+        return target.embed(ids) if self.draft.vocab is None else self.embed_tokens.weight[...][ids]
+
+    def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
+        """[.., H] → float32 [.., V], over the draft's own vocabulary where it has one."""
+        if self.draft.vocab is None:
+            return target.head(normed)
+        return multiply(self.lm_head.weight[...], normed, dtype=jnp.float32)
+
+    def to_target(self, tokens: jax.Array) -> jax.Array:
+        """Tokens of the draft's vocabulary as the target's: int32. `d2t` is an offset."""
+        return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens

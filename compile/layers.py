@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dflash_aot.cache.architecture import Attention as AttentionShape
-from dflash_aot.cache.architecture import Rope
+from dflash_aot.cache.rope import Rope
 
 MASKED = -1e30  # finite: a row that sees nothing must not become NaN
 
@@ -75,29 +75,43 @@ class Mlp(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, per-head norms and rotation; who attends to what is the caller's business."""
+    """Projections, with norms per head and biases where the family has them, and rotation.
+
+    Who attends to what is the caller's business.
+    """
 
     def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
         self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden))
         self.kv = parameter((G, 2, D, hidden), dtype, ["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
         self.o = parameter((hidden, G, R, D), dtype, ["o_proj.weight"], (hidden, G * R * D))
-        self.q_norm = RmsNorm(D, epsilon, dtype)
-        self.k_norm = RmsNorm(D, epsilon, dtype)
+        if shape.biased:
+            self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,))
+            self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
+            self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
+        if shape.normed:
+            self.q_norm = RmsNorm(D, epsilon, dtype)
+            self.k_norm = RmsNorm(D, epsilon, dtype)
+        self.shape = shape
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """[B, T, H] → rotated queries [B, T, G, R, D]."""
-        return rotation(self.q_norm(multiply(self.q[...], x)))
+        q = multiply(self.q[...], x)
+        q = q + self.q_bias[...] if self.shape.biased else q
+        return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """[B, T, H] → rotated keys and values, head-major [B, G, T, D]."""
         both = multiply(self.kv[...], x)
-        keys = rotation(self.k_norm(both[..., :1, :]))[..., 0, :]
+        both = both + self.kv_bias[...] if self.shape.biased else both
+        keys = both[..., :1, :]
+        keys = rotation(self.k_norm(keys) if self.shape.normed else keys)[..., 0, :]
         return keys.swapaxes(1, 2), both[..., 1, :].swapaxes(1, 2)
 
     def output(self, mixed: jax.Array) -> jax.Array:
         """[B, T, G, R, D] → [B, T, H]."""
-        return multiply(self.o[...], mixed, contracted=3)
+        x = multiply(self.o[...], mixed, contracted=3)
+        return x + self.o_bias[...] if self.shape.biased else x
 
 
 class Rotation:
@@ -107,7 +121,8 @@ class Rotation:
         """positions [B, T], absolute. Angles and their sines in float32."""
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
         angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, None, :]
-        self.cos, self.sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+        scale = rope.attention_factor
+        self.cos, self.sin = (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, G, R, D]."""

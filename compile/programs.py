@@ -9,18 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
-from dflash_aot.cache.architecture import Decoder, Draft, Target, Window
+from dflash_aot.cache.architecture import Decoder, Draft, Target
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature, signatures
+from dflash_aot.compile.causal_lm import Attend, CausalLM
 from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.qwen3 import Attend, Qwen3
+from dflash_aot.compile.windows import block_seen, context_seen
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
+# What the draft makes its context keys and values with, per layer.
+CONTEXT = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
 KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 
 
@@ -28,7 +32,7 @@ class Programs:
     """A pair of models as the functions that signatures describe."""
 
     def __init__(self, target: Target, draft: Draft, dtype: str):
-        self._target = Bound(lambda: Qwen3(target, dtype))
+        self._target = Bound(lambda: CausalLM(target, dtype))
         self._draft = Bound(lambda: DFlash(draft, dtype))
         self._facts = draft
         self.pair = Pair(
@@ -42,17 +46,28 @@ class Programs:
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
         """How the runtime makes every weight argument."""
-        return self._target.recipes("target") + self._draft.recipes("draft")
+        own = (self._complete(recipe) for recipe in self._draft.recipes("draft"))
+        return (*self._target.recipes("target"), *own)
+
+    def _complete(self, recipe: WeightRecipe) -> WeightRecipe:
+        """What speculators 0.9.0 leaves out is the target's; a map into its vocabulary is held to its mask."""
+        ends = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
+        if not self._facts.pruned:
+            tied = self._target.module.target.tied
+            ends["draft.lm_head.weight"] = f"target.{'model.embed_tokens' if tied else 'lm_head'}.weight"
+        mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
+        return msgspec.structs.replace(recipe, otherwise=ends.get(recipe.name), mapped=mapped)
 
     def weights(self) -> ProgramWeights:
         """Which weights each program takes."""
         target = tuple(f"target.{name}" for name in self._target.shapes())
         draft = tuple(f"draft.{name}" for name in self._draft.shapes())
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
+        borrowed = ends if self._facts.vocab is None else ()
         entry = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
-        context = tuple(name for name in draft if name.endswith(("self_attn.kv", "self_attn.k_norm.weight")))
+        context = tuple(name for name in draft if name.endswith(CONTEXT))
         return ProgramWeights(
-            target=target, draft=(*ends, *(name for name in draft if name not in entry)), context=(*entry, *context)
+            target=target, draft=(*borrowed, *(name for name in draft if name not in entry)), context=(*entry, *context)
         )
 
     def signatures(self, grid: Grid) -> list[Signature]:
@@ -104,12 +119,12 @@ class Programs:
             past_keys, past_values = (arrays[name][layer, :batch, :, :length] for name in ("draft_k", "draft_v"))
             return attend(
                 q,
-                (past_keys, past_values, written & within(window, positions, context_positions)),
-                (keys, values, within(window, positions, positions)),
+                (past_keys, past_values, written & context_seen(window, positions, context_positions)),
+                (keys, values, block_seen(window, positions)),
             )
 
-        hidden = draft.block_hidden(target.embed(ids), positions, attend_both)
-        drafted = choose_greedily(target.head(hidden[:, 1 : k + 1]))
+        hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
+        drafted = draft.to_target(choose_greedily(draft.logits(hidden[:, 1 : k + 1], target)))
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
@@ -174,16 +189,6 @@ def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
     accepted = jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     bonus = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
     return accepted, bonus
-
-
-def within(window: Window | None, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Which key positions [B, S] a draft layer lets query positions [B, T] see: bool [B, T, S]."""
-    distance = queries[:, :, None] - keys[:, None, :]
-    if window is None:
-        return jnp.ones_like(distance, bool)
-    if window.causal:
-        return (distance >= 0) & (distance < window.size)
-    return jnp.abs(distance) < window.size
 
 
 def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:

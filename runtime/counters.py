@@ -9,7 +9,11 @@ from dflash_aot.runtime.request import Result
 
 @dataclass
 class Counters:
-    """Kept by the engine's thread."""
+    """Kept by the engine's thread.
+
+    host_seconds: what its thread worked. host_wall_seconds: what passed meanwhile, waits for the device left out; on
+    a CPU, that also counts what the device does on the same cores.
+    """
 
     rounds: int = 0
     row_rounds: int = 0
@@ -20,6 +24,7 @@ class Counters:
     prefill_chunks: int = 0
     moves: int = 0
     host_seconds: float = 0.0
+    host_wall_seconds: float = 0.0
     wait_seconds: float = 0.0
     compile_events: int = 0
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.cache.manifest import Manifest
+from dflash_aot.runtime.advice import advise_on_pair
 from dflash_aot.runtime.bundle import Bundle, bundle_device, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.counters import Counters
@@ -72,6 +73,8 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock, self._door = threading.Lock(), threading.Lock()
         self._ends = read_end_tokens(target)
+        for advice in advise_on_pair(bundle.manifest, self._ends):
+            logger.warning(advice)
         self._failure: str | None = None
         self._closed = False
         self.k = bundle.k

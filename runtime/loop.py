@@ -5,6 +5,7 @@ works with upper bounds of the lengths in between.
 """
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,11 +15,14 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime.advice import ROUNDS, advise_on_acceptance
 from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.request import Request
 from dflash_aot.runtime.slots import Row, Slots
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class Loop:
 
     def step(self) -> None:
         """One prefill chunk, one round, and what the step before has decided."""
-        began, waited = time.perf_counter(), self._counters.wait_seconds
+        counters = self._counters
+        began, worked, waited = time.perf_counter(), time.thread_time(), counters.wait_seconds
         self._drop_cancelled()
         self._schedule()
         news = self._prefill() + self._decode()
         self._read(keep=news)
-        self._counters.host_seconds += time.perf_counter() - began - (self._counters.wait_seconds - waited)
+        counters.host_seconds += time.thread_time() - worked
+        counters.host_wall_seconds += time.perf_counter() - began - (counters.wait_seconds - waited)
 
     def fail(self, error: str) -> None:
         """Ends every request that is here with `error`."""
@@ -202,11 +208,18 @@ class Loop:
             if row.request.finish_reason:
                 continue  # it ended a round ago: this one was on its way already
             self._counters.note_row(news.k, accepted)
+            if news.k:
+                self._watch_acceptance()
             row.request.accepted.append(accepted)
             if row.request.params.trace:
                 row.request.drafted.append(tokens[: news.k])
             chosen = tokens[news.k :]
             self._take(row, chosen[: accepted + 1])
+
+    def _watch_acceptance(self) -> None:
+        """One look, when there is enough to see."""
+        if self._counters.verified_at[0] == ROUNDS and (advice := advise_on_acceptance(self._counters)):
+            logger.warning(advice)
 
     def _take(self, row: Row, tokens: Sequence[int]) -> None:
         if row.request.finish_reason:

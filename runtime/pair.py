@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_aot.cache.architecture import read_draft, read_target
+import msgspec
+
+from dflash_aot.cache.architecture import Draft
 from dflash_aot.cache.checkpoint import locate_checkpoint
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.cache.recipe import Checkpoint
+from dflash_aot.cache.target_config import read_target
 
 
 def locate_pair(manifest: Manifest, target: str | Path | None, draft: str | Path | None) -> dict[Checkpoint, Path]:
@@ -27,7 +31,7 @@ def check_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path
     draft = read_draft(read_config(places["draft"]), target)
     for place, built, found in (
         (places["target"], manifest.target.facts, target),
-        (places["draft"], manifest.draft.facts, draft),
+        (places["draft"], _computed(manifest.draft.facts), _computed(draft)),
     ):
         if wrong := _list_differences(built, found):
             lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
@@ -36,6 +40,11 @@ def check_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path
                 "Build a bundle for it: "
                 f"dflash-precompile --target {places['target']} --draft {places['draft']} --bundle DIR"
             )
+
+
+def _computed(draft: Draft) -> Draft:
+    """Without what its makers only suggest."""
+    return msgspec.structs.replace(draft, k=None)
 
 
 def read_end_tokens(target: Path) -> frozenset[int]:

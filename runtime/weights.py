@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -10,12 +11,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.recipe import Checkpoint, Placement, WeightRecipe
+from dflash_aot.cache.recipe import Checkpoint, MaskedMap, Placement, WeightRecipe
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("BF16", "F16", "F32")
-# In the checkpoint of a tied model, and the same as the embedding: some released ones carry it.
-TIED_COPY = "lm_head.weight"
+FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
+# What may be there beside what is used. A tied model's head is its embedding once more; speculators stores what its
+# training took from the target.
+SPARE: dict[Checkpoint, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
 
 
 class Tensors:
@@ -29,7 +31,7 @@ class Tensors:
                 file = safe_open(path, framework="numpy")
             except FileNotFoundError as error:
                 raise BadCheckpoint(f"{path} does not exist, but {INDEX} names it") from error
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError) as error:  # a ValueError for a name that no file can have
                 raise BadCheckpoint(
                     f"{path} is not a whole safetensors file: {error}. Download or copy it again"
                 ) from error
@@ -45,18 +47,46 @@ class Tensors:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def read(self, placement: Placement) -> np.ndarray:
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.ndarray:
         """One tensor, still mapped. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
-        path, name = self._files[placement.tensor], placement.tensor
+        path = self._files[name]
         facts = self._open[path].get_slice(name)
-        if (shape := tuple(facts.get_shape())) != placement.stored:
-            raise BadCheckpoint(f"{path}: {name} is {list(shape)}, its config.json makes it {list(placement.stored)}")
-        if facts.get_dtype() not in FLOATS:
-            raise BadCheckpoint(f"{path}: {name} is {facts.get_dtype()}, expected one of {', '.join(FLOATS)}")
+        if (found := tuple(facts.get_shape())) != shape:
+            raise BadCheckpoint(f"{path}: {name} is {list(found)}, its config.json makes it {list(shape)}")
+        if facts.get_dtype() not in dtypes:
+            raise BadCheckpoint(f"{path}: {name} is {facts.get_dtype()}, expected one of {', '.join(dtypes)}")
         tensor = self._open[path].get_tensor(name)
-        if not _is_finite(tensor):
+        if dtypes is FLOATS and not _is_finite(tensor):
             raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
         return tensor
+
+    def read_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
+        """Offsets [n] that lead to n different tokens, which are those that the mask names. Raises BadCheckpoint."""
+        offsets = self.read(placement.tensor, placement.stored, INTEGERS).astype(np.int64)
+        mask = self.read(mapped.mask, (mapped.size,), ("BOOL",))
+        if wrong := _find_wrong_offsets(offsets, mask, mapped.mask):
+            hint = ": it holds tokens, expected is each one's distance from its row" * _are_tokens(offsets, mask)
+            raise BadCheckpoint(f"{self._files[placement.tensor]}: {placement.tensor} {wrong}{hint}")
+        return offsets
+
+
+def _find_wrong_offsets(offsets: np.ndarray, mask: np.ndarray, name: str) -> str | None:
+    """What is wrong with offsets [n] into a vocabulary of which the mask `name` [size] says what they meet."""
+    size, rows = mask.size, np.arange(offsets.size)
+    if outside := int(((offsets < -rows) | (offsets >= size - rows)).sum()):
+        return f"leads {outside} of {offsets.size} rows outside the vocabulary of {size}"
+    met = np.zeros(size, bool)
+    met[rows + offsets] = True
+    if met.sum() != offsets.size:
+        return f"leads {offsets.size} rows to only {met.sum()} different tokens"
+    if differing := int((met != mask).sum()):
+        return f"and {name} disagree on {differing} tokens: they were put together from two trainings"
+    return None
+
+
+def _are_tokens(offsets: np.ndarray, mask: np.ndarray) -> bool:
+    """They would be what the mask names if they were taken as they stand."""
+    return np.array_equal(np.sort(offsets), np.flatnonzero(mask))
 
 
 def load_weights(
@@ -67,12 +97,12 @@ def load_weights(
     Raises BadCheckpoint naming tensors that are missing, left over, misshapen or not finite.
     """
     checkpoints = {role: Tensors(directory) for role, directory in directories.items()}
+    borrowed = [recipe for recipe in recipes if _is_borrowed(recipe, checkpoints[recipe.checkpoint])]
+    own = [recipe for recipe in recipes if recipe not in borrowed]
     for role, tensors in checkpoints.items():
-        own = [recipe for recipe in recipes if recipe.checkpoint == role]
-        _check_names(tensors, own, {TIED_COPY} if role == "target" else set())
-    return {
-        recipe.name: jax.device_put(_assemble(recipe, checkpoints[recipe.checkpoint]), device) for recipe in recipes
-    }
+        _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], SPARE[role])
+    arrays = {recipe.name: jax.device_put(_assemble(recipe, checkpoints[recipe.checkpoint]), device) for recipe in own}
+    return arrays | {recipe.name: _borrow(recipe, arrays, checkpoints) for recipe in borrowed}
 
 
 def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
@@ -91,17 +121,40 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         sound = all(isinstance(file, str) and Path(file).name == file for file in places.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path} is not an index of shards: {type(error).__name__}: {error}") from error
     if not sound:
         raise BadCheckpoint(f"{path}: weight_map names something that is not a file beside it")
     return places
 
 
-def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: set[str]) -> None:
+def _is_borrowed(recipe: WeightRecipe, tensors: Tensors) -> bool:
+    """It may take another argument's place, and has nothing of its own."""
+    own = {placement.tensor for placement in recipe.placements}
+    return recipe.otherwise is not None and not own & tensors.names()
+
+
+def _borrow(
+    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[Checkpoint, Tensors]
+) -> jax.Array:
+    """The other argument, if it fits; it is on the device once."""
+    assert recipe.otherwise is not None
+    other = arrays[recipe.otherwise]
+    if other.shape != recipe.shape:
+        raise BadCheckpoint(
+            f"{checkpoints[recipe.checkpoint].directory}: {recipe.placements[0].tensor} is missing, and the target's "
+            f"{recipe.otherwise.removeprefix('target.')} is {list(other.shape)}, not {list(recipe.shape)}"
+        )
+    return other
+
+
+def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Sequence[str]) -> None:
     """Every tensor is expected, but for the `spare` ones, and every expected one is there."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
-    found = tensors.names() - (spare - expected)
+    expected |= {recipe.mapped.mask for recipe in recipes if recipe.mapped}
+    found = {name for name in tensors.names() if name in expected or not any(fnmatch(name, one) for one in spare)}
+    if fused := [name for name in found - expected if "qkv_proj" in name]:
+        raise BadCheckpoint(f"{tensors.directory}: {_some(fused)}: fused q, k and v projections are not supported")
     if missing := expected - found:
         raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {_some(missing)}")
     if extra := found - expected:
@@ -115,7 +168,11 @@ def _assemble(recipe: WeightRecipe, tensors: Tensors) -> np.ndarray:
     array = np.empty(recipe.shape, recipe.dtype)
     for placement in recipe.placements:
         box = tuple(slice(start, start + size) for start, size in zip(placement.offset, placement.extent, strict=True))
-        array[box] = tensors.read(placement).reshape(placement.extent)
+        if recipe.mapped:
+            tensor = tensors.read_map(placement, recipe.mapped)
+        else:
+            tensor = tensors.read(placement.tensor, placement.stored, FLOATS)
+        array[box] = tensor.reshape(placement.extent)
     return array
 
 

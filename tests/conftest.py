@@ -27,10 +27,16 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Golden:
-    """One set: a checkpoint pair and what the reference implementation made of it."""
+    """One run: a checkpoint pair and what the reference implementation made of it.
 
+    `key` is its name here. `layout` is the draft's directory where it is not the one of the run: the same weights as
+    another version of the library stores them, or with the reading of the windows written down.
+    """
+
+    key: str
     directory: Path
     name: str = "golden"
+    layout: str | None = None
 
     @cached_property
     def facts(self) -> dict:
@@ -42,46 +48,84 @@ class Golden:
 
     @property
     def target(self) -> Path:
-        return self.directory / "target"
+        return (self.directory / self.facts["target_dir"]).resolve()
 
     @property
     def draft(self) -> Path:
-        return self.directory / "draft"
+        return self.directory / (self.layout or self.facts["draft_dir"])
 
 
-SETS = {
-    "tied": Golden(GOLDEN / "qwen3-tiny-tied"),
-    "untied": Golden(GOLDEN / "qwen3-tiny-untied"),
-    "swa": Golden(GOLDEN / "qwen3-tiny-swa", "golden_swa_causal"),
+LLAMA, SPECULATORS = GOLDEN / "llama-tiny", GOLDEN / "speculators-tiny"
+UNTIED, SLIDING = GOLDEN / "qwen3-tiny-untied", GOLDEN / "qwen3-tiny-swa"
+RUNS = {
+    run.key: run
+    for run in (
+        Golden("tied", GOLDEN / "qwen3-tiny-tied"),
+        Golden("untied", UNTIED),
+        Golden("rounded", UNTIED, "golden_bf16_weights_f32_compute"),
+        Golden("swa", SLIDING, "golden_swa_causal"),
+        Golden("flash", SLIDING, "golden_swa_flash", "draft_flash"),
+        Golden("anchored", SLIDING, "golden_speculators_causal"),
+        Golden("anchored_noncausal", SLIDING, "golden_speculators_noncausal", "draft_speculators_noncausal"),
+        Golden("llama", LLAMA),
+        Golden("llama3rope", LLAMA, "golden_llama3rope"),
+        Golden("pruned", SPECULATORS),
+        Golden("pruned_v090", SPECULATORS, layout="draft_v090"),
+        Golden("converted", SPECULATORS, "golden_converted"),
+        Golden("converted_v090", SPECULATORS, "golden_converted", "draft_converted_v090"),
+    )
 }
+SETS = {key: RUNS[key] for key in ("tied", "untied", "swa")}
 
 
 @pytest.fixture(params=SETS, scope="session")
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """Every Qwen3 set, one after the other."""
+    """The Qwen3 sets with a z-lab draft, one after the other: what most properties are shown on."""
     return SETS[request.param]
+
+
+@pytest.fixture(params=RUNS, scope="session")
+def run(request: pytest.FixtureRequest) -> Golden:
+    """Every run of the reference, one after the other."""
+    return RUNS[request.param]
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[str, Golden]:
+    """All of them by key."""
+    return RUNS
+
+
+@pytest.fixture(scope="session")
+def golden_directory() -> Path:
+    """What else the reference said lies here."""
+    return GOLDEN
 
 
 @pytest.fixture(scope="session")
 def tied() -> Golden:
-    return SETS["tied"]
+    return RUNS["tied"]
 
 
 @pytest.fixture(scope="session")
 def untied() -> Golden:
-    return SETS["untied"]
+    return RUNS["untied"]
 
 
 # Small enough to build in seconds, wide enough that prompts meet every edge: no k is cut short near the capacity by
 # a golden prompt, and `tied` has two sizes on every axis.
+SMALLEST = "batch=1 length=208 k=0,7 prefill=64"
 GRIDS = {
     "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64",
     "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a row empty
-    "swa": "batch=1 length=208 k=0,7 prefill=64",
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
+    **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
+    **dict.fromkeys(("swa", "flash", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
 }
-PAIRS = {**SETS, "tiny": SETS["tied"]}  # the embedded pair needs no flags
+# Other weights, or another way to store them, for the executables of another set.
+BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
+PAIRS = {**RUNS, "tiny": RUNS["tied"]}  # the embedded pair needs no flags
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +139,8 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
     @functools.cache
     def build(name: str) -> Path:
+        if name in BUILT_AS:
+            return build(BUILT_AS[name])
         path = shelf / name
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one

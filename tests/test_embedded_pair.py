@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.architecture import read_draft, read_target
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.target_config import read_target
 from dflash_aot.runtime import Engine, SamplingParams
 
 # Of the standard library's inspect.py and heapq.py in spirit, in no file word for word.
@@ -45,4 +46,4 @@ def test_every_k_writes_the_same_text_and_the_draft_is_worth_its_rounds(bundle):
         rounds[k] = sum(len(result.accepted) for result in results)
     assert texts[0] == texts[7]
     assert all(text.isprintable() or "\n" in text for text in texts[0])
-    assert rounds[7] < rounds[0] / 1.3
+    assert rounds[7] < rounds[0] / 2.5

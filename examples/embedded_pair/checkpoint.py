@@ -42,7 +42,7 @@ def decoder_config(decoder: Decoder) -> dict:
         "hidden_act": "silu",
         "hidden_size": decoder.hidden,
         "initializer_range": 0.02,
-        "intermediate_size": decoder.mlp,
+        "intermediate_size": decoder.mlp.width,
         "layer_types": ["full_attention"] * decoder.layers,
         "max_position_embeddings": decoder.positions,
         "max_window_layers": decoder.layers,

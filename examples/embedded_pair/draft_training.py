@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.qwen3 import Qwen3
 
 from optimize import Weights, train
 from rollouts import PROMPT, WIDTH
@@ -40,13 +40,13 @@ class Phase:
 # The labels are the target's distributions, which teach more per anchor than the token it took. Short blocks first:
 # the first rows decide, and a step holds three times as many of them; then the block as it will be used.
 PHASES = (
-    Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=5500),
-    Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=3000),
+    Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=3900),
+    Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=1800),
 )
 
 
 def block_loss(
-    models: tuple[Bound[Qwen3], Bound[DFlash]],
+    models: tuple[Bound[CausalLM], Bound[DFlash]],
     phase: Phase,
     weights: Weights,
     target_weights: Weights,
@@ -83,7 +83,7 @@ def block_loss(
 
 
 def run_target(
-    target: Bound[Qwen3], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
+    target: Bound[CausalLM], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Once over every sequence: features [S, T, taps·H] and last normed hidden states [S, T, H], float32."""
 
@@ -112,7 +112,7 @@ def batches(
 
 
 def train_phase(
-    models: tuple[Bound[Qwen3], Bound[DFlash]],
+    models: tuple[Bound[CausalLM], Bound[DFlash]],
     target_weights: Weights,
     weights: Weights,
     ids: np.ndarray,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.qwen3 import Qwen3
 
 from corpus import windows
 from optimize import Weights
@@ -27,7 +27,7 @@ def _attend_from(start: jax.Array):
     return attend_kv
 
 
-def roll_out(target: Bound[Qwen3], weights: Weights, stream: np.ndarray, count: int, seed: int) -> np.ndarray:
+def roll_out(target: Bound[CausalLM], weights: Weights, stream: np.ndarray, count: int, seed: int) -> np.ndarray:
     """`count` sequences of PROMPT corpus tokens and WRITTEN greedy ones: int32 [count, WIDTH]."""
     decoder = target.module.target.decoder
     shape = (BATCH, decoder.attention.kv_heads, WIDTH, decoder.attention.head_dim)

@@ -11,10 +11,11 @@ from absl import app, flags
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from dflash_aot.cache.architecture import Attention, Decoder, Draft, Rope, Target
+from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.rope import Rope
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.qwen3 import Qwen3
 
 from checkpoint import save_draft, save_target
 from corpus import MASK, read_split, token_stream, train_tokenizer
@@ -34,7 +35,7 @@ ATTENTION = Attention(heads=4, kv_heads=2, head_dim=64)
 
 
 def decoder(layers: int) -> Decoder:
-    return Decoder(layers, 256, 512, ATTENTION, Rope(10000.0, ATTENTION.head_dim), 1e-6, VOCAB, POSITIONS)
+    return Decoder(layers, 256, Dense(512), ATTENTION, Rope(10000.0, ATTENTION.head_dim), 1e-6, VOCAB, POSITIONS)
 
 
 TARGET = Target(decoder(8), tied=True)
@@ -59,7 +60,7 @@ def main(_: list[str]) -> None:
         f"{sum(map(len, texts)) / len(stream):.2f} characters each"
     )
 
-    target = Bound(lambda: Qwen3(TARGET, "float32"))
+    target = Bound(lambda: CausalLM(TARGET, "float32"))
     if not (out / "target.safetensors").exists():
         weights = train_target(target, stream, TARGET_STEPS.value, SEED.value)
         save_file({name: np.asarray(leaf) for name, leaf in weights.items()}, out / "target.safetensors")

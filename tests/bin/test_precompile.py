@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from dflash_aot.bin import precompile
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 
+SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 COUNTS = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
 
@@ -100,7 +102,7 @@ def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path, buckets)
         (["--platform=abacus"], "abacus"),
         (["--sampling=greedy,sample"], "greedy verification only"),
         (["--target=/nowhere"], "--target without --draft"),
-        (["--draft=/nowhere"], "--draft without --target"),
+        (["--draft=/nowhere"], "/nowhere: no such directory"),
         (["--target=/nowhere", "--draft=/nowhere"], "/nowhere: no such directory"),
         (["--target=/dev/null", "--draft=/nowhere"], "is a file"),
         (["--target=no/such-model", "--draft=/nowhere"], "hf download no/such-model"),
@@ -110,6 +112,47 @@ def test_a_wrong_command_line_is_refused_by_name(command, arguments, words):
     done = command(precompile, *arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err and done.err.startswith("dflash-precompile: ")
+
+
+def test_vllms_json_names_draft_and_k(command, tied, tmp_path):
+    where = [f"--target={tied.target}", f"--bundle={tmp_path}", "--plan"]
+    asked = {"method": "dflash", "model": str(tied.draft), "num_speculative_tokens": 5}
+    done = command(precompile, *where, "--json", f"--speculative_config={json.dumps(asked)}")
+    assert (done.code, json.loads(done.out)["grid"].split()[2]) == (0, "k=0,2,5")
+    assert "draft of z-lab's format: 2 layers, blocks of 8, taps 1, 3" in done.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "words"),
+    [
+        ({"num_speculative_tokens": 8}, [], "block_size is 8"),
+        ({"num_speculative_tokens": 7}, [f"--buckets={GRID}"], "num_speculative_tokens is 7, but the largest k of"),
+        ({"model": "/nowhere"}, [], "the model of --speculative_config is /nowhere"),
+        ({"methode": "dflash"}, [], "unknown key 'methode'"),
+    ],
+)
+def test_vllms_json_may_not_contradict_what_else_is_said(command, pair, asked, arguments, words):
+    done = command(precompile, *pair, *arguments, "--plan", f"--speculative_config={json.dumps(asked)}")
+    assert done.code == 2 and words in done.err
+
+
+def test_a_draft_may_name_its_target(command, tied, tmp_path, monkeypatch):
+    """As speculators stores it; the user's own choice wins, and an empty name is none."""
+    config = json.loads((SPECULATORS / "draft" / "config.json").read_text())
+    (tmp_path / "draft").mkdir()
+
+    def plan(name, *arguments):
+        config["speculators_config"]["verifier"]["name_or_path"] = name
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+        return command(precompile, f"--draft={tmp_path / 'draft'}", "--plan", *arguments)
+
+    monkeypatch.chdir(tied.directory.parent)
+    done = plan("qwen3-tiny-tied/target")
+    assert done.code == 0 and "a head of its own over 160 of 512 tokens" in done.err
+    assert plan("/nowhere").code == 2
+    assert plan("/nowhere", f"--target={tied.target}").code == 0
+    done = plan("")
+    assert done.code == 2 and "--draft without --target, and the config of" in done.err
 
 
 def test_a_pair_the_wrong_way_round_is_noticed(command, tied):

@@ -2,78 +2,116 @@
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dflash_aot.cache.architecture import Draft, Target, read_draft, read_target
+from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.config_file import ConfigFile
+from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment
+from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.manifest import SCHEMA, DraftModel, Entry, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
+from dflash_aot.cache.target_config import read_target
 
-QWEN3_4B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2560,
-    "initializer_range": 0.02,
-    "intermediate_size": 9728,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_4B_DFLASH_B16 = {
-    **QWEN3_4B,
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "layer_types": ["full_attention"] * 5,
-    "max_window_layers": 5,
-    "num_hidden_layers": 5,
-    "num_target_layers": 36,
-}
+CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
+Config = dict[str, Any]
+
+
+def load_config(name: str) -> Config:
+    """As published, or "set/directory" of the goldens. Of Llama's draft, the block and its target's shapes are sure."""
+    path = GOLDEN / name / "config.json" if "/" in name else CONFIGS / f"{name}.json"
+    return json.loads(path.read_text())
+
+
+QWEN3_4B, QWEN3_4B_DFLASH_B16 = load_config("Qwen3-4B"), load_config("Qwen3-4B-DFlash-b16")
 TARGET_FILE, DRAFT_FILE = Path("qwen3-4b/config.json"), Path("dflash-b16/config.json")
+# What differs from Qwen3Config(), for a target of the same hidden width and vocabulary.
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
+    "transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": 5, "rope_theta": 1000000},
+    "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+    "mask_token_id": 151669,
+}
+
+
+@pytest.fixture(scope="session")
+def published() -> Callable[[str], Config]:
+    """The name of a config → what it holds, to be changed at will."""
+    return load_config
+
+
+@pytest.fixture(scope="session")
+def rewritten() -> Callable[[str], Config]:
+    """The same for the configs that the goldens have in transformers 5's layout as well."""
+    return lambda name: json.loads((GOLDEN / "alt_configs" / f"{name.replace('/', '.')}.v5.config.json").read_text())
 
 
 @pytest.fixture
-def read_changed_target():
-    """Changes to Qwen3-4B's config → its facts; a change to None is what transformers writes for "absent"."""
+def read_published_target():
+    """The name of a published target, and changes → its facts."""
 
-    def read(**changes: object) -> Target:
-        return read_target(ConfigFile(TARGET_FILE, {**QWEN3_4B, **changes}))
+    def read(name: str, **changes: object) -> Target:
+        return read_target(ConfigFile(TARGET_FILE, {**load_config(name), **changes}))
 
     return read
 
 
 @pytest.fixture
-def read_changed_draft(read_changed_target):
+def read_published_draft(read_published_target):
+    """The names of a draft and of its target, and changes → its facts."""
+
+    def read(name: str, target: str, **changes: object) -> Draft:
+        return read_draft(ConfigFile(DRAFT_FILE, {**load_config(name), **changes}), read_published_target(target))
+
+    return read
+
+
+@pytest.fixture
+def read_changed_target(read_published_target):
+    """Changes to Qwen3-4B's config → its facts; a change to None is what transformers writes for "absent"."""
+    return partial(read_published_target, "Qwen3-4B")
+
+
+@pytest.fixture
+def read_changed_draft(read_published_draft):
     """Changes to the config of its DFlash draft → the draft's facts; `inner` are changes inside dflash_config."""
 
-    def read(inner: dict | None = None, **changes: object) -> Draft:
-        config = {**QWEN3_4B_DFLASH_B16, **changes}
-        config["dflash_config"] = {**config["dflash_config"], **(inner or {})}
-        return read_draft(ConfigFile(DRAFT_FILE, config), read_changed_target())
+    def read(inner: Config | None = None, **changes: object) -> Draft:
+        section = {**QWEN3_4B_DFLASH_B16["dflash_config"], **(inner or {})}
+        return read_published_draft("Qwen3-4B-DFlash-b16", "Qwen3-4B", **{"dflash_config": section, **changes})
+
+    return read
+
+
+@pytest.fixture
+def read_changed_speculators(read_published_target):
+    """Changes to a diff config for Qwen3-8B → the draft's facts; `layers` are changes inside the diff."""
+
+    def read(layers: Config | None = None, **changes: object) -> Draft:
+        diff = {**SPECULATORS["transformer_layer_config"], **(layers or {})}
+        config = {**SPECULATORS, "transformer_layer_config": diff, **changes}
+        return read_draft(ConfigFile(DRAFT_FILE, config), read_published_target("Qwen3-8B"))
+
+    return read
+
+
+@pytest.fixture
+def refusal():
+    """A reader and its arguments → the words in which it refuses them."""
+
+    def read(reader: Callable[..., object], *args: object, **changes: object) -> str:
+        with pytest.raises(BadCheckpoint) as refused:
+            reader(*args, **changes)
+        return str(refused.value)
 
     return read
 

@@ -117,19 +117,19 @@ def test_a_grid_beyond_what_the_models_were_made_for_is_refused():
         check_positions(grid, 127)
 
 
-@given(block=st.integers(2, 64), positions=st.integers(64, 1 << 17))
-def test_the_default_grid_covers_its_own_maximum(block, positions):
-    grid = default_grid(block, positions)
+@given(data=st.data(), block=st.integers(2, 64), positions=st.integers(64, 1 << 17))
+def test_the_default_grid_covers_its_own_maximum(data, block, positions):
+    k = data.draw(st.integers(1, block - 1))
+    grid = default_grid(block, positions, k)
     check_positions(grid, positions)
-    largest = grid.fit(grid.slots, grid.capacity, block - 1)
-    assert largest == Bucket(grid.slots, grid.capacity, block - 1)
+    assert grid.fit(grid.slots, grid.capacity, k) == Bucket(grid.slots, grid.capacity, k)
     assert grid.k[0] == 0
 
 
 def test_models_made_for_less_than_a_block_have_no_default_grid():
-    assert default_grid(16, 16).capacity == 16
+    assert default_grid(16, 16, 15).capacity == 16
     with pytest.raises(BadInput, match="max_position_embeddings .* 15 .*block of 16.* --buckets, with k below 15"):
-        default_grid(16, 15)
+        default_grid(16, 15, 15)
 
 
 @given(GRIDS, st.integers(1, 25), st.integers(1, 350), st.integers(0, BLOCK))

@@ -41,7 +41,7 @@ def test_a_manifest_is_read_back_as_written(bundle, manifest):
 
 def test_a_person_can_read_it(bundle):
     lines = (bundle / "manifest.json").read_text().splitlines()
-    assert ' "schema": 1,' in lines
+    assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
 
 
@@ -124,8 +124,8 @@ def test_another_layout_of_the_same_json_is_the_same_manifest(edited, manifest):
 
 
 def test_another_schema_is_refused_before_anything_else_is_read(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"schema": 2, "all": "else differs"}')
-    with pytest.raises(CorruptBundle, match=f"schema is 2, this version reads {SCHEMA}. Build it again"):
+    (tmp_path / "manifest.json").write_text('{"schema": 1, "all": "else differs"}')
+    with pytest.raises(CorruptBundle, match=f"schema is 1, this version reads {SCHEMA}. Build it again"):
         read_manifest(tmp_path)
 
 

@@ -1,8 +1,7 @@
 """Models with weights in place, loaded the slow, obvious way, and their programs on arrays by name."""
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -14,17 +13,21 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file
 
-from dflash_aot.cache.architecture import Attention, Decoder, Draft, Rope, Target, Window, read_draft, read_target
+from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target, Window
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment, read_environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.rope import Rope
 from dflash_aot.cache.signature import state_arrays
+from dflash_aot.cache.target_config import read_target
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound, Model
-from dflash_aot.compile.programs import Programs, within
-from dflash_aot.compile.qwen3 import Qwen3
+from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.windows import block_seen, context_seen
 
 Arrays = dict[str, jax.Array]
 WIDTH = 208  # the longest golden sequence and a block behind it; a causal model does not see the padding
@@ -32,8 +35,8 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these
 
 
 def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Array:
-    """One argument, box by box; what no tensor fills stays NaN."""
-    array = np.full(recipe.shape, np.nan, recipe.dtype)
+    """One argument, box by box; what no tensor fills stays NaN, or a token far outside."""
+    array = np.full(recipe.shape, 1 << 30 if recipe.dtype == "int32" else np.nan, recipe.dtype)
     for placement in recipe.placements:
         stored = tensors[placement.tensor]
         assert stored.shape == placement.stored, placement
@@ -42,8 +45,8 @@ def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Arr
     return jnp.asarray(array)
 
 
-def target_parameters(target: Target) -> Bound[Qwen3]:
-    return Bound(lambda: Qwen3(target, "float32"))
+def target_parameters(target: Target) -> Bound[CausalLM]:
+    return Bound(lambda: CausalLM(target, "float32"))
 
 
 def draft_parameters(draft: Draft) -> Bound[DFlash]:
@@ -64,7 +67,7 @@ def load_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 @partial(jax.jit, static_argnames="taps", compiler_options=QUICK)
-def run_target(model: Qwen3, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def run_target(model: CausalLM, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     seen = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
     positions = jnp.arange(ids.shape[1])[None]
     x, features, _ = model.forward(ids, positions, taps, None, lambda kv, layer, q, k, v: (attend(q, (k, v, seen)), kv))
@@ -77,35 +80,49 @@ def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Arra
     context = model.context_keys_values(features, context_positions)
 
     def attend_both(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        see = partial(within, model.draft.windows[layer], positions)
+        window = model.draft.windows[layer]
         written = (context_positions < length)[:, None]
-        return attend(q, (*context[layer], written & see(context_positions)), (k, v, see(positions)))
+        past = written & context_seen(window, positions, context_positions)
+        return attend(q, (*context[layer], past), (k, v, block_seen(window, positions)))
 
     return model.block_hidden(x, positions, attend_both)
 
 
 @dataclass(frozen=True)
 class TargetModel:
-    """A target and its weights. Every answer is computed anew from all tokens: no kv, no bucket, no state."""
+    """A target and its weights. Every answer is computed from all tokens: no kv, no bucket, no state."""
 
     target: Target
     weights: Arrays
 
     @cached_property
-    def qwen3(self) -> Qwen3:
+    def causal_lm(self) -> CausalLM:
         return bind("target", target_parameters(self.target), self.weights)
 
+    @cached_property
+    def _answers(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
+        return {}
+
     def read(self, tokens: Iterable[int], taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """T tokens → logits [T, V] and features [T, taps·H]."""
-        tokens = [*tokens]
+        """T tokens → logits [T, V] and features [T, taps·H]. The same question is computed once."""
+        asked = (tuple(map(int, tokens)), taps)
+        if asked not in self._answers:
+            self._answers[asked] = self._read(*asked)
+        return self._answers[asked]
+
+    def _read(self, tokens: Sequence[int], taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((1, WIDTH), np.int32)
         ids[0, : len(tokens)] = tokens
-        logits, features = run_target(self.qwen3, ids, taps)
+        logits, features = run_target(self.causal_lm, ids, taps)
         return np.asarray(logits)[0, : len(tokens)], np.asarray(features)[0, : len(tokens)]
 
     def embed(self, ids: Iterable[int]) -> np.ndarray:
         """[T] → [T, H]."""
-        return np.asarray(self.qwen3.embed(np.asarray([*ids])))
+        return np.asarray(self.causal_lm.embed(np.asarray([*ids])))
+
+    def paired(self, draft: Draft, weights: Mapping[str, jax.Array] | None = None) -> "Models":
+        """With a draft; one whose weights nothing reads needs none."""
+        return Models(self.target, {**self.weights, **(weights or {})}, draft)
 
 
 @dataclass(frozen=True)
@@ -134,16 +151,20 @@ class Models(TargetModel):
     def block_ids(self, anchor: int) -> list[int]:
         return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
 
+    def embed_block(self, anchor: int) -> np.ndarray:
+        """→ [block, H]."""
+        return np.asarray(self.dflash.embed(np.asarray(self.block_ids(anchor)), self.causal_lm))
+
     def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
         """Features [T, taps·H] of all committed tokens and the one behind them → hidden states [block, H]."""
         padded = np.zeros((1, WIDTH, features.shape[1]), np.float32)
         padded[0, : len(features)] = features
-        x = self.embed(self.block_ids(anchor))[None]
+        x = self.embed_block(anchor)[None]
         return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
 
     def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:
-        """Likewise → logits of the drafted rows [block - 1, V]."""
-        return np.asarray(self.qwen3.head(self.draft_hidden(features, anchor)[1:]))
+        """Likewise → logits of the drafted rows [block - 1, V], V the draft's vocabulary."""
+        return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
 
 
 class Rig:
@@ -219,32 +240,18 @@ def load_models(load_target):
         alone = load_target(target_directory)
         draft = read_draft(read_config(draft_directory), alone.target)
         weights = load_weights(draft_parameters(draft).recipes("draft"), draft_directory)
-        return Models(alone.target, {**alone.weights, **weights}, draft)
+        return alone.paired(draft, weights)
 
     return load
 
 
-@pytest.fixture(scope="session")
-def models(golden, load_models) -> Models:
-    return load_models(golden.target, golden.draft)
+READINGS = ["tied", "untied", "swa", "flash", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned"]
 
 
-@pytest.fixture(params=["tied", "untied", "swa_causal", "swa_flash"], scope="session")
-def reading(request, tied, untied, tmp_path_factory):
-    """Every Qwen3 set; the one with sliding layers in both of its readings."""
-    if request.param in ("tied", "untied"):
-        return {"tied": tied, "untied": untied}[request.param]
-    sliding = dataclasses.replace(tied, directory=tied.directory.parent / "qwen3-tiny-swa", name="golden_swa_causal")
-    if request.param == "swa_causal":
-        return sliding
-    flash = dataclasses.replace(sliding, directory=tmp_path_factory.mktemp("flash"), name="golden_swa_flash")
-    flash.draft.mkdir()
-    config = json.loads((sliding.draft / "config.json").read_text())
-    config["dflash_config"]["causal"] = False
-    (flash.draft / "config.json").write_text(json.dumps(config))
-    for file in ("target", "draft/model.safetensors", "golden_swa_flash.json", "golden_swa_flash.safetensors"):
-        (flash.directory / file).symlink_to(sliding.directory / file)
-    return flash
+@pytest.fixture(params=READINGS, scope="session")
+def reading(request, runs):
+    """Every pair of models, and the sliding layers in each of their readings."""
+    return runs[request.param]
 
 
 @pytest.fixture(scope="session")
@@ -255,7 +262,7 @@ def small_pair() -> tuple[Target, Draft]:
         return Decoder(
             layers=layers,
             hidden=24,
-            mlp=40,
+            mlp=Dense(40),
             attention=Attention(heads=4, kv_heads=2, head_dim=8),
             rope=Rope(10_000.0, 8),
             epsilon=1e-6,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import read_draft, read_target
 from dflash_aot.cache.config_file import ConfigFile, read_config
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.target_config import read_target
 
 TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
@@ -34,11 +35,23 @@ def committed(prompt, cycle):
     return [*prompt["prompt_ids"], *new][: prompt["cycles"][cycle]["start"]]
 
 
+@pytest.fixture(params=["tied", "untied", "swa", "llama"], scope="session")
+def golden(request, runs):
+    """The runs that the reference wrote everything down of."""
+    return runs[request.param]
+
+
+@pytest.fixture(scope="session")
+def models(golden, load_models):
+    return load_models(golden.target, golden.draft)
+
+
 @pytest.fixture(scope="session")
 def reading_models(reading, load_models):
     return load_models(reading.target, reading.draft)
 
 
+@pytest.mark.parametrize("reading", ["tied", "untied", "swa", "llama", "llama3rope", "pruned"], indirect=True)
 def test_features_of_a_prompt_are_the_references(reading, reading_models):
     for prompt, expected in prompts_with(reading, "context_features"):
         assert_close(reading_models.features(prompt["prompt_ids"]), expected, prompt["name"])
@@ -57,10 +70,25 @@ def test_logits_of_the_first_block_are_the_references(reading, reading_models):
         assert_close(reading_models.draft_logits(features, prompt["first_token"]), expected, prompt["name"])
 
 
-def test_hidden_states_of_the_first_block_are_the_references(golden, models):
-    for prompt, expected in prompts_with(golden, "cycle0_draft_hidden"):
-        features = models.features(prompt["prompt_ids"])
-        assert_close(models.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
+@pytest.mark.parametrize(
+    "reading", ["tied", "untied", "swa", "anchored", "anchored_noncausal", "llama", "pruned"], indirect=True
+)
+def test_hidden_states_of_the_first_block_are_the_references(reading, reading_models):
+    for prompt, expected in prompts_with(reading, "cycle0_draft_hidden"):
+        features = reading_models.features(prompt["prompt_ids"])
+        assert_close(reading_models.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
+
+
+def test_every_choice_in_the_drafts_own_vocabulary_is_the_references(runs, load_models):
+    run = runs["pruned"]
+    models = load_models(run.target, run.draft)
+    for prompt, expected in prompts_with(run, "cycle_draft_vocab_ids"):
+        features = models.features(prompt["output_ids"])
+        for cycle, own in zip(prompt["cycles"], expected, strict=True):
+            start, block = cycle["start"], cycle["block"]
+            chosen = models.draft_logits(features[:start], block[0]).argmax(-1)
+            assert (prompt["name"], chosen.tolist()) == (prompt["name"], own.tolist())
+            assert models.dflash.to_target(chosen).tolist() == block[1:]
 
 
 @pytest.mark.parametrize("cycle", [0, 1, 2])
@@ -88,7 +116,7 @@ def test_every_layer_of_the_target_is_the_references(golden, models):
         assert_close(models.embed(prompt["prompt_ids"]), embedded, "embedding")
         for index, expected in enumerate(hidden):
             assert_close(found[index], expected, f"layer {index}")
-        assert_close(models.qwen3.model.norm(found[-1]), normed, "final norm")
+        assert_close(models.causal_lm.model.norm(found[-1]), normed, "final norm")
 
 
 def test_the_context_of_the_draft_is_the_references(golden, models):
@@ -120,14 +148,17 @@ def test_rotary_frequencies_are_the_references(golden, models):
         np.testing.assert_allclose(decoder.rope.inverse_frequencies(), expected, rtol=1e-6)
 
 
-def test_newer_config_layouts_say_the_same(tied):
-    def newer(role):
-        path = tied.directory.parent / "alt_configs" / f"{tied.directory.name}.{role}.v5.config.json"
+@pytest.mark.parametrize("key", ["tied", "llama3rope"])
+def test_newer_config_layouts_say_the_same(runs, golden_directory, key):
+    run = runs[key]
+
+    def newer(place):
+        path = golden_directory / "alt_configs" / f"{run.directory.name}.{place.name}.v5.config.json"
         return ConfigFile(path, json.loads(path.read_text()))
 
-    target = read_target(read_config(tied.target))
-    assert read_target(newer("target")) == target
-    assert read_draft(newer("draft"), target) == read_draft(read_config(tied.draft), target)
+    target = read_target(read_config(run.target))
+    assert read_target(newer(run.target)) == target
+    assert read_draft(newer(run.draft), target) == read_draft(read_config(run.draft), target)
 
 
 def test_the_comparison_notices_a_tap_that_is_off_by_one(tied, load_models):

@@ -6,10 +6,16 @@ import pytest
 BATCH, LENGTH, CHUNK = 5, 208, 32  # 13 prompts: the last batch leaves rows free
 
 
+@pytest.fixture(params=["tied", "untied", "swa", "flash"], scope="session")
+def traced(request, runs):
+    """The others run through an engine, see runtime/test_golden_runs.py."""
+    return runs[request.param]
+
+
 @pytest.fixture(scope="session")
-def start(reading, load_models, make_rig):
+def start(traced, load_models, make_rig):
     """The programs, and batches of prompts with the arrays behind their prefill."""
-    models, prompts = load_models(reading.target, reading.draft), reading.facts["prompts"]
+    models, prompts = load_models(traced.target, traced.draft), traced.facts["prompts"]
     rig = make_rig(models, f"batch={BATCH} length={LENGTH} k={models.draft.block - 1} prefill={CHUNK}")
     batches = []
     for first in range(0, len(prompts), BATCH):
@@ -27,9 +33,9 @@ def test_prefill_leaves_the_references_first_tokens(start):
         assert arrays["lengths"].tolist()[: len(prompts)] == [len(prompt["prompt_ids"]) for prompt in prompts]
 
 
-def test_every_round_of_every_prompt_is_the_references(reading, start):
+def test_every_round_of_every_prompt_is_the_references(traced, start):
     rig, batches = start
-    block = reading.facts["block_size"]
+    block = traced.facts["block_size"]
     bucket = f"batch={BATCH} length={LENGTH} k={block - 1}"
     for prompts, arrays in batches:
         cycles = [prompt["cycles"] for prompt in prompts] + [[]] * (BATCH - len(prompts))

@@ -1,45 +1,83 @@
-"""Our Qwen3 against the one that everybody's checkpoints are saved by."""
+"""Our targets against the models that everybody's checkpoints are saved by."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec import structs
+from safetensors import safe_open
+
+from dflash_aot.cache.architecture import Dense, Draft
 
 TOLERANCE = 1e-4
+TAPS = (0, 1)
+CHUNK, STEPS = 16, 24
+# heads · head_dim is not the hidden width, and two queries share a head
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+# Scaled well within the tokens of these tests.
+PLAIN = {"rope_type": "default", "rope_theta": 5_000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 3.0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+MODELS = {
+    "qwen3 tied": ("Qwen3", PLAIN, {"tie_word_embeddings": True}),
+    "qwen3 untied": ("Qwen3", PLAIN, {}),
+    "qwen3 linear": ("Qwen3", LINEAR, {}),
+    "qwen3 yarn": ("Qwen3", YARN, {}),
+    "qwen3 biased": ("Qwen3", PLAIN, {"attention_bias": True}),
+    "llama tied": ("Llama", LLAMA3, {"tie_word_embeddings": True}),
+    "llama biased": ("Llama", LLAMA3, {"attention_bias": True}),
+    "moe normalized": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": True}),
+    "moe": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": False}),
+}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=MODELS)
 def theirs(request):
-    """Random weights, with norms that show; heads · head_dim is not the hidden width, two queries share a head."""
-    config = transformers.Qwen3Config(
-        vocab_size=96,
-        hidden_size=40,
-        intermediate_size=72,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=16,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 5_000.0},
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-        tie_word_embeddings=request.param,
-    )
+    """Random weights, with norms and biases that show."""
+    family, rope, special = MODELS[request.param]
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, "rope_parameters": rope, **special})
     torch.manual_seed(3)
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) / 4)
     return model
 
 
 @pytest.fixture(scope="module")
-def ours(theirs, load_target, tmp_path_factory):
-    """The same model, read from what transformers saves."""
+def saved(theirs, tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     theirs.save_pretrained(directory)
-    return load_target(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ours(saved, load_target):
+    """The same model, read from what transformers saves."""
+    return load_target(saved)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +85,59 @@ def tokens():
     return np.random.default_rng(5).integers(0, 96, 150)
 
 
-def test_logits_are_those_of_transformers(ours, theirs, tokens):
+@pytest.fixture(scope="module")
+def expected(theirs, tokens):
+    """Logits [T, V], and the hidden states behind the tapped layers [T, taps·H]."""
     with torch.no_grad():
-        expected = theirs(torch.tensor(tokens)[None]).logits[0].numpy()
-    logits, _ = ours.read(tokens, taps=(0, 1))
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+        answer = theirs(torch.tensor(tokens)[None], output_hidden_states=True)
+    features = np.concatenate([answer.hidden_states[tap + 1][0] for tap in TAPS], axis=-1)
+    return answer.logits[0].numpy(), features
 
 
-def test_a_tap_is_the_hidden_state_behind_its_layer(ours, theirs, tokens):
-    with torch.no_grad():
-        hidden = theirs(torch.tensor(tokens)[None], output_hidden_states=True).hidden_states
-    _, features = ours.read(tokens, taps=(0, 1))
-    expected = np.concatenate([hidden[1][0], hidden[2][0]], axis=-1)
-    np.testing.assert_allclose(features, expected, rtol=0, atol=TOLERANCE)
+def test_logits_are_those_of_transformers(ours, tokens, expected):
+    logits, _ = ours.read(tokens, TAPS)
+    np.testing.assert_allclose(logits, expected[0], rtol=0, atol=TOLERANCE)
+
+
+def test_a_tap_is_the_hidden_state_behind_its_layer(ours, tokens, expected):
+    _, features = ours.read(tokens, TAPS)
+    np.testing.assert_allclose(features, expected[1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def rig(ours, make_rig):
+    """Our programs. The draft is there because a pair needs one; none of its weights are used."""
+    decoder = structs.replace(ours.target.decoder, layers=1, mlp=Dense(8))
+    draft = Draft(decoder, block=4, mask_token=95, taps=TAPS, target_hidden=decoder.hidden, windows=(None,))
+    return make_rig(ours.paired(draft), f"batch=1 length=64 k=0 prefill={CHUNK}")
+
+
+def test_one_token_at_a_time_gives_what_transformers_gives_at_once(rig, tokens, expected):
+    """A chunk, then each next token behind the kv of all before it."""
+    logits, features = expected
+    chunk = {"tokens": tokens[None, :CHUNK], "slots": [0], "starts": [0], "counts": [CHUNK]}
+    arrays = rig.run(f"prefill prefill={CHUNK} length=64", rig.empty(), **chunk)
+    np.testing.assert_allclose(arrays["features"][0], features[:CHUNK], rtol=0, atol=TOLERANCE)
+    chosen = arrays["first"].tolist()
+    for at in range(CHUNK, CHUNK + STEPS):
+        arrays = rig.run(
+            "verify batch=1 length=64 k=0", {**arrays, "anchors": jnp.asarray(tokens[at : at + 1])}, active=[True]
+        )
+        np.testing.assert_allclose(arrays["features"][0, 0], features[at], rtol=0, atol=TOLERANCE)
+        chosen.append(int(arrays["verdict"][0, 1]))
+    assert arrays["lengths"].tolist() == [CHUNK + STEPS]
+    assert chosen == logits[CHUNK - 1 : CHUNK + STEPS].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("theirs", ["moe"], indirect=True)
+def test_experts_are_stored_as_they_are_published_each_on_its_own(theirs, saved):
+    """In memory transformers 5 has them in one piece."""
+    assert any(name.endswith("experts.gate_up_proj") for name, _ in theirs.named_parameters())
+    with safe_open(saved / "model.safetensors", framework="numpy") as file:
+        names = {name for name in file.keys() if ".experts." in name}  # noqa: SIM118  not a dictionary
+    assert names == {
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(3)
+        for expert in range(8)
+        for part in ("gate", "up", "down")
+    }

@@ -24,13 +24,14 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def serve(bundle: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+def serve(bundle: Callable[[str], Path], runs: dict) -> Iterator[Callable[..., Engine]]:
     """The engine of a set with a K, shared by all tests, which never saw a trace or a compile in the end."""
     with ExitStack() as stack:
 
         @functools.cache
         def engine(name: str, k: int) -> Engine:
-            opened = stack.enter_context(Engine.open(bundle(name), k=k))
+            pair = {"target": runs[name].target, "draft": runs[name].draft} if name in runs else {}
+            opened = stack.enter_context(Engine.open(bundle(name), k=k, **pair))
             stack.callback(lambda: _check(opened))
             return opened
 

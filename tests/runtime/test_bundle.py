@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
-from dflash_aot.cache.manifest import Entry, Manifest, encode_manifest, read_manifest
+from dflash_aot.cache.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 BUILD = "dflash-precompile"
@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_refused(copy, damage):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"schema": 1', '"schema": 2'),
+        (f'"schema": {SCHEMA}', '"schema": 99'),
         ('"dtype": "float32"', '"dtype": "bfloat16"'),
         ('"program": "draft"', '"program": "attack"'),
         ('"seconds"', '"secondz"'),

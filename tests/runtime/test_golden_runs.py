@@ -5,7 +5,7 @@ import pytest
 from dflash_aot.runtime import Result, SamplingParams
 
 
-def run(engine, prompt: dict) -> Result:
+def generate(engine, prompt: dict) -> Result:
     params = SamplingParams(
         max_tokens=prompt["max_new_tokens"], stop_token_ids=prompt["stop_token_ids"] or (), trace=True
     )
@@ -23,14 +23,11 @@ def needed(prompt: dict) -> list[dict]:
     return cycles
 
 
-def set_name(golden) -> str:
-    return golden.directory.name.rpartition("-")[2]
-
-
-def test_every_prompt_runs_as_in_the_reference_round_by_round(golden, serve):
-    engine = serve(set_name(golden), golden.facts["block_size"] - 1)
-    for prompt in golden.facts["prompts"]:
-        result = run(engine, prompt)
+def test_every_prompt_runs_as_in_the_reference_round_by_round(run, serve):
+    """In every dialect, layout and reading of a window."""
+    engine = serve(run.key, run.facts["block_size"] - 1)
+    for prompt in run.facts["prompts"]:
+        result = generate(engine, prompt)
         cycles = needed(prompt)
         assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"])
         assert (prompt["name"], result.accepted) == (prompt["name"], [cycle["acceptance"] for cycle in cycles])
@@ -53,9 +50,9 @@ def test_a_run_begun_again_at_any_round_goes_on_as_the_reference_did(tied, serve
 
 
 def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
-    engine = serve(set_name(golden), 0)
+    engine = serve(golden.key, 0)
     for prompt in golden.facts["prompts"]:
-        result = run(engine, prompt)
+        result = generate(engine, prompt)
         plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
         assert (prompt["name"], result.token_ids) == (prompt["name"], plain)
         assert result.accepted == [0] * (len(plain) - 1)
@@ -66,7 +63,7 @@ def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
 def test_a_smaller_k_reads_the_first_tokens_of_the_same_blocks(tied, serve, k):
     compared = 0
     for prompt in tied.facts["prompts"]:
-        result = run(serve("tied", k), prompt)
+        result = generate(serve("tied", k), prompt)
         assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"])
         blocks = {cycle["start"]: cycle["block"][1:] for cycle in prompt["cycles"]}
         start = len(prompt["prompt_ids"])

@@ -1,4 +1,4 @@
-"""The Qwen3 dense target. Module and parameter names are the checkpoint's tensor names."""
+"""The target, whatever its family. Module and parameter names are the checkpoint's tensor names."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_aot.cache.architecture import Decoder, Target
+from dflash_aot.cache.architecture import Decoder, Experts, Target
+from dflash_aot.compile.experts import RoutedMlp
 from dflash_aot.compile.layers import Attention, Linear, Mlp, RmsNorm, Rotation, multiply
 
 Kv = TypeVar("Kv")
@@ -22,7 +23,10 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.mlp = Mlp(decoder.hidden, decoder.mlp, dtype)
+        if isinstance(decoder.mlp, Experts):
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype)
+        else:
+            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: int, attend: Attend[Kv]
@@ -43,8 +47,8 @@ class Stack(nnx.Module):
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
 
 
-class Qwen3(nnx.Module):
-    """Qwen3ForCausalLM with taps."""
+class CausalLM(nnx.Module):
+    """A causal language model with taps."""
 
     def __init__(self, target: Target, dtype: str):
         self.model = Stack(target.decoder, dtype)

@@ -1,0 +1,188 @@
+"""Configs damaged at random: facts or a refusal in words come out, and nothing else."""
+
+import collections
+import copy
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.config_file import ConfigFile, read_config
+from dflash_aot.cache.draft_config import is_speculators, read_draft
+from dflash_aot.cache.errors import BadCheckpoint, DflashError
+from dflash_aot.cache.speculators import read_verifier
+from dflash_aot.cache.target_config import read_target
+
+FILE = Path("hostile/config.json")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
+NUMBERS = [0, 1, -1, 2, 3, 2**31 - 2, 2**31, 2**63, 10**400, -(10**400), 0.5, 1.0, -0.0, 1e-320, 1e-9, 1e15, 1e308]
+NASTY = [None, True, False, *NUMBERS, float("nan"), float("inf"), float("-inf"), "", "x", "\ud800", "0", [], {}]
+NESTED = [[[]], [None], [{}], [1, "x"], {"x": {}}, {"rope_theta": 1}, ["sliding_attention"] * 5, [[1, [2, [3]]]]]
+VALUES = [*NASTY, *NESTED, YARN, {**YARN, "rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}]
+KEYS = [
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_type",
+    "factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "is_causal",
+    "causal",
+    "max_window_layers",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "proposal_methods",
+    "num_target_layers",
+    "head_dim",
+    "mlp_bias",
+    "num_local_experts",
+    "mlp_only_layers",
+    "model_type",
+    "projector_type",
+    "verifier",
+]
+
+
+def containers(value):
+    """Every object and every list that is not empty, outermost first."""
+    if isinstance(value, dict | list) and value:
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from containers(inner)
+
+
+def damage(dice, config):
+    """One key or item deleted, replaced, copied elsewhere, swapped or added."""
+    places = list(containers(config))
+    place = dice.choice(places)
+    key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
+    match dice.randrange(6):
+        case 0:
+            del place[key]
+        case 1:
+            other = dice.choice([one for one in places if isinstance(one, dict)])
+            other[str(key)] = copy.deepcopy(place[key])
+        case 2 if isinstance(place, dict):
+            other = dice.choice(list(place))
+            place[key], place[other] = place[other], place[key]
+        case 3 if isinstance(place, dict):
+            place[dice.choice(KEYS)] = copy.deepcopy(dice.choice(VALUES))
+        case _:
+            place[key] = copy.deepcopy(dice.choice(VALUES))
+
+
+def damaged(seed, config):
+    dice = random.Random(seed)
+    config = copy.deepcopy(config)
+    for _ in range(dice.choice([1, 1, 2, 3])):
+        if config:
+            damage(dice, config)
+    return config
+
+
+def check_facts(facts):
+    """They survive the manifest, and their frequencies are angles that a float32 holds."""
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=type(facts)) == facts
+    rope = facts.decoder.rope
+    frequencies = np.array([*rope.inverse_frequencies(), rope.attention_factor], np.float32)
+    assert len(frequencies) == rope.head_dim // 2 + 1
+    assert np.isfinite(frequencies).all() and (frequencies > 0).all()
+    if isinstance(facts, Draft):
+        assert len(facts.windows) == facts.decoder.layers
+        assert 1 <= facts.verified < facts.block
+        assert min(facts.taps) >= 0
+
+
+def outcome(read, config):
+    try:
+        facts = read(ConfigFile(FILE, config))
+    except DflashError as error:
+        assert str(error).startswith(str(FILE)) and len(str(error)) < 3000, error
+        str(error).encode()  # it can be printed
+        return "refused"
+    assert isinstance(facts, Target | Draft)
+    check_facts(facts)
+    return "read"
+
+
+PAIRS = {
+    "Qwen3-4B": None,
+    "Qwen3-30B-A3B": None,
+    "Llama-3.1-8B": None,
+    "Qwen3-4B-DFlash-b16": "Qwen3-4B",
+    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
+    "speculators-tiny/draft": "qwen3-tiny-tied/target",
+    "qwen3-tiny-swa/draft_speculators": "qwen3-tiny-swa/target",
+}
+
+
+@pytest.fixture
+def reader(read_published_target):
+    """The name of a config → what reads it, as a target or as the draft of its target."""
+
+    def choose(name):
+        if (target := PAIRS[name]) is None:
+            return read_target
+        facts = read_published_target(target)
+
+        def read(config):
+            if is_speculators(config):
+                read_verifier(config)
+            return read_draft(config, facts)
+
+        return read
+
+    return choose
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_damaged_config_is_read_or_refused_in_words(published, reader, name):
+    config, read = published(name), reader(name)
+    assert outcome(read, config) == "read"
+    counts = collections.Counter(outcome(read, damaged(seed, config)) for seed in range(500))
+    assert min(counts["read"], counts["refused"]) > 50, counts
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_any_value_under_any_key_is_read_or_refused_in_words(published, reader, name):
+    """Every key at the top and in sections, times every value."""
+    read = reader(name)
+    for index, place in enumerate(containers(published(name))):
+        for key in place if isinstance(place, dict) else range(len(place)):
+            for value in VALUES:
+                config = published(name)
+                list(containers(config))[index][key] = copy.deepcopy(value)
+                outcome(read, config)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"x": '])
+@pytest.mark.parametrize("key", ["architectures", "dflash_config", "hidden_size", "layer_types", "rope_scaling"])
+def test_values_nested_deeper_than_the_stack_are_read_or_refused_in_words(write_config, published, key, opening):
+    """Also at the depth where decoding them just succeeds, and printing them would not."""
+    target = read_target(ConfigFile(FILE, published("Qwen3-4B")))
+    config = json.dumps({**published("Qwen3-4B-DFlash-b16"), key: "HERE"})
+    for depth in (3, *range(700, 1000, 3), 100_000):
+        nested = opening * depth + "1" + ("]" if opening == "[" else "}") * depth
+        directory = write_config(config.replace('"HERE"', nested))
+        try:
+            read_draft(read_config(directory), target)
+        except DflashError as error:
+            assert len(str(error)) < 3000
+    with pytest.raises(BadCheckpoint, match="is not JSON: maximum recursion depth exceeded"):
+        read_config(directory)

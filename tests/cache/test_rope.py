@@ -1,0 +1,247 @@
+"""Rotary frequencies: as transformers computes them, and the scalings that are refused."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dflash_aot.cache.config_file import ConfigFile
+from dflash_aot.cache.rope import Linear, Llama3, Rope, Yarn, read_rope
+
+FILE = Path("model/config.json")
+POSITIONS = 40960
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10240}
+GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "nothing": {},
+    "linear": LINEAR,
+    "linear, whole number": {"type": "linear", "factor": 2},
+    "llama3": LLAMA3,
+    "llama3, small": {**LLAMA3, "original_max_position_embeddings": 64, "factor": 2.5},
+    "llama3, all kept": {**LLAMA3, "low_freq_factor": 1e-6, "high_freq_factor": 1e-5},
+    "llama3, all divided": {**LLAMA3, "low_freq_factor": 1e7, "high_freq_factor": 1e8},
+    "yarn": YARN,
+    "yarn as older files name it": {**YARN, "rope_type": None, "type": "yarn"},
+    "yarn, attention_factor": {**YARN, "attention_factor": 0.7},
+    "yarn, mscale": {**YARN, "mscale": 0.707},
+    "yarn, mscale_all_dim": {**YARN, "mscale_all_dim": 0.5},
+    "yarn, both mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
+    "yarn, mscales and attention_factor": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "attention_factor": 1.5},
+    "yarn, betas": {**YARN, "beta_fast": 64, "beta_slow": 2.5},
+    "yarn, equal betas": {**YARN, "beta_fast": 7.0, "beta_slow": 7.0, "truncate": False},
+    "yarn, beta_slow alone": {**YARN, "beta_slow": 0.25},
+    "yarn, truncated": {**YARN, "truncate": True},
+    "yarn, not truncated": {**YARN, "truncate": False},
+    "yarn, truncate null": {**YARN, "truncate": None},
+    "yarn, original absent": {"rope_type": "yarn", "factor": 4.0},
+    "yarn, original null": {**YARN, "original_max_position_embeddings": 2048, "factor": None},
+    "yarn, shrinking": {**YARN, "factor": 0.5},
+    "yarn of gpt-oss": GPT_OSS,
+}
+
+
+def read(head_dim=128, **values):
+    return read_rope(ConfigFile(FILE, values), head_dim, POSITIONS)
+
+
+def embed(config_class, embedding_class, head_dim, **values):
+    """Transformers' own: frequencies and what cosines and sines are multiplied by. It writes into what it is given."""
+    config = config_class(head_dim=head_dim, max_position_embeddings=POSITIONS, **copy.deepcopy(values))
+    embedding = embedding_class(config)
+    return embedding.inv_freq.numpy(), embedding.attention_scaling
+
+
+def without_nulls(scaling):
+    """A null type means absent here; transformers looks it up."""
+    return {key: value for key, value in scaling.items() if not (key == "rope_type" and value is None)}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize(
+    ("config_class", "embedding_class", "head_dim", "theta"),
+    [(Qwen3Config, Qwen3RotaryEmbedding, 128, 1000000), (LlamaConfig, LlamaRotaryEmbedding, 64, 10000.0)],
+)
+def test_frequencies_are_those_of_transformers(config_class, embedding_class, head_dim, theta, scaling):
+    for values in (
+        {"rope_parameters": {**scaling, "rope_theta": theta}},
+        {"rope_parameters": scaling, "rope_theta": theta},
+        {"rope_scaling": scaling or None, "rope_theta": theta},
+    ):
+        rope = read(head_dim, **values)
+        theirs = {key: without_nulls(value) if isinstance(value, dict) else value for key, value in values.items()}
+        frequencies, attention_factor = embed(config_class, embedding_class, head_dim, **theirs)
+        np.testing.assert_allclose(rope.inverse_frequencies(), frequencies, rtol=1e-5)
+        np.testing.assert_allclose(rope.attention_factor, attention_factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
+def test_original_positions_at_the_top_count_more_as_in_transformers(scaling):
+    values = {"rope_scaling": scaling, "rope_theta": 10000.0, "original_max_position_embeddings": 512}
+    frequencies, _ = embed(Qwen3Config, Qwen3RotaryEmbedding, 128, **values)
+    np.testing.assert_allclose(read(**values).inverse_frequencies(), frequencies, rtol=1e-5)
+    assert read(**values).scaling.original_positions == 512
+
+
+def test_scalings_differ_from_one_another():
+    ropes = [read(rope_scaling=scaling, rope_theta=1e6) for scaling in (None, LINEAR, LLAMA3, YARN, GPT_OSS)]
+    assert len({rope.inverse_frequencies() for rope in ropes}) == 5
+
+
+def test_frequencies_fall_from_one():
+    assert Rope(10_000.0, 4).inverse_frequencies() == (1.0, pytest.approx(0.01))
+
+
+def test_scalings_are_read_as_they_stand():
+    assert read(rope_theta=5e5, rope_scaling=LINEAR) == Rope(5e5, 128, Linear(4.0))
+    assert read(rope_theta=5e5, rope_scaling=LLAMA3) == Rope(5e5, 128, Llama3(8.0, 1.0, 4.0, 8192))
+    assert read(rope_theta=5e5, rope_scaling=GPT_OSS).scaling == Yarn(
+        factor=32.0,
+        original_positions=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncated=False,
+        attention_factor=pytest.approx(1.3465735902799727),
+    )
+
+
+def test_the_factor_of_yarn_follows_from_the_positions_where_it_is_absent():
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
+    assert read(rope_theta=1e6, rope_scaling=scaling) == read(rope_theta=1e6, rope_scaling={**YARN, "factor": 4})
+
+
+def test_rope_parameters_come_before_rope_theta():
+    assert read(rope_parameters={"rope_theta": 500.0}, rope_theta=1e6).theta == 500.0
+    assert read(rope_parameters={}, rope_theta=1e6).theta == 1e6
+    assert read(rope_parameters={"rope_theta": 500.0}).theta == 500.0
+
+
+def test_two_places_may_say_the_same():
+    both = {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN}
+    assert read(**both) == read(rope_theta=1e6, rope_scaling=YARN)
+
+
+def test_two_places_that_disagree_are_refused(refusal):
+    message = refusal(read, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=LINEAR)
+    found = "{'factor': 4.0, 'rope_type': 'linear'}"
+    assert message == f"{FILE}: rope_scaling is {found}: rope_parameters says something else"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_type": "dynamic"}, "rope_type is 'dynamic': the rotary embeddings that run are default, linear,"),
+        ({"rope_type": "longrope"}, "rope_type is 'longrope': the rotary embeddings that run are"),
+        ({"rope_type": ""}, "rope_type is '': the rotary embeddings that run are default, linear, llama3, yarn"),
+        ({"rope_type": None, "type": "su"}, "type is 'su': the rotary embeddings that run are"),
+        ({"rope_type": 3}, "rope_type is 3: expected a text"),
+        ({"rope_type": None}, "rope_type is missing, so nothing says what factor is for"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: heads are rotated whole here"),
+        ({"full_attention": {}}, "full_attention is {}: one rotary embedding for all layers is what runs"),
+        ({"rope_type": "linear", "factor": None}, "factor is None: expected a positive number"),
+        ({"rope_type": "linear", "factor": 0}, "factor is 0: expected a positive number"),
+        ({"rope_type": "linear", "factor": -1.0}, "factor is -1.0: expected a positive number"),
+        ({"rope_type": "linear", "factor": "4"}, "factor is '4': expected a positive number"),
+        ({"rope_type": "linear", "factor": 1e300}, "factor is 1e+300: expected 1e-09 to 1e+15"),
+        ({"rope_type": "linear", "factor": 1e-300}, "factor is 1e-300: expected 1e-09 to 1e+15"),
+        ({"rope_type": "linear", "factor": float("inf")}, "factor is inf: expected a positive number"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor is nan: expected a positive number"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor is 100000000000000000...000000000000000000"),
+        ({"rope_type": "llama3", "factor": None}, "factor is None: expected a positive number"),
+        ({"rope_type": "llama3", "low_freq_factor": None}, "low_freq_factor is None: expected a positive number"),
+        ({"rope_type": "llama3", "high_freq_factor": None}, "high_freq_factor is None: expected a positive number"),
+        (
+            {"rope_type": "llama3", "original_max_position_embeddings": None},
+            "original_max_position_embeddings is missing; expected a whole number",
+        ),
+        (
+            {"rope_type": "llama3", "low_freq_factor": 4.0},
+            "low_freq_factor is 4.0: expected less than high_freq_factor, which is 4.0",
+        ),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": None},
+            "factor is missing, and so is original_max_position_embeddings, which it could follow from",
+        ),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 0},
+            "original_max_position_embeddings is 0: expected a positive number",
+        ),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 8192.0},
+            "original_max_position_embeddings is 8192.0: expected a whole number",
+        ),
+        ({"rope_type": "yarn", "beta_fast": 0.5}, "beta_fast is 0.5: expected no less than beta_slow, which is 1.0"),
+        ({"rope_type": "yarn", "beta_slow": 1e300}, "beta_slow is 1e+300: expected 1e-09 to 1e+15"),
+        ({"rope_type": "yarn", "attention_factor": 0.0}, "attention_factor is 0.0: expected a positive number"),
+        ({"rope_type": "yarn", "mscale": "1"}, "mscale is '1': expected a positive number"),
+        ({"rope_type": "yarn", "truncate": 1}, "truncate is 1: expected true or false"),
+    ],
+)
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_a_scaling_is_refused_with_its_place_key_and_what_was_found(refusal, place, changes, words):
+    section = {**LLAMA3, **changes}
+    message = refusal(read, rope_theta=1e6, **{place: section})
+    assert message.startswith(f"{FILE}: {place}.{words}")
+
+
+@pytest.mark.parametrize("theta", [1, 1.0, 0.5, 1e-9])
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN])
+def test_a_base_of_one_or_less_is_refused(refusal, theta, scaling):
+    words = "more than 1 is needed for frequencies that fall"
+    top = refusal(read, rope_theta=theta, rope_scaling=scaling)
+    inner = refusal(read, rope_parameters={**scaling, "rope_theta": theta})
+    assert top == f"{FILE}: rope_theta is {float(theta)}: {words}"
+    assert inner == f"{FILE}: rope_parameters.rope_theta is {float(theta)}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "rope_theta is None: expected a positive number"),
+        ({"rope_theta": True}, "rope_theta is True: expected a positive number"),
+        ({"rope_theta": 0}, "rope_theta is 0: expected a positive number"),
+        ({"rope_theta": 1e300}, "rope_theta is 1e+300: expected 1e-09 to 1e+15"),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25: heads are rotated whole"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None: expected a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta is 0: expected a positive number"),
+        ({"rope_parameters": []}, "rope_parameters is []: expected an object"),
+        ({"rope_scaling": 4.0}, "rope_scaling is 4.0: expected an object"),
+    ],
+)
+def test_a_base_is_refused_likewise(refusal, values, words):
+    assert refusal(read, **values).startswith(f"{FILE}: {words}")
+
+
+def test_a_whole_rotary_factor_changes_nothing():
+    assert read(rope_theta=1e6, partial_rotary_factor=1.0) == read(rope_theta=1e6)
+
+
+@pytest.mark.parametrize("extreme", [1e-9, 1e15])
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"])
+def test_the_widest_numbers_that_are_read_make_frequencies_that_a_float32_holds(key, extreme):
+    other = {"beta_fast": {"beta_slow": 1e-9}, "beta_slow": {"beta_fast": 1e15}}.get(key, {})
+    for theta in (1.0000000000000002, 1e15):
+        rope = read(
+            rope_theta=theta, rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, **other, key: extreme}
+        )
+        frequencies = np.array([*rope.inverse_frequencies(), rope.attention_factor], np.float32)
+        assert np.isfinite(frequencies).all() and (frequencies > 0).all()
