@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 source bin/environment.sh
 
 # The embedded pair has read the Python standard library, and nothing else.
-prompt="${1:-$'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n'}"
+default=$'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n'
+prompt="${1:-$default}"
 
 make_environment
 if ! is_installed run; then

@@ -21,6 +21,7 @@ ALLOWED = frozenset(
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),
         ("jaxlib._jax", "DeviceList"),
+        ("ml_dtypes", "bfloat16"),
         ("numpy", "dtype"),
     }
 )

@@ -65,6 +65,7 @@ RUNS = {
         Golden("rounded", UNTIED, "golden_bf16_weights_f32_compute"),
         Golden("swa", SLIDING, "golden_swa_causal"),
         Golden("flash", SLIDING, "golden_swa_flash", "draft_flash"),
+        Golden("unwindowed", SLIDING, "golden_full", "draft_full"),
         Golden("anchored", SLIDING, "golden_speculators_causal"),
         Golden("anchored_noncausal", SLIDING, "golden_speculators_noncausal", "draft_speculators_noncausal"),
         Golden("llama", LLAMA),
@@ -97,6 +98,12 @@ def runs() -> dict[str, Golden]:
 
 
 @pytest.fixture(scope="session")
+def rounded_run() -> Golden:
+    """Weights and arithmetic in bfloat16, where ties are exact and fall as they may."""
+    return COMPUTED_IN_BFLOAT16
+
+
+@pytest.fixture(scope="session")
 def golden_directory() -> Path:
     """What else the reference said lies here."""
     return GOLDEN
@@ -121,11 +128,14 @@ GRIDS = {
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
-    **dict.fromkeys(("swa", "flash", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
+    **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
 }
+GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Other weights, or another way to store them, for the executables of another set.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
-PAIRS = {**RUNS, "tiny": RUNS["tied"]}  # the embedded pair needs no flags
+COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
+# The embedded pair needs no flags.
+PAIRS = {**RUNS, "tiny": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
 
 
 @pytest.fixture(scope="session")
@@ -147,7 +157,8 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
             pair = PAIRS.get(name)
             named = {"target": pair.target, "draft": pair.draft} if pair else {}
             flags = {**named, "bundle": path, "buckets": GRIDS[name]}
-            command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu"]
+            dtype = "bfloat16" if name == "bfloat16" else "float32"
+            command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu", f"--dtype={dtype}"]
             done = subprocess.run(
                 [*command, *(f"--{flag}={value}" for flag, value in flags.items())], text=True, stderr=subprocess.PIPE
             )

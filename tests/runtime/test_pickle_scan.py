@@ -133,10 +133,10 @@ def test_a_frame_border_between_the_two_texts_hides_nothing():
 
 
 def test_the_executables_of_this_version_of_jax_pass_and_use_what_is_allowed(bundle):
-    path = bundle("tiny")
     asked = set()
-    for entry in read_manifest(path).entries:
-        blob = Store(path).read(entry)
-        scan_pickle(blob, entry.signature.label)
-        asked |= set(names_asked(blob))
+    for path in (bundle("tiny"), bundle("bfloat16")):
+        for entry in read_manifest(path).entries:
+            blob = Store(path).read(entry)
+            scan_pickle(blob, entry.signature.label)
+            asked |= set(names_asked(blob))
     assert asked and asked <= ALLOWED
