@@ -73,7 +73,7 @@ def precompile() -> None:
     programs = Programs(target, draft, dtype)
     _say(f"draft of {draft.dialect}'s format: {describe_draft(draft)}")
     if _PLAN.value:
-        report_plan(programs, grid, bundle)
+        report_plan(programs, grid, bundle, draft.dialect)
         return
     environment, store = read_environment(platform), Store(bundle)
     with store.open_for_building():
@@ -91,7 +91,7 @@ def precompile() -> None:
                 entries=report.entries,
             )
         )
-    report_build(report, bundle)
+    report_build(report, bundle, draft.dialect)
 
 
 def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
@@ -133,15 +133,25 @@ def describe_draft(draft: Draft) -> str:
     return ", ".join(parts)
 
 
-def report_plan(programs: Programs, grid: Grid, bundle: Path) -> None:
+def report_plan(programs: Programs, grid: Grid, bundle: Path, dialect: str) -> None:
     """What a build would make, and the memory that serving it takes apart from temporaries and code."""
     signatures = programs.signatures(grid)
     counts = Counter(signature.program for signature in signatures)
     weights = sum(recipe.bytes for recipe in programs.recipes())
     state = sum(array.bytes for array in state_arrays(programs.pair, grid))
     if _JSON.value:
-        plan = {"bundle": str(bundle), "grid": str(grid), "executables": len(signatures), "programs": counts}
-        print(json.dumps({**plan, "weight_bytes": weights, "state_bytes": state}))
+        plan = {"bundle": str(bundle), "dialect": dialect, "grid": str(grid)}
+        print(
+            json.dumps(
+                {
+                    **plan,
+                    "executables": len(signatures),
+                    "programs": counts,
+                    "weight_bytes": weights,
+                    "state_bytes": state,
+                }
+            )
+        )
         return
     print(
         format_table(("program", "executables"), [(name, str(count)) for name, count in counts.items()]),
@@ -151,12 +161,12 @@ def report_plan(programs: Programs, grid: Grid, bundle: Path) -> None:
     _say(f"on the device: weights {format_bytes(weights)}, kv and other state {format_bytes(state)}, and temporaries")
 
 
-def report_build(report: Report, bundle: Path) -> None:
+def report_build(report: Report, bundle: Path, dialect: str) -> None:
     """The closing table, or the same as JSON."""
     entries, compiled = report.entries, report.compiled
     size = sum(entry.bytes for entry in entries)
     if _JSON.value:
-        summary = {"bundle": str(bundle), "executables": len(entries), "compiled": len(compiled)}
+        summary = {"bundle": str(bundle), "dialect": dialect, "executables": len(entries), "compiled": len(compiled)}
         rows = [{**_describe(entry), "compiled": entry.key in compiled} for entry in entries]
         print(
             json.dumps(

@@ -11,6 +11,7 @@ from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 COUNTS = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
 
@@ -31,6 +32,7 @@ def test_what_is_missing_is_compiled_and_nothing_else(command, pair, copy):
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json")
     report = json.loads(done.out)
     assert (done.code, report["executables"], report["compiled"], report["reused"]) == (0, 7, 0, 7)
+    assert report["dialect"] == "z-lab"
     smallest = min(read_manifest(copy).entries, key=lambda entry: entry.bytes)
     (copy / "executables" / smallest.sha256).unlink()
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json", "--jobs=1")
@@ -57,6 +59,27 @@ def test_a_plan_counts_and_builds_nothing(command, pair, tmp_path):
     done = command(precompile, *arguments)
     assert (done.code, done.out) == (0, "") and "7 executables for" in done.err
     assert not place.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "k", "gigabytes"),
+    [
+        ("Qwen3-4B", "Qwen3-4B-DFlash-b16", 15, 9.1),
+        ("Qwen3-8B", "Qwen3-8B-DFlash-b16", 15, 18.5),
+        ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat", 9, None),
+    ],
+)
+def test_real_shapes_are_planned_from_their_configs_alone(command, tmp_path, target, draft, k, gigabytes):
+    for name in (target, draft):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((CONFIGS / f"{name}.json").read_bytes())
+    pair = [f"--target={tmp_path / target}", f"--draft={tmp_path / draft}", "--dtype=bfloat16"]
+    grid = f"batch=1,4,8 length=1024,4096 k=0,7,{k} prefill=256"
+    plan = json.loads(command(precompile, *pair, f"--buckets={grid}", "--plan", "--json").out)
+    assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 43)
+    # 36 or 32 layers, 8 kv heads of 128, and the draft's 5: 8 slots of 4096 + 256 positions, keys and values, 2 bytes
+    assert plan["state_bytes"] > 2 * 2 * (32 + 5) * 8 * 8 * 4352 * 128
+    assert gigabytes is None or round(plan["weight_bytes"] / 1e9, 1) == gigabytes
 
 
 def test_without_buckets_a_sensible_grid_is_planned(command, pair, tmp_path):
