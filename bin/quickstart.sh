@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source bin/environment.sh
 
 # The embedded pair has read the Python standard library, and nothing else.
-default=$'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n'
+default=$'def main():\n    import argparse\n    parser = argparse.ArgumentParser()\n'
 prompt="${1:-$default}"
 
 make_environment
