@@ -68,7 +68,10 @@ class ConfigFile:
     def integer(self, key: str) -> int:
         return self.require(key, int)
 
-    def positive(self, key: str, most: int = LARGEST) -> int:
+    def positive(self, key: str, most: int = LARGEST, default: int | None = None) -> int:
+        """`default` only for formats that give an absent key a meaning."""
+        if default is not None and not self.has(key):
+            return default
         if (value := self.require(key, int)) < 1:
             raise self.refusal(key, value, "expected a positive number")
         if value > most:

@@ -33,7 +33,7 @@ SIDECAR = "mask_embedding.pt"
 def read_draft(config: ConfigFile, target: Target) -> Draft:
     """A draft's `config.json`, checked against the target that it is to draft for. Raises BadCheckpoint."""
     _refuse_relatives(config)
-    draft = read_speculators(config, target) if is_speculators(config) else _read_as_zlab(config, target)
+    draft = read_speculators(config) if is_speculators(config) else _read_as_zlab(config, target)
     _check_pair(config, target, draft)
     return draft
 

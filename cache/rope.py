@@ -121,7 +121,7 @@ def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> Yarn:
     place = _place_of_original(config, section)
     if not (place.has(ORIGINAL) or section.has("factor")):
         raise BadCheckpoint(f"{section.where('factor')} is missing, and so is {ORIGINAL}, which it could follow from")
-    original = place.positive(ORIGINAL) if place.has(ORIGINAL) else positions
+    original = place.positive(ORIGINAL, default=positions)
     factor = _read_number(section, "factor", default=positions / original)
     fast, slow = _read_number(section, "beta_fast", 32.0), _read_number(section, "beta_slow", 1.0)
     if fast < slow:

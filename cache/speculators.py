@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dflash_aot.cache.architecture import Draft, Target, Window
+from dflash_aot.cache.architecture import Draft, Window
 from dflash_aot.cache.config_file import ConfigFile
 from dflash_aot.cache.decoder_config import read_decoder, read_dense
 from dflash_aot.cache.errors import BadCheckpoint
@@ -31,7 +31,7 @@ QWEN3_DEFAULTS: dict[str, Any] = {
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
 
 
-def read_speculators(config: ConfigFile, target: Target) -> Draft:
+def read_speculators(config: ConfigFile) -> Draft:
     """Raises BadCheckpoint."""
     for key, place in (("speculators_model_type", config), ("algorithm", config.section("speculators_config"))):
         if place.has(key) and place.require(key, str) != "dflash":
@@ -43,17 +43,16 @@ def read_speculators(config: ConfigFile, target: Target) -> Draft:
         raise BadCheckpoint(
             f"{config.where('aux_hidden_state_layer_ids')} is missing; expected a list of whole numbers"
         )
-    block = config.positive("block_size") if config.has("block_size") else DEFAULT_BLOCK
-    vocab = config.positive("draft_vocab_size") if config.has("draft_vocab_size") else DEFAULT_VOCAB
+    block = config.positive("block_size", default=DEFAULT_BLOCK)
+    vocab = config.positive("draft_vocab_size", default=DEFAULT_VOCAB)
     if vocab > decoder.vocab:
         raise config.refusal("draft_vocab_size", vocab, f"the vocabulary that it is chosen from has {decoder.vocab}")
-    wide = config.positive("target_hidden_size") if config.has("target_hidden_size") else decoder.hidden
     return Draft(
         decoder=decoder,
         block=block,
         mask_token=config.integer("mask_token_id"),
         taps=tuple(tap - 1 for tap in taps),  # hidden state 0 is the embedding's output
-        target_hidden=wide,
+        target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
         windows=_read_windows(config, layers, decoder.layers),
         dialect="speculators",
         vocab=vocab,
@@ -106,4 +105,4 @@ def _read_k(config: ConfigFile, block: int) -> int:
     if not isinstance(first, dict):
         raise config.refusal("speculators_config.proposal_methods", methods, "expected a list of objects")
     method = ConfigFile(config.path, first, "speculators_config.proposal_methods[0].")
-    return min(method.positive("speculative_tokens"), block - 1) if method.has("speculative_tokens") else block - 1
+    return min(method.positive("speculative_tokens", default=block - 1), block - 1)
