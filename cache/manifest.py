@@ -15,7 +15,7 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.signature import Array, Signature
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "manifest.json"
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,6 +31,32 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: Size
 
 
+class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The compiler's own count of a call; it counts the body of a loop once."""
+
+    flops: float
+    bytes_accessed: float
+
+
+class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An instruction of the optimized program that copies a buffer the size of weights or kv."""
+
+    instruction: str
+    shape: str
+    bytes: Size
+
+
+class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the optimized program is like: how inputs lie in memory, by name; what it copies; what devices exchange.
+
+    `collectives` counts instructions by kind; one in the body of a loop counts once.
+    """
+
+    layouts: dict[str, str]
+    copies: tuple[LargeCopy, ...]
+    collectives: dict[str, int]
+
+
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One executable: what it is, which file holds it, what it cost to build."""
 
@@ -40,6 +66,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Size
     seconds: float
     memory: Memory
+    cost: Cost
+    inspection: Inspection
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def known_arrays(self) -> dict[str, Array]:
         """State and weights by name, as signatures refer to them."""
-        weights = (Array(recipe.name, recipe.shape, recipe.dtype) for recipe in self.weights)
+        weights = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in self.weights)
         return {array.name: array for array in (*self.state, *weights)}
 
     def rebuild_command(self, bundle: Path) -> str:

@@ -33,8 +33,8 @@ class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One weight argument: its name, shape and dtype on the device, and the tensors that fill it completely.
 
-    otherwise: the argument that takes its place where the checkpoint has none of its tensors. mapped: the numbers
-    in it are token offsets, to be checked as such.
+    sharding: as `Array`'s. otherwise: the argument that takes its place where the checkpoint has none of its
+    tensors. mapped: the numbers in it are token offsets, to be checked as such.
     """
 
     name: str
@@ -42,6 +42,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     dtype: str
     placements: tuple[Placement, ...]
+    sharding: tuple[str | None, ...] = ()
     otherwise: str | None = None
     mapped: MaskedMap | None = None
 

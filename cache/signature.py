@@ -14,19 +14,25 @@ from dflash_aot.cache.recipe import ITEM_BYTES
 
 ProgramName = Literal["prefill", "draft", "verify", "kv_write", "move"]
 INT, BOOL = "int32", "bool"
+AXIS = "model"  # of the mesh: what tensor parallelism splits
+Dimensions = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Name, shape and dtype of one array; `sharding` names the mesh axis of each dimension, () for none."""
+    """Name, shape and dtype of one array, whole; `sharding` says which dimension the devices split, if any."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    sharding: tuple[str | None, ...] = ()
+    sharding: Dimensions = ()
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def shard_bytes(self, devices: int) -> int:
+        """What each of `devices` holds of it."""
+        return self.bytes // devices if AXIS in self.sharding else self.bytes
 
 
 class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,15 +5,17 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.architecture import Decoder, Experts, Target
 from dflash_aot.compile.experts import RoutedMlp
+from dflash_aot.compile.layer_loop import Index, make_layers, run_layers
 from dflash_aot.compile.layers import Attention, Linear, Mlp, RmsNorm, Rotation, multiply
 
 Kv = TypeVar("Kv")
 # (kv, layer, queries [B,T,G,R,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,T,G,R,D], kv)
-Attend = Callable[[Kv, int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
+Attend = Callable[[Kv, Index, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
 
 
 class DecoderLayer(nnx.Module):
@@ -29,7 +31,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype)
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: int, attend: Attend[Kv]
+        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: Index, attend: Attend[Kv]
     ) -> tuple[jax.Array, Kv]:
         h = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(h, rotation)
@@ -41,17 +43,17 @@ class DecoderLayer(nnx.Module):
 class Stack(nnx.Module):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    def __init__(self, decoder: Decoder, dtype: str):
+    def __init__(self, decoder: Decoder, dtype: str, stacked: bool):
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype)
-        self.layers = nnx.List([DecoderLayer(decoder, dtype) for _ in range(decoder.layers)])
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
 
 
 class CausalLM(nnx.Module):
-    """A causal language model with taps."""
+    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`)."""
 
-    def __init__(self, target: Target, dtype: str):
-        self.model = Stack(target.decoder, dtype)
+    def __init__(self, target: Target, dtype: str, stacked: bool = False):
+        self.model = Stack(target.decoder, dtype, stacked)
         if not target.tied:
             self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype)
         self.target = target
@@ -69,11 +71,21 @@ class CausalLM(nnx.Module):
         """
         x = self.embed(ids)
         rotation = Rotation(self.target.decoder.rope, positions, x.dtype)
-        tapped = {}
-        for index, layer in enumerate(self.model.layers):
+        layers = self.target.decoder.layers
+        # A place for every tap, and one that all other layers write over.
+        places = np.full(layers, len(taps), np.int32)
+        places[list(taps)] = range(len(taps))
+
+        def run(
+            index: Index, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
+        ) -> tuple[jax.Array, Kv, jax.Array]:
+            x, kv, tapped = carry
             x, kv = layer(x, rotation, kv, index, attend)
-            tapped[index] = x
-        return x, jnp.concatenate([tapped[tap] for tap in taps], axis=-1), kv
+            return x, kv, jax.lax.dynamic_update_index_in_dim(tapped, x, jnp.asarray(places)[index], axis=2)
+
+        tapped = jnp.zeros((*x.shape[:2], len(taps) + 1, x.shape[2]), x.dtype)
+        x, kv, tapped = run_layers(self.model.layers, layers, run, (x, kv, tapped))
+        return x, tapped[:, :, : len(taps)].reshape(*x.shape[:2], -1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states before the final norm [.., H] → float32 [.., V]."""

@@ -11,21 +11,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.architecture import Draft
-from dflash_aot.compile.causal_lm import CausalLM, DecoderLayer
+from dflash_aot.compile.causal_lm import CausalLM, DecoderLayer, Kv
+from dflash_aot.compile.layer_loop import Index, make_layers, run_layers
 from dflash_aot.compile.layers import Linear, RmsNorm, Rotation, multiply, parameter
 
 # (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
-AttendContext = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+AttendContext = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
+
+# (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
+WriteContext = Callable[[Kv, Index, jax.Array, jax.Array], Kv]
 
 
 class DFlash(nnx.Module):
     """DFlashDraftModel."""
 
-    def __init__(self, draft: Draft, dtype: str):
+    def __init__(self, draft: Draft, dtype: str, stacked: bool = False):
         decoder = draft.decoder
         self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.layers = nnx.List([DecoderLayer(decoder, dtype) for _ in range(decoder.layers)])
+        # A loop has one body: layers with windows of different kinds stay unrolled.
+        alike = len(set(draft.windows)) == 1
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype), stacked and alike)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if draft.vocab is not None:
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype)
@@ -34,14 +40,18 @@ class DFlash(nnx.Module):
                 self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
         self.draft = draft
 
-    def context_keys_values(self, features: jax.Array, positions: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """features [B, T, taps·H_target] at absolute positions [B, T] → per layer keys, values [B, G, T, D].
+    def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
+        """features [B, T, taps·H_target] at absolute positions [B, T]; `write` takes each layer's keys and values.
 
         The layers' `input_layernorm` is not applied to the context.
         """
         context = self.hidden_norm(self.fc(features))
         rotation = Rotation(self.draft.decoder.rope, positions, context.dtype)
-        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]
+
+        def run(index: Index, layer: DecoderLayer, kv: Kv) -> Kv:
+            return write(kv, index, *layer.self_attn.keys_values(context, rotation))
+
+        return run_layers(self.layers, self.draft.decoder.layers, run, kv)
 
     def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendContext) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].
@@ -49,9 +59,11 @@ class DFlash(nnx.Module):
         Row i speaks of the token at its own position; row 0, the anchor's, of nothing.
         """
         rotation = Rotation(self.draft.decoder.rope, positions, x.dtype)
-        for index, layer in enumerate(self.layers):
-            x, _ = layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))
-        return self.norm(x)
+
+        def run(index: Index, layer: DecoderLayer, x: jax.Array) -> jax.Array:
+            return layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))[0]
+
+        return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
         """[B, T] → [B, T, H]."""

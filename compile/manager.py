@@ -15,7 +15,8 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.manifest import Entry, Memory
 from dflash_aot.cache.signature import Array, Signature, state_arrays
 from dflash_aot.cache.store import Store
-from dflash_aot.compile.lowering import check_donation, executable_key, lower
+from dflash_aot.compile.inspection import inspect, read_cost
+from dflash_aot.compile.lowering import check_donation, executable_key, input_arrays, lower
 from dflash_aot.compile.programs import Programs
 
 
@@ -131,7 +132,7 @@ class _Build:
 
 def known_arrays(programs: Programs, grid: Grid) -> Mapping[str, Array]:
     """State and weights by name, as signatures refer to them."""
-    weights = (Array(recipe.name, recipe.shape, recipe.dtype) for recipe in programs.recipes())
+    weights = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in programs.recipes())
     return {array.name: array for array in (*state_arrays(programs.pair, grid), *weights)}
 
 
@@ -159,6 +160,8 @@ def _compile(
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
+        cost=read_cost(compiled),
+        inspection=inspect(compiled, [array.name for array in input_arrays(signature, known)]),
     )
     store.add(entry, blob)
     return entry

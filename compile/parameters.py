@@ -1,9 +1,10 @@
 """Between a flax module and flat, named arrays: signatures, recipes and programs speak of names only."""
 
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
+import msgspec
 import numpy as np
 from flax import nnx
 
@@ -40,13 +41,26 @@ class Bound(Generic[Model]):
 
 
 def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
-    """The parameter's tensors lie side by side, in equal parts, along its `axis`."""
+    """Of a parameter, or of one that stacks those of all layers along a first axis."""
     shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
+    prefix, layers = name.rpartition(".")[0], facts.get("stacked")
+    if layers is None:
+        placements = _place(prefix, shape, facts)
+    else:
+        placements = tuple(
+            msgspec.structs.replace(one, offset=(layer, *one.offset), extent=(1, *one.extent))
+            for layer in range(layers)
+            for one in _place(f"{prefix}.".replace("layers.", f"layers.{layer}.").rstrip("."), shape[1:], facts)
+        )
+    return WeightRecipe(f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements)
+
+
+def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:
+    """A parameter's tensors lie side by side, in equal parts, along its `axis`."""
     tensors, axis = facts["tensors"], facts["axis"]
-    prefix = name.rpartition(".")[0]
     extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
-    assert int(np.prod(extent)) == int(np.prod(facts["stored"])), name
-    placements = tuple(
+    assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix
+    return tuple(
         Placement(
             tensor=f"{prefix}.{tensor}" if prefix else tensor,
             stored=facts["stored"],
@@ -55,4 +69,3 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
         )
         for part, tensor in enumerate(tensors)
     )
-    return WeightRecipe(f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements)

@@ -17,6 +17,7 @@ from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature, signatures
 from dflash_aot.compile.causal_lm import Attend, CausalLM
 from dflash_aot.compile.dflash import DFlash
+from dflash_aot.compile.layer_loop import Index
 from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
 from dflash_aot.compile.windows import block_seen, context_seen
@@ -31,9 +32,10 @@ KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 class Programs:
     """A pair of models as the functions that signatures describe."""
 
-    def __init__(self, target: Target, draft: Draft, dtype: str):
-        self._target = Bound(lambda: CausalLM(target, dtype))
-        self._draft = Bound(lambda: DFlash(draft, dtype))
+    def __init__(self, target: Target, draft: Draft, dtype: str, stacked: bool = False):
+        """`stacked`: layers as loops over stacked weights, as TPU wants them."""
+        self._target = Bound(lambda: CausalLM(target, dtype, stacked))
+        self._draft = Bound(lambda: DFlash(draft, dtype, stacked))
         self._facts = draft
         self.pair = Pair(
             target_kv=_kv_shape(target.decoder),
@@ -114,9 +116,9 @@ class Programs:
         written = (jnp.arange(length) < lengths[:, None])[:, None]
         context_positions = jnp.arange(length)[None]
 
-        def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            window = self._facts.windows[layer]
-            past_keys, past_values = (arrays[name][layer, :batch, :, :length] for name in ("draft_k", "draft_v"))
+        def attend_both(layer: Index, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            window = self._facts.windows[layer if isinstance(layer, int) else 0]
+            past_keys, past_values = (_read(arrays[name], layer, 0, batch, length) for name in ("draft_k", "draft_v"))
             return attend(
                 q,
                 (past_keys, past_values, written & context_seen(window, positions, context_positions)),
@@ -158,9 +160,11 @@ class Programs:
         draft = self._draft.bind(_of("draft", arrays))
         features, slots, starts = arrays["features"], arrays["slots"], arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
-        keys, values = arrays["draft_k"], arrays["draft_v"]
-        for layer, (k, v) in enumerate(draft.context_keys_values(features, positions)):
-            keys, values = _write(keys, layer, k, slots, starts), _write(values, layer, v, slots, starts)
+
+        def write(kv: KvArrays, layer: Index, k: jax.Array, v: jax.Array) -> KvArrays:
+            return _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
+
+        keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
         return {"draft_k": keys, "draft_v": values}
 
     def move(self, arrays: Arrays) -> Outputs:
@@ -200,15 +204,15 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> At
     seen = jnp.arange(length) <= positions[..., None]
     B = slots.shape[0]
 
-    def attend_kv(kv: KvArrays, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KvArrays]:
+    def attend_kv(kv: KvArrays, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KvArrays]:
         keys, values = _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
-        past_keys, past_values = (_read(array, layer, slots, B, length) for array in (keys, values))
+        past_keys, past_values = (_read(array, layer, slots[0], B, length) for array in (keys, values))
         return attend(q, (past_keys, past_values, seen)), (keys, values)
 
     return attend_kv
 
 
-def _write(array: jax.Array, layer: int, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
+def _write(array: jax.Array, layer: Index, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
     """rows [B, G, T, D] into array [L, N, G, C, D]: row b at slot b's position. A slice per row: no scatter."""
     for row in range(rows.shape[0]):
         at = (layer, slots[row], 0, starts[row], 0)
@@ -216,10 +220,10 @@ def _write(array: jax.Array, layer: int, rows: jax.Array, slots: jax.Array, star
     return array
 
 
-def _read(array: jax.Array, layer: int, slots: jax.Array, batch: int, length: int) -> jax.Array:
-    """The first `length` positions of `batch` neighbouring slots from slots[0] on: [B, G, S, D]."""
+def _read(array: jax.Array, layer: Index, slot: jax.Array | int, batch: int, length: int) -> jax.Array:
+    """The first `length` positions of `batch` neighbouring slots from `slot` on: [B, G, S, D]."""
     _, _, G, _, D = array.shape
-    return jax.lax.dynamic_slice(array, (layer, slots[0], 0, 0, 0), (1, batch, G, length, D))[0]
+    return jax.lax.dynamic_slice(array, (layer, slot, 0, 0, 0), (1, batch, G, length, D))[0]
 
 
 def _of(model: str, arrays: Arrays) -> Outputs:

@@ -60,7 +60,7 @@ def block_loss(
     mask_token, (N, T) = models[1].module.draft.mask_token, ids.shape
     model, drafter = models[0].bind(target_weights), models[1].bind(weights)
     context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
-    context = drafter.context_keys_values(features, context_positions)
+    context = drafter.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
 
     positions = (anchors[:, :, None] + jnp.arange(phase.block)).reshape(N, -1)
     truth = jnp.take_along_axis(ids, positions, axis=1)

@@ -15,7 +15,7 @@ from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.manifest import SCHEMA, DraftModel, Entry, Manifest, Memory, TargetModel
+from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
 from dflash_aot.cache.target_config import read_target
@@ -175,6 +175,8 @@ def manifest(environment, blobs) -> Manifest:
             bytes=len(blob),
             seconds=0.5,
             memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
+            cost=Cost(flops=2.0, bytes_accessed=1.0),
+            inspection=Inspection(layouts={}, copies=(), collectives={}),
         )
         for signature, blob in zip(signatures(pair, grid, names), blobs, strict=True)
     )

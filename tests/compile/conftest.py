@@ -77,7 +77,7 @@ def run_target(model: CausalLM, ids: jax.Array, taps: tuple[int, ...]) -> tuple[
 @partial(jax.jit, compiler_options=QUICK)
 def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Array) -> jax.Array:
     positions, context_positions = length + jnp.arange(x.shape[1])[None], jnp.arange(features.shape[1])[None]
-    context = model.context_keys_values(features, context_positions)
+    context = model.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
 
     def attend_both(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         window = model.draft.windows[layer]
