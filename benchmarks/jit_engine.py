@@ -14,7 +14,7 @@ from dflash_aot.cache.checkpoint import locate_checkpoint
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.compile.lowering import jit_program
 from dflash_aot.compile.programs import Programs
-from dflash_aot.runtime.bundle import Bundle, bundle_device, call_once
+from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.executable import DeviceState, Executable
 from dflash_aot.runtime.request import SamplingParams
@@ -29,13 +29,13 @@ def open_engine(path: Path) -> Engine:
         "target": locate_checkpoint(manifest.target.reference, "target"),
         "draft": locate_checkpoint(manifest.draft.reference, "draft"),
     }
-    device = bundle_device(manifest)
-    weights = load_weights(manifest.weights, places, device)
-    state = DeviceState(manifest.state, device)
+    devices = bundle_devices(manifest)
+    weights = load_weights(manifest.weights, places, devices)
+    state = DeviceState(manifest.state, devices)
     known, executables = manifest.known_arrays(), []
     for entry in manifest.entries:
         signature = entry.signature
-        executable = Executable(signature, jit_program(signature, programs.function(signature), known))
+        executable = Executable(signature, jit_program(signature, programs.function(signature), known, devices))
         executable.bind(weights)
         call_once(executable, state)
         executables.append(executable)

@@ -30,9 +30,14 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def shard_shape(self, devices: int) -> tuple[int, ...]:
+        """The shape of what each of `devices` holds of it."""
+        split = self.sharding or (None,) * len(self.shape)
+        return tuple(size // devices if axis else size for size, axis in zip(self.shape, split, strict=True))
+
     def shard_bytes(self, devices: int) -> int:
         """What each of `devices` holds of it."""
-        return self.bytes // devices if AXIS in self.sharding else self.bytes
+        return math.prod(self.shard_shape(devices)) * ITEM_BYTES[self.dtype]
 
 
 class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +85,8 @@ def state_arrays(pair: Pair, grid: Grid) -> tuple[Array, ...]:
 
     def kv(name: str, shape: KvShape) -> Array:
         positions = grid.capacity + grid.widest_write
-        return Array(name, (shape.layers, grid.slots, shape.kv_heads, positions, shape.head_dim), pair.dtype)
+        shape_ = (shape.layers, grid.slots, shape.kv_heads, positions, shape.head_dim)
+        return Array(name, shape_, pair.dtype, sharding=(None, None, AXIS, None, None))
 
     return (
         kv("target_k", pair.target_kv),

@@ -11,7 +11,9 @@ from flax import nnx
 from dflash_aot.cache.architecture import Decoder, Experts, Target
 from dflash_aot.compile.experts import RoutedMlp
 from dflash_aot.compile.layer_loop import Index, make_layers, run_layers
-from dflash_aot.compile.layers import Attention, Linear, Mlp, RmsNorm, Rotation, multiply
+from dflash_aot.compile.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
+from dflash_aot.compile.multiply import multiply
+from dflash_aot.compile.shards import ALONE, Shards
 
 Kv = TypeVar("Kv")
 # (kv, layer, queries [B,T,G,R,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,T,G,R,D], kv)
@@ -21,14 +23,14 @@ Attend = Callable[[Kv, Index, jax.Array, jax.Array, jax.Array], tuple[jax.Array,
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, both with a residual."""
 
-    def __init__(self, decoder: Decoder, dtype: str):
+    def __init__(self, decoder: Decoder, dtype: str, shards: Shards):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype)
+        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, shards)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if isinstance(decoder.mlp, Experts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype)
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, shards)
         else:
-            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype)
+            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, shards)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: Index, attend: Attend[Kv]
@@ -43,24 +45,24 @@ class DecoderLayer(nnx.Module):
 class Stack(nnx.Module):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    def __init__(self, decoder: Decoder, dtype: str, stacked: bool):
-        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype), stacked)
+    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, shards: Shards):
+        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, shards), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
 
 
 class CausalLM(nnx.Module):
-    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`)."""
+    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`), on `shards` devices."""
 
-    def __init__(self, target: Target, dtype: str, stacked: bool = False):
-        self.model = Stack(target.decoder, dtype, stacked)
+    def __init__(self, target: Target, dtype: str, stacked: bool = False, shards: Shards = ALONE):
+        self.model = Stack(target.decoder, dtype, stacked, shards)
         if not target.tied:
-            self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype)
-        self.target = target
+            self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype, OUTPUTS)
+        self.target, self.shards = target, shards
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """[B, T] → [B, T, H]."""
-        return self.model.embed_tokens.weight[...][ids]
+        return self.shards.look_up(self.model.embed_tokens.weight[...], ids)
 
     def forward(
         self, ids: jax.Array, positions: jax.Array, taps: Sequence[int], kv: Kv, attend: Attend[Kv]
@@ -88,10 +90,10 @@ class CausalLM(nnx.Module):
         return x, tapped[:, :, : len(taps)].reshape(*x.shape[:2], -1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states before the final norm [.., H] → float32 [.., V]."""
+        """Hidden states before the final norm [.., H] → float32 [.., V], or this device's share of V."""
         return self.head(self.model.norm(x))
 
     def head(self, normed: jax.Array) -> jax.Array:
-        """Normed hidden states [.., H] → float32 [.., V]; also the draft's head."""
+        """Normed hidden states [.., H] → float32 [.., V] or a share of it; also the draft's head."""
         weight = self.model.embed_tokens.weight if self.target.tied else self.lm_head.weight
         return multiply(weight[...], normed, dtype=jnp.float32)

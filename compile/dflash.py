@@ -13,7 +13,9 @@ from flax import nnx
 from dflash_aot.cache.architecture import Draft
 from dflash_aot.compile.causal_lm import CausalLM, DecoderLayer, Kv
 from dflash_aot.compile.layer_loop import Index, make_layers, run_layers
-from dflash_aot.compile.layers import Linear, RmsNorm, Rotation, multiply, parameter
+from dflash_aot.compile.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, parameter
+from dflash_aot.compile.multiply import multiply
+from dflash_aot.compile.shards import ALONE, Shards
 
 # (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
 AttendContext = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -25,27 +27,25 @@ WriteContext = Callable[[Kv, Index, jax.Array, jax.Array], Kv]
 class DFlash(nnx.Module):
     """DFlashDraftModel."""
 
-    def __init__(self, draft: Draft, dtype: str, stacked: bool = False):
+    def __init__(self, draft: Draft, dtype: str, stacked: bool = False, shards: Shards = ALONE):
         decoder = draft.decoder
-        self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype)
+        self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype, INPUTS, shards)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        # A loop has one body: layers with windows of different kinds stay unrolled.
-        alike = len(set(draft.windows)) == 1
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype), stacked and alike)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, shards), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if draft.vocab is not None:
-            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype)
-            self.lm_head = Linear(draft.vocab, decoder.hidden, dtype)
+            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
+            self.lm_head = Linear(draft.vocab, decoder.hidden, dtype, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
-        self.draft = draft
+        self.draft, self.shards = draft, shards
 
     def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
         """features [B, T, taps·H_target] at absolute positions [B, T]; `write` takes each layer's keys and values.
 
         The layers' `input_layernorm` is not applied to the context.
         """
-        context = self.hidden_norm(self.fc(features))
+        context = self.hidden_norm(self.fc(self.shards.share(features)))
         rotation = Rotation(self.draft.decoder.rope, positions, context.dtype)
 
         def run(index: Index, layer: DecoderLayer, kv: Kv) -> Kv:
@@ -67,10 +67,12 @@ class DFlash(nnx.Module):
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
         """[B, T] → [B, T, H]."""
-        return target.embed(ids) if self.draft.vocab is None else self.embed_tokens.weight[...][ids]
+        return (
+            target.embed(ids) if self.draft.vocab is None else self.shards.look_up(self.embed_tokens.weight[...], ids)
+        )
 
     def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
-        """[.., H] → float32 [.., V], over the draft's own vocabulary where it has one."""
+        """[.., H] → float32 [.., V] or a share of it, over the draft's own vocabulary where it has one."""
         if self.draft.vocab is None:
             return target.head(normed)
         return multiply(self.lm_head.weight[...], normed, dtype=jnp.float32)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.architecture import Experts
-from dflash_aot.compile.layers import Linear, multiply, parameter
+from dflash_aot.compile.layers import Linear, parameter
+from dflash_aot.compile.multiply import multiply
+from dflash_aot.compile.shards import ALONE, Shards
 
 
 class RoutedMlp(nnx.Module):
@@ -19,14 +21,14 @@ class RoutedMlp(nnx.Module):
     E experts · M their width · H hidden · n tokens
     """
 
-    def __init__(self, hidden: int, experts: Experts, dtype: str):
+    def __init__(self, hidden: int, experts: Experts, dtype: str, shards: Shards = ALONE):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
         self.gate = Linear(E, hidden, dtype)
-        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden))
-        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M))
-        self.experts = experts
+        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1)
+        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2)
+        self.experts, self.shards = experts, shards
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
@@ -42,7 +44,7 @@ class RoutedMlp(nnx.Module):
             return total + jnp.where(share > 0, share * output, 0)  # what was not chosen may overflow
 
         total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
-        return total.astype(x.dtype).reshape(x.shape)
+        return self.shards.sum(total).astype(x.dtype).reshape(x.shape)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → each expert's weight in each token's output, 0 where it is not chosen: float32 [n, E]."""

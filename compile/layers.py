@@ -8,45 +8,39 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from dflash_aot.cache.architecture import Attention as AttentionShape
 from dflash_aot.cache.rope import Rope
+from dflash_aot.compile.multiply import multiply
+from dflash_aot.compile.shards import ALONE, Shards
 
-MASKED = -1e30  # finite: a row that sees nothing must not become NaN
+OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
 
 
 def parameter(
-    shape: tuple[int, ...], dtype: str, tensors: Sequence[str], stored: tuple[int, ...], axis: int = 0
+    shape: tuple[int, ...],
+    dtype: str,
+    tensors: Sequence[str],
+    stored: tuple[int, ...],
+    axis: int = 0,
+    split: int | None = None,
 ) -> nnx.Param:
-    """A parameter made of `tensors` (names relative to the module), each stored as `stored`, laid along `axis`."""
-    return nnx.Param(jnp.zeros(shape, dtype), tensors=tuple(tensors), stored=stored, axis=axis)
+    """A parameter made of `tensors` (names relative to the module), each stored as `stored`, laid along `axis`.
 
-
-def multiply(weight: jax.Array, x: jax.Array, contracted: int = 1, dtype: DTypeLike | None = None) -> jax.Array:
-    """W · x over the last `contracted` axes of both: weight [*out, *in] as stored, x [*rows, *in] → [*rows, *out].
-
-    Accumulated in float32; the result has `dtype`, x's own unless given. The one place where layers multiply,
-    so that the order of the operands stays a detail of it.
+    `split` is the dimension that several devices share; None where each has all of it.
     """
-    inner = weight.shape[weight.ndim - contracted :]
-    outer = weight.shape[: weight.ndim - contracted]
-    rows = x.shape[: x.ndim - contracted]
-    width = 1
-    for size in inner:
-        width *= size
-    flat = jnp.matmul(x.reshape(-1, width), weight.reshape(-1, width).T, preferred_element_type=jnp.float32)
-    return flat.astype(dtype or x.dtype).reshape(*rows, *outer)
+    return nnx.Param(jnp.zeros(shape, dtype), tensors=tuple(tensors), stored=stored, axis=axis, split=split)
 
 
 class Linear(nnx.Module):
-    """y = W · x, W [out, in]."""
+    """y = W · x, W [out, in], which devices split by `OUTPUTS` or `INPUTS`, or not at all."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: str):
-        self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs))
+    def __init__(self, outputs: int, inputs: int, dtype: str, split: int | None = None, shards: Shards = ALONE):
+        self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs), split=split)
+        self.summed, self.shards = split == INPUTS, shards
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return multiply(self.weight[...], x)
+        return self.shards.multiply(self.weight[...], x) if self.summed else multiply(self.weight[...], x)
 
 
 class RmsNorm(nnx.Module):
@@ -65,9 +59,10 @@ class RmsNorm(nnx.Module):
 class Mlp(nnx.Module):
     """down(silu(gate x) · up x)."""
 
-    def __init__(self, hidden: int, width: int, dtype: str):
-        self.gate_up = parameter((2, width, hidden), dtype, ["gate_proj.weight", "up_proj.weight"], (width, hidden))
-        self.down_proj = Linear(hidden, width, dtype)
+    def __init__(self, hidden: int, width: int, dtype: str, shards: Shards = ALONE):
+        tensors = ["gate_proj.weight", "up_proj.weight"]
+        self.gate_up = parameter((2, width, hidden), dtype, tensors, (width, hidden), split=1)
+        self.down_proj = Linear(hidden, width, dtype, INPUTS, shards)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         both = multiply(self.gate_up[...], x)
@@ -80,19 +75,20 @@ class Attention(nnx.Module):
     Who attends to what is the caller's business.
     """
 
-    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str):
+    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, shards: Shards = ALONE):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-        self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden))
-        self.kv = parameter((G, 2, D, hidden), dtype, ["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
-        self.o = parameter((hidden, G, R, D), dtype, ["o_proj.weight"], (hidden, G * R * D))
+        pair = ["k_proj.weight", "v_proj.weight"]
+        self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden), split=0)
+        self.kv = parameter((G, 2, D, hidden), dtype, pair, (G * D, hidden), axis=1, split=0)
+        self.o = parameter((hidden, G, R, D), dtype, ["o_proj.weight"], (hidden, G * R * D), split=1)
         if shape.biased:
-            self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,))
-            self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
+            self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
+            self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
             self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype)
             self.k_norm = RmsNorm(D, epsilon, dtype)
-        self.shape = shape
+        self.shape, self.shards = shape, shards
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """[B, T, H] → rotated queries [B, T, G, R, D]."""
@@ -110,7 +106,7 @@ class Attention(nnx.Module):
 
     def output(self, mixed: jax.Array) -> jax.Array:
         """[B, T, G, R, D] → [B, T, H]."""
-        x = multiply(self.o[...], mixed, contracted=3)
+        x = self.shards.multiply(self.o[...], mixed, contracted=3)
         return x + self.o_bias[...] if self.shape.biased else x
 
 
@@ -128,27 +124,3 @@ class Rotation:
         """x [B, T, G, R, D]."""
         low, high = jnp.split(x, 2, axis=-1)
         return x * self.cos + jnp.concatenate([-high, low], axis=-1) * self.sin
-
-
-def attend(q: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """Softmax attention over the union of `parts`, without copying their keys together.
-
-    q [B, T, G, R, D]; a part is keys and values [B, G, S, D] and who sees them, bool, broadcastable to
-    [B, T, S]. Scores and softmax in float32. Returns [B, T, G, R, D].
-    """
-    scale = q.shape[-1] ** -0.5
-    scores = [
-        jnp.where(
-            seen[:, None, None],
-            jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale,
-            MASKED,
-        )
-        for keys, _, seen in parts
-    ]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    start, mixed = 0, jnp.zeros((), q.dtype)
-    for keys, values, _ in parts:
-        part = jax.lax.slice_in_dim(weights, start, start + keys.shape[2], axis=-1)
-        mixed = mixed + jnp.einsum("BGRTS,BGSD->BTGRD", part, values)
-        start += keys.shape[2]
-    return mixed

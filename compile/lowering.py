@@ -1,14 +1,15 @@
 """The one place that says `jax.jit`: from a signature to a lowered program, a compiled one, and bytes."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import msgspec
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.mesh import make_mesh, place
 from dflash_aot.cache.signature import Array, Signature
 
 Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
@@ -24,20 +25,32 @@ def output_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Arra
     return [*(known[name] for name in signature.donated), *signature.results]
 
 
-def jit_program(signature: Signature, function: Program, known: Mapping[str, Array]) -> jax.stages.Wrapped:
+def jit_program(
+    signature: Signature, function: Program, known: Mapping[str, Array], devices: Sequence[jax.Device]
+) -> jax.stages.Wrapped:
     """`function` over the signature's inputs in order, its state donated.
 
     Tracing it raises AssertionError unless its outputs are what the signature promises.
     """
     inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
+    count = len(devices)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         found = function({array.name: leaf for array, leaf in zip(inputs, leaves, strict=True)})
         for array in outputs:
             leaf = found[array.name]
-            assert (leaf.shape, str(leaf.dtype)) == (array.shape, array.dtype), f"{signature.label}: {array} is {leaf}"
+            promised = (array.shard_shape(count), array.dtype)
+            assert (leaf.shape, str(leaf.dtype)) == promised, f"{signature.label}: {array} is {leaf}"
         return tuple(found[array.name] for array in outputs)
 
+    if count > 1:
+        flat = jax.shard_map(
+            flat,
+            mesh=make_mesh(devices),
+            in_specs=tuple(PartitionSpec(*array.sharding) for array in inputs),
+            out_specs=tuple(PartitionSpec(*array.sharding) for array in outputs),
+            check_vma=False,  # what is not split is the same everywhere: `Shards` sees to it
+        )
     flat.__name__ = signature.program
     donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
     # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
@@ -45,15 +58,20 @@ def jit_program(signature: Signature, function: Program, known: Mapping[str, Arr
 
 
 def lower(
-    signature: Signature, function: Program, known: Mapping[str, Array], device: jax.Device
+    signature: Signature, function: Program, known: Mapping[str, Array], devices: Sequence[jax.Device]
 ) -> jax.stages.Lowered:
-    """Traces a program for the shapes of its signature, placed on `device`.
+    """Traces a program for the shapes of its signature, on `devices` that share it (see `Shards`).
 
     The placement makes its outputs committed as its inputs are: JAX dispatches a second kind of input anew, slowly.
     """
-    place = SingleDeviceSharding(device)
-    specs = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place) for array in input_arrays(signature, known)]
-    return jit_program(signature, function, known).lower(*specs)
+    specs = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.sharding, devices))
+        for array in input_arrays(signature, known)
+    ]
+    # Named, because a described TPU is not the platform that JAX runs on.
+    return (
+        jit_program(signature, function, known, devices).trace(*specs).lower(lowering_platforms=(devices[0].platform,))
+    )
 
 
 def executable_key(lowered: jax.stages.Lowered, signature: Signature, environment: Environment) -> str:
@@ -68,9 +86,9 @@ def executable_key(lowered: jax.stages.Lowered, signature: Signature, environmen
     return digest.hexdigest()
 
 
-def check_donation(signature: Signature, known: Mapping[str, Array], aliased_bytes: int) -> None:
-    """Donation took: the executable writes all its state in place. Raises BuildFailed."""
-    state_bytes = sum(known[name].bytes for name in signature.donated)
+def check_donation(signature: Signature, known: Mapping[str, Array], aliased_bytes: int, devices: int) -> None:
+    """Donation took: every device's executable writes all its state in place. Raises BuildFailed."""
+    state_bytes = sum(known[name].shard_bytes(devices) for name in signature.donated)
     if aliased_bytes < state_bytes:
         raise BuildFailed(
             f"donation did not take: {aliased_bytes:,} bytes are written in place, its state has {state_bytes:,}"

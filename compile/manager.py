@@ -87,7 +87,7 @@ class _Build:
         for signature in self._signatures:
             self._say(signature.label, None)
             try:
-                lowered = lower(signature, self._programs.function(signature), self._known, self._device)
+                lowered = lower(signature, self._programs.function(signature), self._known, [self._device])
                 key = executable_key(lowered, signature, self._environment)
             except Exception as error:  # reported with all others at the end
                 self._failures[signature.label] = error
@@ -145,7 +145,7 @@ def _compile(
     memory = compiled.memory_analysis()
     if memory is None:
         raise BuildFailed("the compiler does not tell what memory this takes")
-    check_donation(signature, known, memory.alias_size_in_bytes)
+    check_donation(signature, known, memory.alias_size_in_bytes, devices=1)
     blob, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
     entry = Entry(
         signature=signature,

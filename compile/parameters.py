@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.recipe import Checkpoint, Placement, WeightRecipe
+from dflash_aot.cache.signature import AXIS, Dimensions
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -52,7 +53,17 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
             for layer in range(layers)
             for one in _place(f"{prefix}.".replace("layers.", f"layers.{layer}.").rstrip("."), shape[1:], facts)
         )
-    return WeightRecipe(f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements)
+    return WeightRecipe(
+        f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements, _split(facts["split"], layers, len(shape))
+    )
+
+
+def _split(split: int | None, layers: int | None, rank: int) -> Dimensions:
+    """The mesh axis at the dimension that devices share; stacked layers lie before it."""
+    if split is None:
+        return ()
+    at = split + (layers is not None)
+    return tuple(AXIS if dimension == at else None for dimension in range(rank))
 
 
 def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:

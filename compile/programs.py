@@ -15,12 +15,14 @@ from dflash_aot.cache.architecture import Decoder, Draft, Target
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature, signatures
+from dflash_aot.compile.attention import attend_context
 from dflash_aot.compile.causal_lm import Attend, CausalLM
 from dflash_aot.compile.dflash import DFlash
+from dflash_aot.compile.kv import Context, write_rows
 from dflash_aot.compile.layer_loop import Index
-from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound
-from dflash_aot.compile.windows import block_seen, context_seen
+from dflash_aot.compile.shards import Shards, check_shares
+from dflash_aot.compile.windows import LayerWindows
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
@@ -32,10 +34,15 @@ KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 class Programs:
     """A pair of models as the functions that signatures describe."""
 
-    def __init__(self, target: Target, draft: Draft, dtype: str, stacked: bool = False):
-        """`stacked`: layers as loops over stacked weights, as TPU wants them."""
-        self._target = Bound(lambda: CausalLM(target, dtype, stacked))
-        self._draft = Bound(lambda: DFlash(draft, dtype, stacked))
+    def __init__(self, target: Target, draft: Draft, dtype: str, stacked: bool = False, devices: int = 1):
+        """`stacked`: layers as loops over stacked weights, as TPU wants them. `devices` share heads, MLP, vocabulary.
+
+        Raises BadInput where they cannot.
+        """
+        check_shares(target, draft, devices)
+        self._shards = Shards(devices)
+        self._target = Bound(lambda: CausalLM(target, dtype, stacked, self._shards))
+        self._draft = Bound(lambda: DFlash(draft, dtype, stacked, self._shards))
         self._facts = draft
         self.pair = Pair(
             target_kv=_kv_shape(target.decoder),
@@ -96,7 +103,7 @@ class Programs:
             tokens, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
         )
         last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
-        first = choose_greedily(target.logits(last))[:, 0]
+        first = self._shards.choose(target.logits(last))[:, 0]
         return {
             "target_k": kv[0],
             "target_v": kv[1],
@@ -113,20 +120,18 @@ class Programs:
         masks = jnp.full((batch, self._facts.block - 1), self._facts.mask_token, jnp.int32)
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
-        written = (jnp.arange(length) < lengths[:, None])[:, None]
-        context_positions = jnp.arange(length)[None]
 
         def attend_both(layer: Index, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            window = self._facts.windows[layer if isinstance(layer, int) else 0]
-            past_keys, past_values = (_read(arrays[name], layer, 0, batch, length) for name in ("draft_k", "draft_v"))
-            return attend(
-                q,
-                (past_keys, past_values, written & context_seen(window, positions, context_positions)),
-                (keys, values, block_seen(window, positions)),
-            )
+            windows = LayerWindows(self._facts.windows, layer)
+
+            def seen(at: jax.Array) -> jax.Array:
+                return (at < lengths[:, None])[:, None] & windows.context_seen(positions, at[None])
+
+            context = Context(arrays["draft_k"], arrays["draft_v"], layer, 0, batch, length)
+            return attend_context(q, context, seen, lengths.max(), (keys, values, windows.block_seen(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
-        drafted = draft.to_target(choose_greedily(draft.logits(hidden[:, 1 : k + 1], target)))
+        drafted = draft.to_target(self._shards.choose(draft.logits(hidden[:, 1 : k + 1], target)))
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
@@ -140,7 +145,7 @@ class Programs:
         x, features, kv = target.forward(
             block, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
         )
-        chosen = choose_greedily(target.logits(x))
+        chosen = self._shards.choose(target.logits(x))
         accepted, bonus = accept(block, chosen)
         active = arrays["active"]
         origin = jnp.zeros((1,), jnp.int32)
@@ -162,7 +167,7 @@ class Programs:
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
         def write(kv: KvArrays, layer: Index, k: jax.Array, v: jax.Array) -> KvArrays:
-            return _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
+            return write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
 
         keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
         return {"draft_k": keys, "draft_v": values}
@@ -177,11 +182,6 @@ class Programs:
 
         kv = ("target_k", "target_v", "draft_k", "draft_v")
         return {**{name: copy(name, 1) for name in kv}, **{name: copy(name, 0) for name in ("lengths", "anchors")}}
-
-
-def choose_greedily(logits: jax.Array) -> jax.Array:
-    """float32 [.., V] → the first of the largest, int32 [..]."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,30 +200,17 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> At
 
     slots [B], positions [B, T]; kv is the pair of arrays [L, N, G, C, D].
     """
-    starts = positions[:, 0]
-    seen = jnp.arange(length) <= positions[..., None]
-    B = slots.shape[0]
+    starts, reach = positions[:, 0], positions.max() + 1
+
+    def seen(at: jax.Array) -> jax.Array:
+        return at <= positions[..., None]
 
     def attend_kv(kv: KvArrays, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KvArrays]:
-        keys, values = _write(kv[0], layer, k, slots, starts), _write(kv[1], layer, v, slots, starts)
-        past_keys, past_values = (_read(array, layer, slots[0], B, length) for array in (keys, values))
-        return attend(q, (past_keys, past_values, seen)), (keys, values)
+        keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
+        context = Context(keys, values, layer, slots[0], slots.shape[0], length)
+        return attend_context(q, context, seen, reach), (keys, values)
 
     return attend_kv
-
-
-def _write(array: jax.Array, layer: Index, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
-    """rows [B, G, T, D] into array [L, N, G, C, D]: row b at slot b's position. A slice per row: no scatter."""
-    for row in range(rows.shape[0]):
-        at = (layer, slots[row], 0, starts[row], 0)
-        array = jax.lax.dynamic_update_slice(array, rows[None, row : row + 1], at)
-    return array
-
-
-def _read(array: jax.Array, layer: Index, slot: jax.Array | int, batch: int, length: int) -> jax.Array:
-    """The first `length` positions of `batch` neighbouring slots from `slot` on: [B, G, S, D]."""
-    _, _, G, _, D = array.shape
-    return jax.lax.dynamic_slice(array, (layer, slot, 0, 0, 0), (1, batch, G, length, D))[0]
 
 
 def _of(model: str, arrays: Arrays) -> Outputs:

@@ -10,7 +10,7 @@ import optax
 
 from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.dflash import DFlash
-from dflash_aot.compile.layers import attend
+from dflash_aot.compile.attention import attend
 from dflash_aot.compile.parameters import Bound
 
 from optimize import Weights, train

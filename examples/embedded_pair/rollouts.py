@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_aot.compile.causal_lm import CausalLM
-from dflash_aot.compile.layers import attend
+from dflash_aot.compile.attention import attend
 from dflash_aot.compile.parameters import Bound
 
 from corpus import windows

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from dflash_aot.compile.causal_lm import CausalLM
-from dflash_aot.compile.layers import attend
+from dflash_aot.compile.attention import attend
 from dflash_aot.compile.parameters import Bound
 
 from corpus import windows

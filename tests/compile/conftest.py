@@ -22,9 +22,9 @@ from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.rope import Rope
 from dflash_aot.cache.signature import state_arrays
 from dflash_aot.cache.target_config import read_target
+from dflash_aot.compile.attention import attend
 from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.dflash import DFlash
-from dflash_aot.compile.layers import attend
 from dflash_aot.compile.parameters import Bound, Model
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.windows import block_seen, context_seen

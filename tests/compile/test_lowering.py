@@ -33,7 +33,7 @@ from dflash_aot.compile.programs import Programs
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 programs, grid = Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block)
 known, environment, device = known_arrays(programs, grid), read_environment("cpu"), jax.devices("cpu")[0]
-lowered = {s.label: (lower(s, programs.function(s), known, device), s) for s in programs.signatures(grid)}
+lowered = {s.label: (lower(s, programs.function(s), known, [device]), s) for s in programs.signatures(grid)}
 print(json.dumps({label: executable_key(*both, environment) for label, both in lowered.items()}))
 """
 
@@ -48,7 +48,7 @@ class Build:
 
     def lower(self, label, wrap=lambda function: function):
         signature = self.signatures[label]
-        return lower(signature, wrap(self.programs.function(signature)), self.known, jax.devices("cpu")[0])
+        return lower(signature, wrap(self.programs.function(signature)), self.known, jax.devices("cpu")[:1])
 
     def key(self, label, environment, **how):
         return executable_key(self.lower(label, **how), self.signatures[label], environment)
@@ -155,6 +155,6 @@ def test_donated_state_comes_back_first_and_in_order(small_build):
 def test_donation_that_did_not_take_is_a_failure(small_build):
     signature, known = small_build.signatures["move"], small_build.known
     state_bytes = sum(known[name].bytes for name in signature.state)
-    check_donation(signature, known, state_bytes)
+    check_donation(signature, known, state_bytes, devices=1)
     with pytest.raises(BuildFailed, match=f"{state_bytes - 1:,} bytes .* in place, its state has {state_bytes:,}"):
-        check_donation(signature, known, state_bytes - 1)
+        check_donation(signature, known, state_bytes - 1, devices=1)

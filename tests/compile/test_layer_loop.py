@@ -1,0 +1,69 @@
+"""Layers as a loop over stacked weights are the same layers, and few arguments."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.architecture import Experts
+from dflash_aot.compile.programs import Programs
+
+GRID = "batch=2 length=16 k=3 prefill=4"
+CALLS = {
+    "prefill prefill=4 length=16": {"tokens": [[5, 6, 7, 8]], "slots": [1], "starts": [3], "counts": [2]},
+    "draft batch=2 length=16 k=3": {},
+    "verify batch=2 length=16 k=0": {"active": [True, True]},
+    "verify batch=2 length=16 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
+    "kv_write rows=2 width=4": {"slots": [0, 1], "starts": [2, 5]},
+}
+
+
+class Stacked:
+    """Models whose programs are loops; their weights are the unrolled ones, laid upon each other."""
+
+    def __init__(self, models):
+        self.programs = Programs(models.target, models.draft, "float32", stacked=True)
+        self.weights = {}
+        for recipe in self.programs.recipes():
+            layers = range(recipe.shape[0] if ".layers." in recipe.name else 0)
+            parts = [models.weights[recipe.name.replace(".layers.", f".layers.{layer}.")] for layer in layers]
+            self.weights[recipe.name] = jnp.stack(parts) if parts else models.weights[recipe.name]
+        self.draft = models.draft
+
+
+@pytest.fixture(params=["dense", "experts"], scope="module")
+def models(request, small):
+    """The small pair: its draft has one sliding layer and one that is not."""
+    if request.param == "dense":
+        return small
+    decoder = structs.replace(small.target.decoder, mlp=Experts(count=4, chosen=2, width=16, normalized=True))
+    target, rng = structs.replace(small.target, decoder=decoder), np.random.default_rng(3)
+    recipes = Programs(target, small.draft, "float32").recipes()
+    weights = {one.name: jnp.asarray(rng.standard_normal(one.shape, np.float32) / 2) for one in recipes}
+    return dataclasses.replace(small, target=target, weights=weights)
+
+
+def test_a_loop_computes_what_the_layers_do(models, make_rig):
+    rigs = make_rig(models, GRID), make_rig(Stacked(models), GRID)
+    rng = np.random.default_rng(1)
+    state = {
+        name: jnp.asarray(rng.standard_normal(array.shape), array.dtype) for name, array in rigs[0].empty().items()
+    }
+    state |= {"lengths": jnp.array([4, 9]), "anchors": jnp.array([11, 30])}
+    features = rng.standard_normal((2, 4, 24))
+    for label, arguments in CALLS.items():
+        given = {**arguments, "features": features} if label.startswith("kv_write") else arguments
+        unrolled, loop = (rig.run(label, state, **given) for rig in rigs)
+        for name, array in unrolled.items():
+            np.testing.assert_array_equal(array, loop[name], err_msg=f"{label}: {name}")
+
+
+def test_the_number_of_arguments_does_not_grow_with_the_layers(small):
+    def count(layers):
+        decoder = structs.replace(small.target.decoder, layers=layers)
+        target = structs.replace(small.target, decoder=decoder)
+        return len(Programs(target, small.draft, "float32", stacked=True).recipes())
+
+    assert count(2) == count(9)
