@@ -80,7 +80,7 @@ class Attention(nnx.Module):
         pair = ["k_proj.weight", "v_proj.weight"]
         self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden), split=0)
         self.kv = parameter((G, 2, D, hidden), dtype, pair, (G * D, hidden), axis=1, split=0)
-        self.o = parameter((hidden, G, R, D), dtype, ["o_proj.weight"], (hidden, G * R * D), split=1)
+        self.o_proj = Linear(hidden, G * R * D, dtype, INPUTS, shards)
         if shape.biased:
             self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
             self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype)
             self.k_norm = RmsNorm(D, epsilon, dtype)
-        self.shape, self.shards = shape, shards
+        self.shape = shape
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """[B, T, H] → rotated queries [B, T, G, R, D]."""
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
 
     def output(self, mixed: jax.Array) -> jax.Array:
         """[B, T, G, R, D] → [B, T, H]."""
-        x = self.shards.multiply(self.o[...], mixed, contracted=3)
+        x = self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
         return x + self.o_bias[...] if self.shape.biased else x
 
 

@@ -40,7 +40,7 @@ class Programs:
         Raises BadInput where they cannot.
         """
         check_shares(target, draft, devices)
-        self._shards = Shards(devices)
+        self._shards, self._stacked = Shards(devices), stacked
         self._target = Bound(lambda: CausalLM(target, dtype, stacked, self._shards))
         self._draft = Bound(lambda: DFlash(draft, dtype, stacked, self._shards))
         self._facts = draft
@@ -81,6 +81,19 @@ class Programs:
 
     def signatures(self, grid: Grid) -> list[Signature]:
         return signatures(self.pair, grid, self.weights())
+
+    def collectives(self, signature: Signature) -> int:
+        """How many instructions of the program let devices talk: the sums of a layer, and what its ends exchange.
+
+        Two sums in the loop over layers or in each layer, one for the embedding, one exchange for the choice of a
+        token; a kv_write sums once, behind `fc`.
+        """
+        if self._shards.count == 1 or signature.program == "move":
+            return 0
+        if signature.program == "kv_write":
+            return 1
+        decoder = (self._draft.module.draft if signature.program == "draft" else self._target.module.target).decoder
+        return 2 + 2 * (1 if self._stacked else decoder.layers)
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
         """The program as a function of its inputs by name; returns donated state and results by name."""

@@ -23,11 +23,11 @@ class Shards:
 
     count: int = 1
 
-    def multiply(self, weight: jax.Array, x: jax.Array, contracted: int = 1) -> jax.Array:
-        """W · x as `multiply`, where what is contracted is split: every device's part summed, in float32."""
+    def multiply(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        """W · x as `multiply`, where both are split by inputs: every device's part summed, in float32."""
         if self.count == 1:
-            return multiply(weight, x, contracted)
-        return jax.lax.psum(multiply(weight, x, contracted, dtype=jnp.float32), AXIS).astype(x.dtype)
+            return multiply(weight, x)
+        return jax.lax.psum(multiply(weight, x, dtype=jnp.float32), AXIS).astype(x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
         """One part per device → their sum."""

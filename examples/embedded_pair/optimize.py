@@ -19,7 +19,7 @@ def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int
         if "norm" in name:
             weights[name] = jnp.ones(shape.shape, jnp.float32)
             continue
-        residual = name.endswith(("self_attn.o", "down_proj.weight"))
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = 0.02 / (2 * layers) ** 0.5 if residual else 0.02
         weights[name] = jnp.asarray(rng.standard_normal(shape.shape, np.float32) * scale)
     return weights
