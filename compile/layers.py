@@ -60,13 +60,12 @@ class Mlp(nnx.Module):
     """down(silu(gate x) · up x)."""
 
     def __init__(self, hidden: int, width: int, dtype: str, shards: Shards = ALONE):
-        tensors = ["gate_proj.weight", "up_proj.weight"]
-        self.gate_up = parameter((2, width, hidden), dtype, tensors, (width, hidden), split=1)
+        self.gate_proj = Linear(width, hidden, dtype, OUTPUTS)
+        self.up_proj = Linear(width, hidden, dtype, OUTPUTS)
         self.down_proj = Linear(hidden, width, dtype, INPUTS, shards)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        both = multiply(self.gate_up[...], x)
-        return self.down_proj(jax.nn.silu(both[..., 0, :]) * both[..., 1, :])
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nnx.Module):
