@@ -20,6 +20,18 @@ def write_rows(array: jax.Array, layer: Index, rows: jax.Array, slots: jax.Array
     return array
 
 
+def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """One slot over another. A layer at a time: no more than that is held besides the array."""
+    layers, _, *shape = array.shape
+
+    def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
+        array = _keep_order(array)
+        row = jax.lax.dynamic_slice(array, (layer, source, 0, 0, 0), (1, 1, *shape))
+        return jax.lax.dynamic_update_slice(array, row, (layer, destination, 0, 0, 0))
+
+    return jax.lax.fori_loop(0, layers, copy_layer, array)
+
+
 def _keep_order(array: jax.Array) -> jax.Array:
     """Dimensions in memory as they are in the arguments. Experimental in JAX, and not to be done without.
 

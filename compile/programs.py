@@ -18,7 +18,7 @@ from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature,
 from dflash_aot.compile.attention import attend_context
 from dflash_aot.compile.causal_lm import Attend, CausalLM
 from dflash_aot.compile.dflash import DFlash
-from dflash_aot.compile.kv import Context, write_rows
+from dflash_aot.compile.kv import Context, copy_slot, write_rows
 from dflash_aot.compile.layer_loop import Index
 from dflash_aot.compile.parameters import Bound
 from dflash_aot.compile.shards import Shards, check_shares
@@ -188,13 +188,12 @@ class Programs:
     def move(self, arrays: Arrays) -> Outputs:
         """Slot `source` copied over slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
-
-        def copy(name: str, axis: int) -> jax.Array:
-            row = jax.lax.dynamic_slice_in_dim(arrays[name], source, 1, axis)
-            return jax.lax.dynamic_update_slice_in_dim(arrays[name], row, destination, axis)
-
         kv = ("target_k", "target_v", "draft_k", "draft_v")
-        return {**{name: copy(name, 1) for name in kv}, **{name: copy(name, 0) for name in ("lengths", "anchors")}}
+        copied = {name: copy_slot(arrays[name], source, destination) for name in kv}
+        return {
+            **copied,
+            **{name: arrays[name].at[destination].set(arrays[name][source]) for name in ("lengths", "anchors")},
+        }
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
