@@ -1,5 +1,6 @@
 """What all commands do alike: flags, errors, exit codes, tables."""
 
+import importlib.util
 import io
 import logging
 import os
@@ -12,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import jax
 from absl import flags
 
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
 from dflash_aot.cache.draft_config import is_speculators
+from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.speculators import read_verifier
 
@@ -81,6 +84,24 @@ def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> No
     left = flag_values(argv)[1:]
     if left:
         raise BadInput(f"unexpected {' '.join(map(repr, left))}: all arguments are flags, see --help")
+
+
+def start_jax(platform: str | None) -> None:
+    """Keeps JAX from starting what is not used. `platform` is what will be; None: whatever is attached.
+
+    That is an accelerator, and libtpu where there is no TPU: it says so in many lines.
+    """
+    if platform == "cpu" or (platform == "tpu" and not is_tpu_attached()):
+        jax.config.update("jax_platforms", "cpu")
+    elif platform == "tpu":
+        jax.config.update("jax_platforms", "tpu,cpu")
+    elif not (os.environ.get("JAX_PLATFORMS") or is_tpu_attached() or has_gpu_plugin()):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def has_gpu_plugin() -> bool:
+    """Whether JAX can use a GPU, as far as packages go."""
+    return importlib.util.find_spec("jax_plugins") is not None
 
 
 def decode_text(content: bytes, source: str) -> str:

@@ -14,10 +14,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
-import jax
 from absl import flags
 
-from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run_command, seconds_since_process_start
+from dflash_aot.bin.command import (
+    choose_pair,
+    decode_text,
+    default_bundle,
+    run_command,
+    seconds_since_process_start,
+    start_jax,
+)
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
@@ -166,8 +172,7 @@ def open_engine() -> Iterator[Engine]:
         if _BUNDLE.value
         else default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
     )
-    if read_manifest(bundle).environment.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # an accelerator that is not used is not started
+    start_jax(read_manifest(bundle).environment.platform)
     with Engine.open(bundle, *given, k=_read_k()) as engine:
         yield engine
 

@@ -1,32 +1,50 @@
 """What an executable depends on besides its program: compared field by field before anything is loaded."""
 
+import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jaxlib
 import msgspec
+from jax.sharding import AxisType
+
+from dflash_aot.cache.topology import find_topology
 
 # The flags of a processor that change which instructions may be emitted; the rest of /proc/cpuinfo is noise.
 INSTRUCTION_SETS = re.compile(
     r"(sse|ssse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|pclmul|vpclmul|gfni|sha|asimd|neon|sve|bf16|i8mm)\w*"
 )
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
+ATTACHED_TPU = ("accel[0-9]*", "vfio/[0-9]*")  # the device files of a TPU's driver, below /dev
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One machine as the compiler sees it."""
+    """Some devices of one machine as the compiler sees them, in the order of their mesh.
+
+    `topology` is the slice of which they are all or some, "" where that means nothing. `coordinates` are x, y, z and
+    core of each TPU device, the ids of others.
+
+    Not verified on a TPU: that `platform_version` of a described device is the one that a TPU VM with the same libtpu
+    tells (JAX's sources show the same three lines for both), and that coordinates there start at 0.
+    """
 
     jax: str
     jaxlib: str
+    libtpu: str
     platform: str
     platform_version: str
     device_kind: str
+    topology: str
     device_count: int
+    coordinates: tuple[str, ...]
     machine: str
     cpu_features: tuple[str, ...]
     xla_flags: str
+    libtpu_init_args: str
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -37,19 +55,68 @@ class Difference(msgspec.Struct, frozen=True):
     here: str
 
 
-def read_environment(platform_name: str) -> Environment:
-    """This process's environment on one platform; starts JAX. Raises RuntimeError where there is no such device."""
-    device = jax.devices(platform_name)[0]
+def read_environment(platform_name: str, device_count: int = 1) -> Environment:
+    """This process's environment on `attached_devices`; starts JAX. Raises RuntimeError, as that does."""
+    devices = attached_devices(platform_name, device_count)
+    topology = _attached_topology(devices[0].platform)
+    return describe_environment(devices, topology)
+
+
+def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Device, ...]:
+    """The first devices, by their coordinates, in the order of their mesh; starts JAX.
+
+    Raises RuntimeError, in words for users, where the platform is not there or has fewer devices.
+    """
+    if platform_name == "tpu" and not is_tpu_attached():
+        raise RuntimeError("no TPU is attached: its driver has no files, /dev/accel* or /dev/vfio/<n>")
+    devices = jax.devices(platform_name)
+    if any(device.process_index for device in devices):
+        raise RuntimeError(f"these {len(devices)} devices belong to several hosts, which is not supported")
+    if len(devices) < device_count:
+        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES}={device_count} makes so many" if platform_name == "cpu" else ""
+        raise RuntimeError(f"{device_count} {platform_name} devices are needed, here are {len(devices)}{remedy}")
+    return order_in_mesh(sorted(devices, key=_position)[:device_count])
+
+
+def is_tpu_attached(files: Path = Path("/dev")) -> bool:
+    """By the files of its driver: asking libtpu where there is none takes time and writes to the terminal."""
+    return any(next(files.glob(pattern), None) for pattern in ATTACHED_TPU)
+
+
+def libtpu_version() -> str:
+    """ "" where the package is not installed."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+    """As `jax.make_mesh` lays them along one axis: on a TPU it follows the links between chips where it can."""
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    return tuple(mesh.devices.flat)
+
+
+def describe_environment(devices: Sequence[jax.Device], topology: str) -> Environment:
+    """Of these devices, attached or described, in this order."""
+    first = devices[0]
+    on_cpu, on_tpu = first.platform == "cpu", first.platform == "tpu"
     return Environment(
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,
-        platform=device.platform,
-        platform_version=device.client.platform_version,
-        device_kind=device.device_kind,
-        device_count=1,
-        machine=platform.machine(),
-        cpu_features=_cpu_features() if device.platform == "cpu" else (),
-        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        libtpu=libtpu_version() if on_tpu else "",
+        platform=first.platform,
+        platform_version=first.client.platform_version,
+        device_kind=first.device_kind,
+        topology=topology,
+        device_count=len(devices),
+        coordinates=tuple(",".join(map(str, _coordinates(device))) for device in devices),
+        machine="" if on_tpu else platform.machine(),  # nothing in an executable for TPU runs on its host
+        cpu_features=_cpu_features() if on_cpu else (),
+        # How many devices are made of the processor is compared as what it leads to.
+        xla_flags=_join_flags("XLA_FLAGS", but=VIRTUAL_DEVICES),
+        # JAX itself adds to these on a TPU host, when it is imported.
+        libtpu_init_args=_join_flags("LIBTPU_INIT_ARGS") if on_tpu else "",
     )
 
 
@@ -62,8 +129,38 @@ def differences(built: Environment, here: Environment) -> list[Difference]:
             if missing := sorted(set(old) - set(new)):
                 found.append(Difference(field, f"uses {' '.join(missing)}", "not on this processor"))
         elif old != new:
-            found.append(Difference(field, str(old), str(new)))
+            found.append(Difference(field, _spell(old), _spell(new)))
     return found
+
+
+def _spell(value: str | int | tuple[str, ...]) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _attached_topology(platform_name: str) -> str:
+    """The slice that all attached devices are, used or not: executables know how chips are linked. "" for others."""
+    if platform_name != "tpu":
+        return ""
+    devices = jax.devices(platform_name)
+    sides = zip(*(_coordinates(device)[:3] for device in devices), strict=True)
+    found = find_topology(devices[0].device_kind, tuple(max(side) - min(side) + 1 for side in sides))
+    return found.name if found and found.devices == len(devices) else ""
+
+
+def _coordinates(device: jax.Device) -> tuple[int, ...]:
+    """x, y, z and core of a TPU's; others have an id."""
+    return (*device.coords, device.core_on_chip) if device.platform == "tpu" else (device.id,)
+
+
+def _position(device: jax.Device) -> tuple[int, ...]:
+    """Sorts devices as libtpu counts them: x first."""
+    *place, core = _coordinates(device)
+    return (*reversed(place), core)
+
+
+def _join_flags(variable: str, but: str | None = None) -> str:
+    """The flags in an environment variable, in its order; without those that begin with `but`."""
+    return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.topology import TOPOLOGIES
 
 SCHEMA = 3
 FILE = "manifest.json"
@@ -39,17 +40,24 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An instruction of the optimized program that copies a buffer the size of weights or kv."""
+    """An instruction of the optimized program that lays down once more what an argument, `buffer`, holds.
 
+    `operation` is where it comes from in the traced program, "" where the compiler made it. Shape and bytes are those
+    of one device.
+    """
+
+    buffer: str
     instruction: str
+    operation: str
     shape: str
     bytes: Size
 
 
 class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the optimized program is like: how inputs lie in memory, by name; what it copies; what devices exchange.
+    """What the optimized program is like: how inputs and outputs lie in memory, what it copies, what devices exchange.
 
-    `collectives` counts instructions by kind; one in the body of a loop counts once.
+    `layouts` by name, as XLA writes them, `{1,0:T(8,128)(2,1)}`: dimensions minor to major, then tiles. `collectives`
+    counts instructions by kind; one in the body of a loop counts once.
     """
 
     layouts: dict[str, str]
@@ -58,12 +66,16 @@ class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One executable: what it is, which file holds it, what it cost to build."""
+    """One executable: what it is, which file holds it, what it cost to build.
+
+    `sha256` and `bytes` are of the file, which is compressed; `serialized_bytes` of what it holds.
+    """
 
     signature: Signature
     key: Sha256
     sha256: Sha256
     bytes: Size
+    serialized_bytes: Size
     seconds: float
     memory: Memory
     cost: Cost
@@ -108,7 +120,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         embedded = self.target.reference == EMBEDDED
         pair = [] if embedded else ["--target", self.target.reference, "--draft", self.draft.reference]
         rest = ["--bundle", str(bundle), "--buckets", str(self.grid), "--dtype", self.dtype]
-        return shlex.join(["dflash-precompile", *pair, *rest])
+        return shlex.join(["dflash-precompile", *pair, *rest, *_name_devices(self.environment)])
+
+
+def _name_devices(environment: Environment) -> list[str]:
+    """The flags that ask for these devices; a slice by its name where all of it is used."""
+    platform = ["--platform", "cuda" if environment.platform == "gpu" else environment.platform]
+    topology = TOPOLOGIES.get(environment.topology)
+    if topology and topology.devices == environment.device_count:
+        return [*platform, "--topology", topology.name]
+    return [*platform, *(["--tensor_parallel", str(environment.device_count)] if environment.device_count > 1 else [])]
 
 
 def build_command(bundle: Path) -> str:

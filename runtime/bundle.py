@@ -1,14 +1,13 @@
 """From a bundle directory to loaded executables: verdict, hashes, scan, load; in this order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from dflash_aot.cache.environment import Difference, differences, read_environment
+from dflash_aot.cache.environment import Environment, attached_devices, differences, read_environment
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.manifest import Entry, Manifest, read_manifest
@@ -42,12 +41,17 @@ class Bundle:
     def move(self) -> Executable:
         return self._executables["move", ()]
 
+    def limited(self, k: int) -> "Bundle":
+        """The same executables, to verify at most `k` tokens."""
+        return Bundle(self.path, self.manifest, k, self._executables.values())
+
     def __len__(self) -> int:
         return len(self._executables)
 
 
-def bundle_device(manifest: Manifest) -> jax.Device:
-    return jax.devices(manifest.environment.platform)[0]
+def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
+    """Those that serve a bundle whose environment is here, in the order of its mesh."""
+    return attached_devices(manifest.environment.platform, manifest.environment.device_count)
 
 
 def check_bundle(path: Path) -> Manifest:
@@ -64,11 +68,11 @@ def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterato
 
     A blob is verified before anything of it is deserialized. Iterating raises CorruptBundle.
     """
-    device, store = bundle_device(manifest), Store(path)
+    devices, store = bundle_devices(manifest), Store(path)
 
     def load(entry: Entry) -> Executable:
         where = f"{path}/executables/{entry.sha256} ({entry.signature.label})"
-        return load_executable(store.read(entry), entry.signature, device, where)
+        return load_executable(store.read(entry), entry.signature, devices, where)
 
     with ThreadPoolExecutor(LOADERS, thread_name_prefix="load") as pool:
         loading: list[Future[Executable]] = [
@@ -85,9 +89,8 @@ def call_once(executable: Executable, state: DeviceState) -> None:
 
     Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call.
     """
-    arguments = executable.signature.arguments
     try:
-        executable(state, *(state.place(np.zeros(array.shape, array.dtype)) for array in arguments))
+        executable(state, *map(state.zeros, executable.signature.arguments))
     except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
         raise CorruptBundle(f"{executable.signature.label} does not take what its signature says: {error}") from error
     state.wait()
@@ -106,17 +109,24 @@ def _serves(signature: Signature, k: int) -> bool:
 
 def _check_environment(path: Path, manifest: Manifest) -> None:
     """Raises IncompatibleBundle, field by field, with the command that rebuilds."""
-    built = manifest.environment
+    built, command = manifest.environment, manifest.rebuild_command(path)
     try:
-        found = differences(built, read_environment(built.platform))
-    except RuntimeError:
-        found = [Difference("platform", built.platform, f"only {jax.default_backend()}")]
-    if found:
+        here = read_environment(built.platform, built.device_count)
+    except RuntimeError as error:  # no such devices
+        raise IncompatibleBundle(
+            f"{path} was built for {_describe(built)}, and here: {error}.\n"
+            f"Serve it on such a machine. What builds it anew: {command}"
+        ) from error
+    if found := differences(built, here):
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
-            f"{path} was built for another environment:\n{lines}\n"
-            f"Build it for this one: {manifest.rebuild_command(path)}"
+            f"{path} was built for another environment:\n{lines}\nBuild it for this one: {command}"
         )
+
+
+def _describe(environment: Environment) -> str:
+    devices = f"{environment.device_count} x {environment.device_kind}"
+    return f"{environment.topology} ({devices})" if environment.topology else devices
 
 
 def _check_complete(path: Path, manifest: Manifest) -> None:

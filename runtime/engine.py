@@ -4,7 +4,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Literal
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.advice import advise_on_pair
-from dflash_aot.runtime.bundle import Bundle, bundle_device, call_once, check_bundle, load_executables
+from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.loop import Loop
-from dflash_aot.runtime.pair import check_facts, locate_pair, read_end_tokens
+from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.pair import read_end_tokens
 from dflash_aot.runtime.request import Delta, Request, Result, SamplingParams
-from dflash_aot.runtime.weights import load_weights
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.text import TextStream, Tokenizer
@@ -97,24 +96,8 @@ class Engine:
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, GridMiss.
         """
-        clock, path = _Clock(), Path(bundle)
-        manifest = check_bundle(path)
-        chosen = _choose_k(manifest, k)
-        places = locate_pair(manifest, target, draft)
-        check_facts(path, manifest, places)
-        clock.lap("bundle")
-        with load_executables(path, manifest, chosen) as loading, CompileWatch().forbid_tracing():
-            device = bundle_device(manifest)
-            weights = load_weights(manifest.weights, places, device)
-            state = DeviceState(manifest.state, device)
-            clock.lap("weights")
-            executables = []
-            for executable in loading:
-                executable.bind(weights)
-                call_once(executable, state)
-                executables.append(executable)
-            clock.lap("canaries")
-        return cls(Bundle(path, manifest, chosen, executables), state, places["target"], clock.laps)
+        opened = open_bundle(Path(bundle), target, draft, k)
+        return cls(opened.bundle, opened.state, opened.target, opened.startup)
 
     # -- requests
 
@@ -299,31 +282,3 @@ def check_tokens(what: str, ids: Sequence[int], vocab: int) -> None:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab:
             raise BadInput(f"{what} holds {token!r}: the target's tokens are 0 to {vocab - 1}")
-
-
-class _Clock:
-    """Seconds per phase."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-
-def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
-    ks = manifest.grid.k
-    if k == "auto":
-        return ks[-1]
-    if type(k) is not int or k < 0:
-        raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
-    if k not in ks:
-        axis = f"k={','.join(map(str, sorted({*ks, k})))}"
-        raise GridMiss(
-            f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, ks))}. "
-            f"Precompile it: dflash-precompile --buckets '... {axis} ...' (a block of "
-            f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
-        )
-    return k

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
-from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.mesh import place
 from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.runtime.pickle_scan import scan_pickle
 
@@ -34,13 +35,21 @@ class Executable:
 class DeviceState:
     """All per-slot arrays. Donation spends them: only what the last call returned is valid."""
 
-    def __init__(self, arrays: Sequence[Array], device: jax.Device):
-        self._device = device
-        self._arrays = {array.name: self.place(np.zeros(array.shape, array.dtype)) for array in arrays}
+    def __init__(self, arrays: Sequence[Array], devices: Sequence[jax.Device]):
+        self._devices = devices
+        # To a device by itself `device_put` is a tenth faster than to the sharding that it means.
+        self._everywhere = devices[0] if len(devices) == 1 else place((), devices)
+        self._arrays = {array.name: self.zeros(array) for array in arrays}
 
     def place(self, array: np.ndarray) -> jax.Array:
-        """A small array of the host beside the state."""
-        return jax.device_put(array, self._device)
+        """A small array of the host beside the state, whole on every device."""
+        return jax.device_put(array, self._everywhere)
+
+    def zeros(self, array: Array) -> jax.Array:
+        """As its sharding says; no device's share is ever a part of something larger."""
+        shape = array.shard_shape(len(self._devices))
+        shards = [jax.device_put(np.zeros(shape, array.dtype), device) for device in self._devices]
+        return jax.make_array_from_single_device_arrays(array.shape, place(array.sharding, self._devices), shards)
 
     def read(self, names: Sequence[str]) -> list[jax.Array]:
         arrays = self._arrays
@@ -54,14 +63,26 @@ class DeviceState:
         jax.block_until_ready(self._arrays)
 
 
-def load_executable(blob: bytes, signature: Signature, device: jax.Device, where: str) -> Executable:
-    """A verified blob as an executable on `device`. Raises CorruptBundle if it is not what its signature says."""
-    scan_pickle(blob, where)
+def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Device], where: str) -> Executable:
+    """A verified blob as an executable on `devices`, in their order.
+
+    Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices.
+    """
+    _check_devices(scan_pickle(blob, where), devices, where)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
     try:
-        compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, device.client, [device])
+        compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
     except Exception as error:  # whatever the library or the compiler raises: the blob is at fault
         raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}") from error
     return Executable(signature, compiled)
+
+
+def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str) -> None:
+    """An executable for another number of devices would end the process, in C++."""
+    here = [device.id for device in devices]
+    if len(built) != len(here):
+        raise CorruptBundle(f"{where}: made for {len(built)} devices, the manifest says {len(here)}. It was not loaded")
+    if built != set(here):
+        raise IncompatibleBundle(f"{where}: made for devices {sorted(built)}, here they are called {here}")

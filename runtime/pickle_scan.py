@@ -16,13 +16,18 @@ ALLOWED = frozenset(
         ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
         ("jax._src.layout", "Layout"),
         ("jax._src.linear_util", "DebugInfo"),
+        ("jax._src.mesh", "AbstractDevice"),
         ("jax._src.mesh", "AbstractMesh"),
+        ("jax._src.mesh", "AxisType"),
+        ("jax._src.mesh", "Mesh"),
         ("jax._src.named_sharding", "_unpickle_named_sharding"),
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),
         ("jaxlib._jax", "DeviceList"),
         ("ml_dtypes", "bfloat16"),
         ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy._core.multiarray", "_reconstruct"),  # of a mesh's array of devices
     }
 )
 TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
@@ -30,19 +35,28 @@ RECALLS = {"BINGET", "LONG_BINGET", "GET"}
 STORES = {"BINPUT", "LONG_BINPUT", "PUT"}
 # Other ways to name a class; pickle protocol 4, which JAX writes, uses none of them.
 FOREIGN = {"GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
+NUMBERS = {"BININT", "BININT1", "BININT2"}
 
 
-def scan_pickle(blob: bytes, where: str) -> None:
+def scan_pickle(blob: bytes, where: str) -> frozenset[int]:
     """Reads the opcodes without executing them. Raises CorruptBundle for a name outside ALLOWED.
 
     A class is named by STACK_GLOBAL with two texts right before it, written out or recalled from the memo;
-    anything that leaves a doubt about which texts they are is refused.
+    anything that leaves a doubt about which texts they are is refused. Returns the ids of the devices that the
+    executable is for: JAX writes each as the persistent id ("device", id).
     """
     memo: dict[int, str | None] = {}
     texts: list[str | None] = []
+    number, devices = None, set()
     try:
         argument: Any
         for opcode, argument, _ in pickletools.genops(blob):
+            if opcode.name in NUMBERS:
+                number = argument
+            elif opcode.name == "BINPERSID" and number is not None:
+                devices.add(number)
+            elif opcode.name not in ("TUPLE2", "MEMOIZE"):
+                number = None
             if opcode.name in TEXTS:
                 texts.append(argument)
             elif opcode.name in RECALLS:
@@ -63,6 +77,7 @@ def scan_pickle(blob: bytes, where: str) -> None:
                 texts = []
     except (ValueError, IndexError, UnicodeDecodeError) as error:
         raise CorruptBundle(f"{where}: not a pickle: {error}") from error
+    return frozenset(devices)
 
 
 def _dotted(name: tuple[str | None, ...]) -> str:

@@ -1,4 +1,7 @@
-"""From safetensors to device arrays, by the manifest's recipe. No model code."""
+"""From safetensors to device arrays, by the manifest's recipe. No model code.
+
+Of an argument that the devices split, each device's slice is read by itself.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.mesh import place
 from dflash_aot.cache.recipe import Checkpoint, MaskedMap, Placement, WeightRecipe
+from dflash_aot.runtime.boxes import Box, box_shape, box_slices, intersect, move_box, stored_box, whole_box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
@@ -47,18 +52,18 @@ class Tensors:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.ndarray:
-        """One tensor, still mapped. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], box: Box | None = None) -> np.ndarray:
+        """One tensor, or only a box of it. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
         path = self._files[name]
-        facts = self._open[path].get_slice(name)
-        if (found := tuple(facts.get_shape())) != shape:
+        tensor = self._open[path].get_slice(name)
+        if (found := tuple(tensor.get_shape())) != shape:
             raise BadCheckpoint(f"{path}: {name} is {list(found)}, its config.json makes it {list(shape)}")
-        if facts.get_dtype() not in dtypes:
-            raise BadCheckpoint(f"{path}: {name} is {facts.get_dtype()}, expected one of {', '.join(dtypes)}")
-        tensor = self._open[path].get_tensor(name)
-        if dtypes is FLOATS and not _is_finite(tensor):
+        if tensor.get_dtype() not in dtypes:
+            raise BadCheckpoint(f"{path}: {name} is {tensor.get_dtype()}, expected one of {', '.join(dtypes)}")
+        values = tensor[box_slices(whole_box(shape) if box is None else box)]
+        if dtypes is FLOATS and not _is_finite(values):
             raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
-        return tensor
+        return values
 
     def read_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
         """Offsets [n] that lead to n different tokens, which are those that the mask names. Raises BadCheckpoint."""
@@ -90,9 +95,11 @@ def _are_tokens(offsets: np.ndarray, mask: np.ndarray) -> bool:
 
 
 def load_weights(
-    recipes: Sequence[WeightRecipe], directories: Mapping[Checkpoint, Path], device: jax.Device
+    recipes: Sequence[WeightRecipe], directories: Mapping[Checkpoint, Path], devices: Sequence[jax.Device]
 ) -> dict[str, jax.Array]:
-    """Every weight argument by name, on the device. Every tensor of both checkpoints is used exactly once.
+    """Every weight argument by name, on the devices. Every tensor of both checkpoints is used exactly once.
+
+    The host holds one device's slice of one argument at a time, and one tensor's part of it.
 
     Raises BadCheckpoint naming tensors that are missing, left over, misshapen or not finite.
     """
@@ -101,7 +108,7 @@ def load_weights(
     own = [recipe for recipe in recipes if recipe not in borrowed]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], SPARE[role])
-    arrays = {recipe.name: jax.device_put(_assemble(recipe, checkpoints[recipe.checkpoint]), device) for recipe in own}
+    arrays = {recipe.name: _load(recipe, checkpoints[recipe.checkpoint], devices) for recipe in own}
     return arrays | {recipe.name: _borrow(recipe, arrays, checkpoints) for recipe in borrowed}
 
 
@@ -163,17 +170,42 @@ def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Seque
         )
 
 
-def _assemble(recipe: WeightRecipe, tensors: Tensors) -> np.ndarray:
-    """The argument in host memory, in the device's dtype."""
-    array = np.empty(recipe.shape, recipe.dtype)
+def _load(recipe: WeightRecipe, tensors: Tensors, devices: Sequence[jax.Device]) -> jax.Array:
+    """One argument. A slice that several devices hold is read once, and has arrived before the next one is read."""
+    sharding = place(recipe.sharding, devices)
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
+        holders.setdefault(_find_box(index, recipe.shape), []).append(device)
+    shards = []
+    for box, sharers in holders.items():
+        part = _assemble(recipe, tensors, box)
+        shards += jax.block_until_ready([jax.device_put(part, device) for device in sharers])
+    return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+
+
+def _find_box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Box:
+    """As JAX says where a device's slice lies."""
+    assert index is not None
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _assemble(recipe: WeightRecipe, tensors: Tensors, box: Box) -> np.ndarray:
+    """A box of the argument in host memory, in the device's dtype."""
+    array = np.empty(box_shape(box), recipe.dtype)
+    corner = [start for start, _ in box]
     for placement in recipe.placements:
-        box = tuple(slice(start, start + size) for start, size in zip(placement.offset, placement.extent, strict=True))
-        if recipe.mapped:
-            tensor = tensors.read_map(placement, recipe.mapped)
-        else:
-            tensor = tensors.read(placement.tensor, placement.stored, FLOATS)
-        array[box] = tensor.reshape(placement.extent)
+        if common := intersect(box, placement):
+            part = move_box(common, placement.offset)
+            values = _read(recipe, tensors, placement, stored_box(placement, part))
+            array[box_slices(move_box(common, corner))] = values.reshape(box_shape(part))
     return array
+
+
+def _read(recipe: WeightRecipe, tensors: Tensors, placement: Placement, box: Box) -> np.ndarray:
+    """A box of one tensor; a map is checked as a whole, whatever is wanted of it."""
+    if recipe.mapped:
+        return tensors.read_map(placement, recipe.mapped)[box_slices(box)]
+    return tensors.read(placement.tensor, placement.stored, FLOATS, box)
 
 
 def _is_finite(tensor: np.ndarray) -> bool:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.attention import attend
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.parameters import Bound
 
 from corpus import windows

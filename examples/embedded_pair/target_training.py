@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.attention import attend
+from dflash_aot.compile.causal_lm import CausalLM
 from dflash_aot.compile.parameters import Bound
 
 from corpus import windows

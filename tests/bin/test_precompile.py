@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.bin import precompile
+from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 
@@ -114,6 +115,12 @@ def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path, buckets)
     assert BAD_BUCKETS[buckets] in done.err
 
 
+@pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
+def test_a_tpu_that_is_not_here_needs_a_name(command):
+    done = command(precompile, "--platform=tpu")
+    assert (done.code, done.out) == (2, "") and "none is attached. Say which with --topology: v4:1x1x1" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -124,6 +131,11 @@ def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path, buckets)
         (["--dtype=float64"], "float64"),
         (["--platform=abacus"], "abacus"),
         (["--sampling=greedy,sample"], "greedy verification only"),
+        (["--tensor_parallel=0"], "tensor_parallel"),
+        (["--platform=cpu", "--tensor_parallel=4096"], "XLA_FLAGS=--xla_force_host_platform_device_count=4096"),
+        (["--platform=cpu", "--topology=v5e:2x2"], "--topology v5e:2x2 is a TPU's, but --platform is cpu"),
+        (["--topology=V5E:2x2"], "did you mean v5e:2x2?"),
+        (["--topology=v5e:2x2", "--tensor_parallel=2"], "--tensor_parallel 2: v5e:2x2 has 4 devices"),
         (["--target=/nowhere"], "--target without --draft"),
         (["--draft=/nowhere"], "/nowhere: no such directory"),
         (["--target=/nowhere", "--draft=/nowhere"], "/nowhere: no such directory"),
@@ -204,5 +216,15 @@ def test_two_builders_do_not_share_a_bundle(command, pair, copy):
 def test_help_names_every_flag(command):
     done = command(precompile, "--help")
     assert done.code == 0
-    for flag in ("--target", "--draft", "--bundle", "--buckets", "--platform", "--dtype", "--jobs", "--plan", "--json"):
+    for flag in (
+        "--target",
+        "--draft",
+        "--bundle",
+        "--buckets",
+        "--platform",
+        "--topology",
+        "--jobs",
+        "--plan",
+        "--json",
+    ):
         assert flag in done.out.replace("[no]", "")

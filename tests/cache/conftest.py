@@ -18,6 +18,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
+from dflash_aot.cache.store import pack
 from dflash_aot.cache.target_config import read_target
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
@@ -134,19 +135,23 @@ def environment() -> Environment:
     return Environment(
         jax="0.10.2",
         jaxlib="0.10.2",
+        libtpu="",
         platform="cpu",
         platform_version="<unknown>",
         device_kind="cpu",
+        topology="",
         device_count=1,
+        coordinates=("0",),
         machine="x86_64",
         cpu_features=("avx2", "fma", "sse4_2"),
         xla_flags="",
+        libtpu_init_args="",
     )
 
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """What would be executables."""
+    """What would be executables, serialized."""
     return [bytes([seed]) * (100 + seed) for seed in range(7)]
 
 
@@ -171,8 +176,9 @@ def manifest(environment, blobs) -> Manifest:
         Entry(
             signature=signature,
             key=hashlib.sha256(signature.label.encode()).hexdigest(),
-            sha256=hashlib.sha256(blob).hexdigest(),
-            bytes=len(blob),
+            sha256=hashlib.sha256(pack(blob)).hexdigest(),
+            bytes=len(pack(blob)),
+            serialized_bytes=len(blob),
             seconds=0.5,
             memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
             cost=Cost(flops=2.0, bytes_accessed=1.0),

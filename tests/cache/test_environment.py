@@ -9,7 +9,14 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.environment import Difference, Environment, differences, read_environment
+from dflash_aot.cache.environment import (
+    Difference,
+    Environment,
+    attached_devices,
+    differences,
+    is_tpu_attached,
+    read_environment,
+)
 
 PLAIN_FIELDS = [field for field in Environment.__struct_fields__ if field != "cpu_features"]
 
@@ -21,9 +28,10 @@ def test_a_machine_fits_itself(environment):
 @pytest.mark.parametrize("field", PLAIN_FIELDS)
 def test_every_field_that_differs_is_named_with_both_values(environment, field):
     value = getattr(environment, field)
-    other = value + 1 if isinstance(value, int) else "other"
+    other = {int: 7, str: "other", tuple: ("1", "0")}[type(value)]
     here = structs.replace(environment, **{field: other})
-    assert differences(environment, here) == [Difference(field, str(value), str(other))]
+    told = [" ".join(one) if isinstance(one, tuple) else str(one) for one in (value, other)]
+    assert differences(environment, here) == [Difference(field, *told)]
 
 
 def test_all_differences_are_told_at_once(environment):
@@ -45,6 +53,7 @@ def test_this_machine_is_what_jax_says_it_is():
     here = read_environment("cpu")
     assert (here.jax, here.platform, here.device_kind) == (jax.__version__, "cpu", jax.devices("cpu")[0].device_kind)
     assert here.cpu_features == tuple(sorted(set(here.cpu_features)))
+    assert (here.topology, here.device_count, here.coordinates, here.libtpu) == ("", 1, ("0",), "")
     assert here == msgspec.json.decode(msgspec.json.encode(here), type=Environment)
 
 
@@ -53,12 +62,40 @@ def test_an_accelerator_that_is_not_there_is_an_error():
         read_environment("no_such_platform")
 
 
-def test_compiler_flags_are_part_of_the_environment():
-    report = "from dflash_aot.cache.environment import read_environment; print(read_environment('cpu').xla_flags)"
+def test_more_devices_than_there_are_is_an_error_with_a_remedy():
+    there = len(jax.devices("cpu"))
+    with pytest.raises(RuntimeError, match=f"here are {there}. XLA_FLAGS=--xla_force_host_platform_device_count=4096"):
+        attached_devices("cpu", 4096)
+
+
+@pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
+def test_where_no_tpu_is_attached_nobody_asks_libtpu():
+    with pytest.raises(RuntimeError, match="no TPU is attached"):
+        read_environment("tpu")
+
+
+@pytest.mark.parametrize(
+    ("files", "attached"),
+    [(["accel0"], True), (["vfio/0"], True), (["vfio/vfio"], False), (["accel", "null"], False), ([], False)],
+)
+def test_a_tpu_is_known_by_the_files_of_its_driver(tmp_path, files, attached):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert is_tpu_attached(tmp_path) == attached
+
+
+def test_compiler_flags_are_part_of_the_environment_and_the_number_of_devices_is_not_one_of_them():
+    report = """
+from dflash_aot.cache.environment import read_environment
+four = read_environment("cpu", 4)
+assert (four.device_count, four.coordinates) == (4, ("0", "1", "2", "3"))
+print(four.xla_flags)
+"""
     flags = "--xla_cpu_enable_fast_math=false"
     found = subprocess.run(
         [sys.executable, "-c", report],
-        env={**os.environ, "XLA_FLAGS": flags},
+        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {flags}"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

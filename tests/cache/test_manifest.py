@@ -190,7 +190,24 @@ def test_the_rebuild_command_can_be_pasted(manifest):
         *("--bundle", "my bundle"),
         *("--buckets", "batch=1 length=32 k=0,3 prefill=16"),
         *("--dtype", "bfloat16"),
+        *("--platform", "cpu"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags"),
+    [
+        ({"platform": "gpu"}, "--platform cuda"),
+        ({"device_count": 4}, "--platform cpu --tensor_parallel 4"),
+        ({"platform": "tpu", "topology": "v5e:2x4", "device_count": 8}, "--platform tpu --topology v5e:2x4"),
+        ({"platform": "tpu", "topology": "v5e:2x4", "device_count": 2}, "--platform tpu --tensor_parallel 2"),
+        ({"platform": "tpu", "topology": "v5e:2x4"}, "--platform tpu"),
+        ({"platform": "tpu", "topology": "v5e:1x1"}, "--platform tpu --topology v5e:1x1"),
+    ],
+)
+def test_the_rebuild_command_asks_for_the_same_devices(manifest, devices, flags):
+    moved = structs.replace(manifest, environment=structs.replace(manifest.environment, **devices))
+    assert moved.rebuild_command(Path("b")).endswith(f" {flags}")
 
 
 def test_the_embedded_pair_needs_no_names(manifest):

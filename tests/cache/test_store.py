@@ -1,10 +1,12 @@
 """The store: whole blobs or none, one builder at a time."""
 
+import hashlib
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from msgspec import structs
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import write_atomically
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.store import Store
+from dflash_aot.cache.store import Store, pack
 
 HOLD_THE_LOCK = """
 import sys
@@ -42,7 +44,7 @@ def store(tmp_path, manifest, blobs):
     store = Store(tmp_path / "bundle")
     with store.open_for_building():
         for entry, blob in zip(manifest.entries, blobs, strict=True):
-            store.add(entry, blob)
+            store.add(entry, pack(blob))
         store.publish(manifest)
     return store
 
@@ -87,23 +89,55 @@ def test_a_truncated_blob_is_refused_with_both_sizes(store, entry, blob_path):
     blob_path.write_bytes(blob_path.read_bytes()[:-1])
     with pytest.raises(CorruptBundle) as refused:
         store.read(entry)
-    assert f"{blob_path} ({entry.signature.label}): 101 bytes, the manifest promises 102." in str(refused.value)
+    promised = f"{entry.bytes - 1} bytes, the manifest promises {entry.bytes}."
+    assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
     assert str(refused.value).endswith(f"Build it again: dflash-precompile --bundle {store.bundle}")
     assert store.find(entry.key) is None
 
 
-@given(bit=st.integers(0, 102 * 8 - 1))
+@given(place=st.integers(0, 999), bit=st.integers(0, 7))
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_is_refused(store, entry, blob_path, bit):
+def test_a_flipped_bit_is_refused(store, entry, blob_path, place, bit):
     whole = blob_path.read_bytes()
     damaged = bytearray(whole)
-    damaged[bit // 8] ^= 1 << bit % 8
+    damaged[place % len(damaged)] ^= 1 << bit
     blob_path.write_bytes(damaged)
     with pytest.raises(CorruptBundle, match="its sha256 is"):
         store.read(entry)
     assert store.find(entry.key) is None
     blob_path.write_bytes(whole)
     assert store.find(entry.key) == entry
+
+
+@pytest.mark.parametrize(
+    ("blob", "words"),
+    [
+        (pack(bytes(10**6)), "does not unpack to 102 bytes"),
+        (pack(bytes(103)), "does not unpack to 102 bytes"),
+        (pack(bytes(101)), "does not unpack to 102 bytes"),
+        (pack(bytes(102))[:-1], "does not unpack to 102 bytes"),  # its checksum is cut off
+        (pack(bytes(102)) + b"more", "does not unpack to 102 bytes"),
+        (pack(bytes(102))[:-1] + b"?", "incorrect data check"),
+        (bytes(102), "unknown compression method"),
+    ],
+)
+def test_a_blob_that_is_not_what_was_packed_is_refused(store, entry, blob, words):
+    """Its hash is right."""
+    other = structs.replace(entry, sha256=hashlib.sha256(blob).hexdigest(), bytes=len(blob))
+    store.add(other, blob)
+    with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Build it again"):
+        store.read(other)
+
+
+def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
+    bomb = pack(bytes(10**7))
+    other = structs.replace(entry, sha256=hashlib.sha256(bomb).hexdigest(), bytes=len(bomb), serialized_bytes=0)
+    store.add(other, bomb)
+    tracemalloc.start()
+    with pytest.raises(CorruptBundle, match="does not unpack to 0 bytes"):
+        store.read(other)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
 
 
 def test_a_missing_blob_is_refused(store, entry, blob_path):

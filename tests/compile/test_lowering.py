@@ -14,8 +14,8 @@ from msgspec import structs
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.lowering import check_donation, executable_key, input_arrays, lower, output_arrays
-from dflash_aot.compile.manager import known_arrays
 from dflash_aot.compile.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
@@ -26,8 +26,8 @@ import jax, msgspec
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.environment import read_environment
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.lowering import executable_key, lower
-from dflash_aot.compile.manager import known_arrays
 from dflash_aot.compile.programs import Programs
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])

@@ -12,8 +12,11 @@ import pytest
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
-from dflash_aot.compile.manager import build, known_arrays
+from dflash_aot.compile.builder import Builder, known_arrays
+from dflash_aot.compile.machine import attach
+from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.threads import Threads
 
 BUCKETS = "batch=1 length=32 k=0,3 prefill=16"
 LABELS = [
@@ -30,11 +33,13 @@ import sys
 from pathlib import Path
 import msgspec
 from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.environment import read_environment
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
+from dflash_aot.compile.builder import Builder
+from dflash_aot.compile.machine import attach
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.threads import Threads
 
 target, draft = msgspec.json.decode(sys.stdin.readline(), type=tuple[Target, Draft])
 
@@ -45,21 +50,22 @@ def stall(progress):
         sys.stdin.readline()
 
 store, grid = Store(Path(sys.argv[1])), parse_grid(sys.argv[2], draft.block)
-with store.open_for_building():
-    build(Programs(target, draft, "float32"), grid, read_environment("cpu"), store, stall)
+programs = Programs(target, draft, "float32")
+with store.open_for_building(), Threads(Builder(programs, grid, attach("cpu", None, None), store), 1) as threads:
+    build(programs.signatures(grid), threads, stall)
 """
 
 
 @pytest.fixture(scope="module")
-def build_in(small_pair, environment):
+def build_in(small_pair):
     """A bundle directory and what may differ → the report, and everything that was said on the way."""
+    machine = attach("cpu", None, None)
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
         store, said = Store(bundle), []
-        target, draft = small_pair
-        with store.open_for_building():
-            grid = parse_grid(buckets, draft.block)
-            report = build(programs(target, draft, "float32"), grid, environment, store, said.append, jobs)
+        made, grid = programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block)
+        with store.open_for_building(), Threads(Builder(made, grid, machine, store), jobs) as threads:
+            report = build(made.signatures(grid), threads, said.append)
         return report, said
 
     return run
@@ -115,7 +121,7 @@ def test_a_build_says_what_it_is_at_and_what_is_done(first):
 def test_every_executable_is_kept_with_what_it_cost(first):
     bundle, report, _ = first
     for entry in report.entries:
-        assert len(Store(bundle).read(entry)) == entry.bytes > 0
+        assert len(Store(bundle).read(entry)) == entry.serialized_bytes > entry.bytes > 0
         assert entry.seconds > 0
         assert entry.memory.arguments > 0
     assert not (bundle / "manifest.json").exists()  # that is published by who knows the rest of it

@@ -1,13 +1,21 @@
-"""Engines on the golden pairs, and cases whose answers the reference implementation has given."""
+"""Engines on the golden pairs, cases whose answers the reference implementation has given, and pairs made up."""
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.target_config import read_target
+from dflash_aot.compile.programs import Programs
 from dflash_aot.runtime import Engine
 
 
@@ -49,3 +57,94 @@ def cases(tied) -> dict[str, Case]:
         prompt["name"]: Case(prompt["prompt_ids"], prompt["ar_output_ids"][len(prompt["prompt_ids"]) :])
         for prompt in tied.facts["prompts"]
     }
+
+
+# As small as a pair gets that eight devices can share. With few tokens some of a random draft's are the target's too.
+VOCAB, DRAFT_VOCAB = 32, 16
+SHAPES = {
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+}
+DENSE = {**SHAPES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+ZLAB = {
+    **SHAPES,
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 1,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]},
+}
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "target"}},
+    "block_size": 8,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "mask_token_id": VOCAB - 1,
+    "aux_hidden_state_layer_ids": [1, 2],
+    "transformer_layer_config": {**SHAPES, "model_type": "qwen3", "num_hidden_layers": 1},
+}
+MADE_UP = {"dense": (DENSE, ZLAB), "experts": (EXPERTS, ZLAB), "pruned": (DENSE, SPECULATORS)}
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """A pair of checkpoints with random weights, and its programs."""
+
+    places: dict[str, Path]
+
+    def programs(self, devices: int = 1, stacked: bool = False) -> Programs:
+        target = read_target(read_config(self.places["target"]))
+        draft = read_draft(read_config(self.places["draft"]), target)
+        return Programs(target, draft, "float32", stacked=stacked, devices=devices)
+
+
+@pytest.fixture(scope="session")
+def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]:
+    """ "dense", "experts" or "pruned" → the pair, always the same."""
+
+    @functools.cache
+    def make(kind: str) -> MadeUp:
+        pair = MadeUp({role: tmp_path_factory.mktemp(kind) / role for role in ("target", "draft")})
+        for place, config in zip(pair.places.values(), MADE_UP[kind], strict=True):
+            place.mkdir()
+            (place / "config.json").write_text(json.dumps(config))
+        tensors: dict[str, dict[str, np.ndarray]] = {role: {} for role in pair.places}
+        rng = np.random.default_rng(8)
+        for recipe in pair.programs().recipes():
+            tensors[recipe.checkpoint] |= _fill(recipe, rng)
+        for role, place in pair.places.items():
+            save_file(tensors[role], place / "model.safetensors")
+        return pair
+
+    return make
+
+
+def _fill(recipe: WeightRecipe, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random tensors of a size that keeps activations as they are; a map to random tokens."""
+    if recipe.mapped:
+        met = np.sort(rng.choice(recipe.mapped.size, recipe.shape[0], replace=False))
+        mask = np.isin(np.arange(recipe.mapped.size), met)
+        return {recipe.placements[0].tensor: met - np.arange(met.size), recipe.mapped.mask: mask}
+    tensors = {}
+    for placement in recipe.placements:
+        noise = rng.standard_normal(placement.stored, np.float32)
+        norm = len(placement.stored) == 1
+        tensors[placement.tensor] = 1 + noise / 8 if norm else noise / np.float32(placement.stored[-1] ** 0.5)
+    return tensors

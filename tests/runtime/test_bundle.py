@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest
+from dflash_aot.cache.store import Store, pack
 from dflash_aot.runtime import Engine, SamplingParams
 
 BUILD = "dflash-precompile"
@@ -172,9 +173,10 @@ def test_a_manifest_that_promises_more_than_it_holds_is_refused(copy, program):
 
 def plant(copy: Path, content: bytes) -> None:
     """An executable replaced, and the manifest made to fit."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    (copy / "executables" / sha256).write_bytes(content)
-    rewrite_entry(copy, "verify", sha256=sha256, bytes=len(content))
+    packed = pack(content)
+    sha256 = hashlib.sha256(packed).hexdigest()
+    (copy / "executables" / sha256).write_bytes(packed)
+    rewrite_entry(copy, "verify", sha256=sha256, bytes=len(packed), serialized_bytes=len(content))
 
 
 def rewrite_entry(copy: Path, program: str, **changes: object) -> None:
@@ -229,7 +231,7 @@ def test_what_is_no_executable_is_refused(copy, content):
 
 
 def test_half_an_executable_is_refused(copy):
-    whole = blob(copy).read_bytes()
+    whole = Store(copy).read(entry_of(copy, "verify"))
     plant(copy, whole[: len(whole) // 2])
     assert "verify" in refusal(CorruptBundle, copy)
 
@@ -238,13 +240,18 @@ def entry_of(copy: Path, program: str) -> Entry:
     return next(entry for entry in read_manifest(copy).entries if entry.signature.program == program)
 
 
+def place_of(entry: Entry) -> dict[str, object]:
+    """Which file holds it."""
+    return {"sha256": entry.sha256, "bytes": entry.bytes, "serialized_bytes": entry.serialized_bytes}
+
+
 @pytest.mark.parametrize(
     ("program", "stranger"), [("verify", "kv_write"), ("draft", "prefill"), ("kv_write", "verify")]
 )
 def test_an_executable_of_another_program_is_refused(copy, program, stranger):
     """All hashes are right, but it takes other inputs than its signature says."""
     other = entry_of(copy, stranger)
-    rewrite_entry(copy, program, sha256=other.sha256, bytes=other.bytes)
+    rewrite_entry(copy, program, **place_of(other))
     assert program in refusal(CorruptBundle, copy)
 
 
@@ -254,8 +261,8 @@ def test_an_executable_of_another_bucket_is_refused(copy):
     def exchange(manifest: Manifest) -> Manifest:
         one, *_, last = (entry for entry in manifest.entries if entry.signature.program == "kv_write")
         swapped = {
-            one.key: msgspec.structs.replace(one, sha256=last.sha256, bytes=last.bytes),
-            last.key: msgspec.structs.replace(last, sha256=one.sha256, bytes=one.bytes),
+            one.key: msgspec.structs.replace(one, **place_of(last)),
+            last.key: msgspec.structs.replace(last, **place_of(one)),
         }
         entries = tuple(swapped.get(entry.key, entry) for entry in manifest.entries)
         return msgspec.structs.replace(manifest, entries=entries)
@@ -270,35 +277,56 @@ def test_an_executable_of_another_bucket_is_refused(copy):
 CHANGES = {
     "jax": "0.9.9",
     "jaxlib": "0.9.9",
-    "platform": "tpu",
+    "libtpu": "0.0.1",
     "platform_version": "another",
     "device_kind": "TPU v5e",
-    "device_count": 4,
+    "topology": "v5e:2x2",
+    "coordinates": ("7",),
     "machine": "riscv64",
     "cpu_features": ("avx2048",),
     "xla_flags": "--xla_another",
+    "libtpu_init_args": "--xla_tpu_another",
 }
+ABSENT = {"platform": "tpu", "device_count": 4096}  # there is nothing to compare the rest with
 
 
 def test_every_field_of_the_environment_is_tried():
-    assert set(CHANGES) == set(Environment.__struct_fields__)
+    assert {*CHANGES, *ABSENT} == set(Environment.__struct_fields__)
+
+
+def rebuilt_for(copy: Path, **changes: object) -> str:
+    """The refusal of a bundle that says it was built elsewhere; its executables are not looked at."""
+    rewrite(
+        copy,
+        lambda manifest: msgspec.structs.replace(
+            manifest, environment=msgspec.structs.replace(manifest.environment, **changes)
+        ),
+    )
+    blob(copy).write_bytes(b"damaged as well, but that is not looked at")
+    words = refusal(IncompatibleBundle, copy)
+    for part in (BUILD, str(copy), "--target", "--draft", "batch=1 length=32 k=0,3 prefill=16"):
+        assert part in words
+    assert IncompatibleBundle.exit_code == 4
+    return words
 
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_another_environment_is_refused_by_field_with_the_command_that_rebuilds(copy, field):
-    def change(manifest: Manifest) -> Manifest:
-        environment = msgspec.structs.replace(manifest.environment, **{field: CHANGES[field]})
-        return msgspec.structs.replace(manifest, environment=environment)
-
     here = getattr(read_manifest(copy).environment, field)
-    rewrite(copy, change)
-    blob(copy).write_bytes(b"damaged as well, but that is not looked at")
-    words = refusal(IncompatibleBundle, copy)
+    words = rebuilt_for(copy, **{field: CHANGES[field]})
     assert field in words and str(np.ravel(CHANGES[field])[0]) in words
-    assert field == "cpu_features" or str(here) in words
-    for part in (BUILD, str(copy), "--target", "--draft", "batch=1 length=32 k=0,3 prefill=16"):
-        assert part in words
-    assert IncompatibleBundle.exit_code == 4
+    assert field == "cpu_features" or "".join(here) in words
+
+
+def test_a_bundle_for_a_tpu_names_it_where_there_is_none(copy):
+    tpu = {"platform": "tpu", "device_kind": "TPU v5 lite", "topology": "v5e:2x2", "device_count": 4}
+    words = rebuilt_for(copy, **tpu)
+    assert "was built for v5e:2x2 (4 x TPU v5 lite), and here: no TPU is attached" in words
+
+
+def test_a_bundle_for_more_devices_says_how_many_there_are(copy):
+    words = rebuilt_for(copy, device_count=4096)
+    assert "built for 4096 x cpu" in words and "4096 cpu devices are needed, here are 1" in words
 
 
 def test_all_fields_that_differ_are_named_at_once(copy):

@@ -132,6 +132,22 @@ def test_a_frame_border_between_the_two_texts_hides_nothing():
     assert not passes(framed("os", "system"))
 
 
+class Writer(pickle.Pickler):
+    """Complex numbers as JAX writes devices, byte arrays as it writes code."""
+
+    def persistent_id(self, value: object) -> object:
+        if isinstance(value, complex):
+            return "device", int(value.real)
+        return ("exec", bytes(value)) if isinstance(value, bytearray) else None
+
+
+@pytest.mark.parametrize("ids", [[], [0], [0, 1, 2, 3], [3, 0, 0, 3], [7, 255, 256, 65536]])
+def test_the_devices_of_a_pickle_are_those_that_it_names(ids):
+    content = io.BytesIO()
+    Writer(content, 4).dump([5, bytearray(9), 6, [complex(one) for one in ids], 9, bytearray(7), (3, 11)])
+    assert scan_pickle(content.getvalue(), "here") == set(ids)
+
+
 def test_the_executables_of_this_version_of_jax_pass_and_use_what_is_allowed(bundle):
     asked = set()
     for path in (bundle("tiny"), bundle("bfloat16")):

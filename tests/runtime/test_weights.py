@@ -46,7 +46,7 @@ def test_every_tensor_of_a_pair_arrives_where_its_recipe_says_and_every_argument
         }
         for role, place in places.items()
     }
-    arguments = load_weights(manifest.weights, places, CPU)
+    arguments = load_weights(manifest.weights, places, [CPU])
     assert list(arguments) == [recipe.name for recipe in manifest.weights]
     for recipe in manifest.weights:
         argument = np.asarray(arguments[recipe.name])
@@ -88,7 +88,7 @@ def place(tmp_path) -> Path:
 
 
 def load(place: Path, plan=PLAN, role="target") -> dict[str, np.ndarray]:
-    return {name: np.asarray(array) for name, array in load_weights(plan, {role: place}, CPU).items()}
+    return {name: np.asarray(array) for name, array in load_weights(plan, {role: place}, [CPU]).items()}
 
 
 def refusal(place: Path, plan=PLAN, role="target") -> str:
@@ -264,12 +264,12 @@ def test_the_checkpoint_that_is_wrong_is_named(place):
         save_file({"a": A}, place / role / SINGLE)
     plan = [recipe("a"), recipe("a", checkpoint="draft"), recipe("b", checkpoint="draft")]
     with pytest.raises(BadCheckpoint, match="/draft: .*missing: b"):
-        load_weights(plan, {role: place / role for role in ("target", "draft")}, CPU)
+        load_weights(plan, {role: place / role for role in ("target", "draft")}, [CPU])
 
 
 def test_what_is_loaded_does_not_change_with_the_file(place):
     save_file(SOUND, place / SINGLE)
-    arguments = load_weights(PLAN, {"target": place}, CPU)
+    arguments = load_weights(PLAN, {"target": place}, [CPU])
     shutil.copyfile("/dev/null", place / SINGLE)
     assert np.asarray(arguments["target.ab"]).tolist() == [A.tolist(), (A + 10).tolist()]
 
@@ -311,7 +311,7 @@ def borrowing(shape=(2, 3)) -> list[WeightRecipe]:
 def test_an_embedding_that_is_left_out_is_the_targets_and_on_the_device_once(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"fc": SOUND["c"]}, places["draft"] / SINGLE)
-    arguments = load_weights(borrowing(), places, CPU)
+    arguments = load_weights(borrowing(), places, [CPU])
     assert arguments["draft.embed"] is arguments["target.embed"]
     np.testing.assert_array_equal(arguments["draft.embed"], A)
 
@@ -319,7 +319,7 @@ def test_an_embedding_that_is_left_out_is_the_targets_and_on_the_device_once(pla
 def test_an_embedding_of_the_drafts_own_comes_first(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"embed": A + 10, "fc": SOUND["c"]}, places["draft"] / SINGLE)
-    arguments = load_weights(borrowing(), places, CPU)
+    arguments = load_weights(borrowing(), places, [CPU])
     np.testing.assert_array_equal(arguments["draft.embed"], A + 10)
     np.testing.assert_array_equal(arguments["target.embed"], A)
 
@@ -330,14 +330,14 @@ def test_a_targets_embedding_that_does_not_fit_is_refused(places):
     with pytest.raises(
         BadCheckpoint, match=r"/draft: embed is missing, and the target's embed is \[2, 3\], not \[2, 4\]"
     ):
-        load_weights(borrowing((2, 4)), places, CPU)
+        load_weights(borrowing((2, 4)), places, [CPU])
 
 
 def test_what_nothing_can_stand_in_for_is_still_missing(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"embed": A}, places["draft"] / SINGLE)
     with pytest.raises(BadCheckpoint, match="/draft: 1 tensors are missing: fc"):
-        load_weights(borrowing(), places, CPU)
+        load_weights(borrowing(), places, [CPU])
 
 
 MET = [1, 4, 6]  # of a vocabulary of 8

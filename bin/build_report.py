@@ -1,0 +1,91 @@
+"""What `dflash-precompile` says after a build."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
+from dflash_aot.bin.command import format_bytes, format_table
+from dflash_aot.cache.manifest import Entry
+from dflash_aot.compile.builder import known_arrays
+from dflash_aot.compile.footprint import read_measured
+from dflash_aot.compile.manager import Report
+from dflash_aot.compile.quality import find_flaws
+
+HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB moved", "compiler", "GFLOP", "compiler")
+NOTE = """GB moved, GFLOP: of one call, at least, from the models' facts
+compiler: its own count of the same, with the body of a loop once"""
+
+
+def report_build(deployment: Deployment, report: Report, bundle: Path, tau: float | None, as_json: bool) -> None:
+    """Executable by executable, then bucket by bucket, or the same as JSON."""
+    entries, compiled = report.entries, report.compiled
+    size = sum(entry.bytes for entry in entries)
+    measured = read_measured(entries)
+    if as_json:
+        summary = {
+            "bundle": str(bundle),
+            "dialect": deployment.draft.dialect,
+            "executables": len(entries),
+            "compiled": len(compiled),
+            "reused": len(entries) - len(compiled),
+            "seconds": report.seconds,
+            "bytes": size,
+            "findings": list_findings(deployment, entries),
+            "entries": [describe_entry(deployment, entry, entry.key in compiled) for entry in entries],
+        }
+        print(json.dumps({**summary, **describe_memory(deployment, tau, measured)}))
+        return
+    rows = [_format_entry(deployment, entry, entry.key in compiled) for entry in entries]
+    print(format_table(HEADER, rows), NOTE, sep="\n", file=sys.stderr)
+    print_memory(deployment, tau, measured)
+    for finding in list_findings(deployment, entries):
+        print(f"WARNING: {finding}", file=sys.stderr)
+    kept = f", {len(entries) - len(compiled)} were there already" if len(compiled) < len(entries) else ""
+    done = (
+        f"{len(compiled)} compiled{kept}" if compiled else f"nothing to compile: all {len(entries)} were there already"
+    )
+    print(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {bundle}", file=sys.stderr)
+
+
+def list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:
+    """What a TPU executable should not do, and does; nothing on other platforms, see `find_flaws`."""
+    if deployment.platform != "tpu":
+        return []
+    programs, known = deployment.programs, known_arrays(deployment.programs, deployment.grid)
+    return [
+        flaw
+        for entry in entries
+        for flaw in find_flaws(entry, known, deployment.devices, programs.collectives(entry.signature))
+    ]
+
+
+def describe_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str, Any]:
+    """One executable as JSON: what it is and took, its work from the facts and as the compiler counts it."""
+    work, chip = deployment.roofline.of(entry.signature), deployment.chip
+    return {
+        "program": entry.signature.program,
+        "bucket": entry.signature.bucket,
+        "seconds": entry.seconds,
+        "bytes": entry.bytes,
+        "temporaries": entry.memory.temporaries,
+        "code": entry.memory.code,
+        "work": {"bytes": work.bytes, "flops": work.flops},
+        "compiler": {"bytes": entry.cost.bytes_accessed, "flops": entry.cost.flops},
+        "bound_seconds": chip and work.bound(chip),
+        "compiled": compiled,
+    }
+
+
+def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple[str, ...]:
+    work, cost = deployment.roofline.of(entry.signature), entry.cost
+    return (
+        entry.signature.program,
+        " ".join(f"{axis}={extent}" for axis, extent in entry.signature.bucket.items()),
+        f"{entry.seconds:.1f}" if compiled else "kept",
+        format_bytes(entry.bytes),
+        format_bytes(entry.memory.temporaries),
+        *(f"{figure / 1e9:.3f}" for figure in (work.bytes, cost.bytes_accessed, work.flops, cost.flops)),
+    )

@@ -1,0 +1,75 @@
+"""From a bundle and its checkpoints to executables that have run once, on weights that are in place."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.manifest import Manifest
+from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, load_executables
+from dflash_aot.runtime.compile_watch import CompileWatch
+from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.pair import check_facts, locate_pair
+from dflash_aot.runtime.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What serving needs; `target` is the target's directory, `startup` the seconds of each phase."""
+
+    bundle: Bundle
+    state: DeviceState
+    target: Path
+    startup: Mapping[str, float]
+
+
+def open_bundle(path: Path, target: str | Path | None, draft: str | Path | None, k: int | Literal["auto"]) -> Opened:
+    """As `Engine.open` describes it, errors included."""
+    clock = _Clock()
+    manifest = check_bundle(path)
+    chosen = _choose_k(manifest, k)
+    places = locate_pair(manifest, target, draft)
+    check_facts(path, manifest, places)
+    clock.lap("bundle")
+    with load_executables(path, manifest, chosen) as loading, CompileWatch().forbid_tracing():
+        devices = bundle_devices(manifest)
+        weights = load_weights(manifest.weights, places, devices)
+        state = DeviceState(manifest.state, devices)
+        clock.lap("weights")
+        executables = []
+        for executable in loading:
+            executable.bind(weights)
+            call_once(executable, state)
+            executables.append(executable)
+        clock.lap("canaries")
+    return Opened(Bundle(path, manifest, chosen, executables), state, places["target"], clock.laps)
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
+    ks = manifest.grid.k
+    if k == "auto":
+        return ks[-1]
+    if type(k) is not int or k < 0:
+        raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
+    if k not in ks:
+        axis = f"k={','.join(map(str, sorted({*ks, k})))}"
+        raise GridMiss(
+            f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, ks))}. "
+            f"Precompile it: dflash-precompile --buckets '... {axis} ...' (a block of "
+            f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
+        )
+    return k

@@ -1,0 +1,169 @@
+"""What a bundle takes of a device: by hand, and against the TPU compiler's own figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.config_file import ConfigFile
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.grid import Bucket, Grid, parse_grid
+from dflash_aot.cache.manifest import Memory
+from dflash_aot.cache.rope import Rope
+from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.topology import TOPOLOGIES, Chip
+from dflash_aot.compile.builder import known_arrays
+from dflash_aot.compile.footprint import (
+    Footprints,
+    Measured,
+    check_fits,
+    choose_layout,
+    cut_grid,
+    padded_bytes,
+    read_layout,
+)
+from dflash_aot.compile.machine import COMPILE_ONLY
+from dflash_aot.compile.programs import Programs
+
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
+DECODER = Decoder(2, 128, Dense(256), Attention(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
+TARGET = Target(DECODER, tied=True)
+DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), 128, (None,))
+GRID = Grid(batch=(1, 4), length=(256, 1024), k=(0, 3), prefill=(64,))
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "padded"),
+    [
+        ((36, 2560), "bfloat16", 40 * 2560 * 2),
+        ((5, 2560, 8, 4, 128), "bfloat16", 5 * 2560 * 8 * 4 * 128 * 2),  # four rows to a tile here
+        ((2, 4, 8, 1280, 64), "bfloat16", 2 * 4 * 8 * 1280 * 64 * 2),  # positions last: nothing is padded
+        ((1, 100), "bfloat16", 2 * 128 * 2),
+        ((1, 16), "int32", 128 * 4),
+        ((3,), "int32", 128 * 4),
+        ((3,), "bool", 512),
+        ((2560,), "bfloat16", 3072 * 2),
+    ],
+)
+def test_arrays_are_padded_to_tiles(shape, dtype, padded):
+    assert padded_bytes(shape, dtype, *choose_layout(shape, dtype, tiled=True)) == padded
+    assert choose_layout(shape, dtype, tiled=False) == (tuple(range(len(shape))), ())
+
+
+def test_the_compilers_layout_decides_where_there_is_one():
+    assert read_layout("{0,1:T(8,128)(2,1)}") == ((1, 0), (8, 128))
+    assert padded_bytes((100, 9), "bfloat16", *read_layout("{0,1:T(8,128)(2,1)}")) == 16 * 128 * 2
+    assert read_layout("{2,1,0}") == ((0, 1, 2), ()) and read_layout("{}") == ((), ())
+
+
+def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(programs):
+    found = Footprints(programs, 1, tiled=False).of(GRID)
+    layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
+    assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
+    assert found.state == 2 * 2 * 3 * 4 * 2 * (1024 + 64) * 128 + 2 * 4 * 4
+    labels = [signature.label for signature in programs.signatures(GRID)]
+    memory = {label: Memory(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
+    measured = Footprints(programs, 1, tiled=False, measured=Measured(memory)).of(GRID)
+    assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
+
+
+def test_devices_share_weights_and_kv(programs):
+    halves = Programs(TARGET, DRAFT, "bfloat16", stacked=True, devices=2)
+    whole, half = (Footprints(one, n, tiled=False).of(GRID) for n, one in enumerate((programs, halves), 1))
+    norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
+    assert half.weights == (whole.weights - norms) // 2 + norms
+    assert half.state == (whole.state - 32) // 2 + 32
+
+
+def test_a_grid_is_cut_at_a_bucket():
+    assert cut_grid(GRID, Bucket(1, 1024, 0)) == Grid((1,), (256, 1024), (0,), (64,))
+    assert cut_grid(structs.replace(GRID, prefill=(64, 512)), Bucket(4, 256, 3)) == Grid(
+        (1, 4), (256,), (0, 3), (64, 256)
+    )
+
+
+def test_proposals_are_the_last_that_fit(programs):
+    footprints = Footprints(programs, 1, tiled=True)
+    available = footprints.of(structs.replace(GRID, batch=(1, 3))).total
+    proposal = footprints.propose(GRID, available, 4096)
+    assert proposal.batch == 3 and proposal.length % 128 == 0
+    assert footprints.of(structs.replace(GRID, length=(256, proposal.length))).total <= available
+    assert footprints.of(structs.replace(GRID, length=(256, proposal.length + 128))).total > available
+    assert footprints.propose(GRID, 1 << 50, 4096).length == 4096
+
+
+def test_a_grid_that_does_not_fit_is_refused_with_figures(programs):
+    available = Footprints(programs, 1, tiled=True).of(structs.replace(GRID, batch=(1, 3))).total
+    chip = Chip("toy", "toy", 1, 1, 2 * available, available, 1.0, 1.0)
+    check_fits(programs, structs.replace(GRID, batch=(1, 3)), 1, chip, 4096)
+    with pytest.raises(
+        BuildFailed, match=r"does not fit toy, per device: .* GB too many. What fits: batch=3 at length=1024, length="
+    ):
+        check_fits(programs, GRID, 1, chip, 4096)
+    with pytest.raises(BuildFailed, match="Nothing of this pair fits"):
+        check_fits(programs, GRID, 1, structs.replace(chip, available_bytes=1000), 4096)
+
+
+COMPILE = """
+import json, sys
+import msgspec
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.builder import known_arrays
+from dflash_aot.compile.lowering import lower
+from dflash_aot.compile.machine import describe
+from dflash_aot.compile.programs import Programs
+
+target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
+grid, devices = parse_grid(sys.argv[1], draft.block), describe(TOPOLOGIES["v5e:1x1"]).devices
+programs = Programs(target, draft, "bfloat16", stacked=True)
+(signature,) = (one for one in programs.signatures(grid) if one.label == sys.argv[2])
+compiled = lower(signature, programs.function(signature), known_arrays(programs, grid), devices).compile()
+stats = compiled.memory_analysis()
+names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporaries": "temp"}
+sizes = {name: getattr(stats, f"{stat}_size_in_bytes") for name, stat in names.items()}
+print(json.dumps({**sizes, "code": stats.generated_code_size_in_bytes}))
+"""
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_the_estimate_is_what_the_compiler_finds():
+    """Qwen3-4B on v5e: what goes in to the byte, everything within 5 %."""
+    target = read_target(ConfigFile(CONFIGS / "4b", json.loads((CONFIGS / "Qwen3-4B.json").read_text())))
+    draft = json.loads((CONFIGS / "Qwen3-4B-DFlash-b16.json").read_text())
+    pair = target, read_draft(ConfigFile(CONFIGS / "draft", draft), target)
+    buckets, label = "batch=1,4 length=1024 k=7 prefill=256", "verify batch=4 length=1024 k=7"
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, buckets, label],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **COMPILE_ONLY},
+        input=msgspec.json.encode(pair).decode(),
+    )
+    assert done.returncode == 0, done.stderr
+    found = msgspec.json.decode(done.stdout, type=Memory)
+    programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(buckets, 16)
+    (signature,) = (one for one in programs.signatures(grid) if one.label == label)
+    estimate = Footprints(programs, 1, tiled=True).estimate(signature, known_arrays(programs, grid))
+    assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased)
+    assert needs(estimate) == pytest.approx(needs(found), rel=0.05)
+    assert needs(estimate) < TOPOLOGIES["v5e:1x1"].chip.available_bytes
+
+
+def needs(memory):
+    """What the compiler holds against the chip."""
+    return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code

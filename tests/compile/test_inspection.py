@@ -1,0 +1,242 @@
+"""What is read from optimized HLO: copies of arguments by name, collectives, layouts."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.compile.inspection import inspect, inspect_text, read_cost
+
+KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
+TURNED = "bf16[4,8,1024,128]{2,3,1,0:T(8,128)(2,1)}"
+LAYER = "bf16[1,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
+ROWS = "bf16[1,8,16,128]{3,2,1,0:T(8,128)(2,1)S(1)}"
+INDEX = "s32[]{:T(128)}"
+KV_BYTES, LAYER_BYTES = 8 * 2**20, 2 * 2**20
+
+
+def program(body: str, *computations: str) -> str:
+    """Optimized HLO that takes `kv` and the index of a layer and returns a tuple."""
+    entry = f"ENTRY %main (p.0: bf16[4,8,1024,128], p.1: s32[]) -> (bf16[4,8,1024,128]) {{\n{indent(body)}\n}}"
+    return "\n\n".join(["HloModule jit_verify, is_scheduled=true", "FileNames", '1 "a.py"', *computations, entry])
+
+
+def computation(name: str, body: str) -> str:
+    return f"%{name} (p: bf16[4,8,1024,128]) -> (bf16[4,8,1024,128], /*index=1*/s32[]) {{\n{indent(body)}\n}}"
+
+
+def indent(body: str) -> str:
+    return "\n".join(f"  {line}" for line in body.strip().splitlines())
+
+
+def copies(text: str) -> list[tuple[str, str, int]]:
+    return [(one.instruction, one.buffer, one.bytes) for one in inspect_text(text, ["kv", "layer"], ["new"]).copies]
+
+
+ARGUMENTS = f"""%p.1 = {INDEX} parameter(1)
+%p.0 = {KV} parameter(0), metadata={{op_name="xs[0]"}}"""
+IN_PLACE = computation(
+    "body",
+    f"""%carry = ({INDEX}, {KV}, /*index=2*/{KV}) parameter(0)
+%at = {INDEX} get-tuple-element(%carry), index=0
+%held = {KV} get-tuple-element(%carry), index=1
+%other = {KV} get-tuple-element(%carry), index=2
+%rows = {ROWS} constant({{...}})
+%written = {KV} dynamic-update-slice(%held, %rows, %at, %at, %at, %at)
+ROOT %next = ({INDEX}, {KV}, {KV}) tuple(%at, %written, %other)""",
+)
+CONDITION = computation("condition", f"%c = ({INDEX}, {KV}) parameter(0)\nROOT %t = pred[]{{:T(512)}} constant(true)")
+LOOP = 'while(%carried), condition=%condition, body=%body, metadata={op_name="jit(verify)/while"}'
+
+
+def looped(before: str, after: str) -> str:
+    """A loop over layers that carries `%into` and returns `%out`."""
+    body = f"""{ARGUMENTS}
+{before}
+%carried = ({INDEX}, {KV}, {KV}) tuple(%p.1, %into, %into)
+%loop = ({INDEX}, {KV}, {KV}) {LOOP}
+%out = {KV} get-tuple-element(%loop), index=1
+{after}"""
+    return program(body, IN_PLACE, CONDITION)
+
+
+def fused(result: str, inner: str, *, of: str = "%p.0, %p.1") -> str:
+    """One fusion of both arguments; `inner` is its computation."""
+    parameters = f"%f.0 = {KV} parameter(0)\n%f.1 = {INDEX} parameter(1)\n"
+    body = f"{ARGUMENTS}\n%made = {result} fusion({of}), kind=kLoop, calls=%inside\nROOT %r = ({result}) tuple(%made)"
+    return program(body, computation("inside", parameters + inner))
+
+
+def test_what_is_written_in_place_is_no_copy():
+    assert copies(looped(f"%into = {KV} bitcast(%p.0)", f"ROOT %r = ({KV}) tuple(%out)")) == []
+    assert copies(fused(KV, f"ROOT %u = {KV} dynamic-update-slice(%f.0, %c, %f.1)".replace("%c", "%f.0"))) == []
+
+
+def test_kv_that_a_loop_carries_in_another_order_is_copied_on_both_sides():
+    text = looped(
+        f'%copy.13 = {TURNED} copy(%p.0), backend_config={{"estimated_cycles":"3210970"}}\n'
+        f"%into = {TURNED} bitcast(%copy.13)",
+        f"%copy.16 = {KV} copy(%out)\nROOT %r = ({KV}) tuple(%copy.16)",
+    )
+    assert copies(text) == [("copy.13", "kv", KV_BYTES), ("copy.16", "kv", KV_BYTES)]
+
+
+def test_a_copy_says_what_it_looks_like_and_where_it_comes_from():
+    text = program(
+        f"""{ARGUMENTS}
+%turned = {TURNED} transpose(%p.0), dimensions={{0,1,3,2}}, metadata={{op_name="jit(verify)/swapaxes" stack_frame_id=3}}
+ROOT %r = ({TURNED}) tuple(%turned)"""
+    )
+    (copy,) = inspect_text(text, ["kv", "layer"], ["new"]).copies
+    assert (copy.shape, copy.operation) == (TURNED, "jit(verify)/swapaxes")
+
+
+@pytest.mark.parametrize(("space", "found"), [("", [("made", "kv", LAYER_BYTES)]), ("S(1)", [])])
+def test_a_layer_that_is_sliced_out_is_a_copy_unless_it_goes_to_vector_memory(space, found):
+    layer = LAYER.replace("}", f"{space}}}")
+    assert (
+        copies(fused(layer, f"ROOT %s = {layer} dynamic-slice(%f.0, %f.1), dynamic_slice_sizes={{1,8,1024,128}}"))
+        == found
+    )
+
+
+def test_a_prefetch_is_no_copy_and_one_to_main_memory_is():
+    def prefetch(space: str) -> str:
+        there = KV.replace("}", f"{space}}}")
+        return program(
+            f"""{ARGUMENTS}
+%copy-start = ({there}, {KV}, u32[]{{:S(2)}}) copy-start(%p.0), cross_program_prefetch_index=0
+%copy-done = {there} copy-done(%copy-start)
+%back = {KV} copy(%copy-done)
+ROOT %r = ({KV}) tuple(%back)"""
+        )
+
+    assert copies(prefetch("S(1)")) == [("back", "kv", KV_BYTES)]
+    assert copies(prefetch("")) == [("copy-start", "kv", KV_BYTES), ("back", "kv", KV_BYTES)]
+
+
+def test_what_is_started_and_done_by_others_is_followed():
+    text = program(
+        f"""{ARGUMENTS}
+%slice-start = (({KV}), {LAYER}, s32[]{{:S(2)}}) slice-start(%p.0), slice={{[0:1], [0:8], [0:1024], [0:128]}}
+%slice-done = {LAYER} slice-done(%slice-start)
+%joined = {LAYER} custom-call(%slice-done), custom_call_target="ConcatBitcast"
+%wide = {LAYER.replace("bf16", "f32")} convert(%joined)
+ROOT %r = ({LAYER.replace("bf16", "f32")}) tuple(%wide)"""
+    )
+    assert copies(text) == [("slice-start", "kv", LAYER_BYTES), ("wide", "kv", 2 * LAYER_BYTES)]
+
+
+def test_a_copy_is_found_in_branches_calls_and_wrapped_computations():
+    branch = computation("branch", f"%b = {KV} parameter(0)\nROOT %b.copy = {KV} copy(%b)")
+    wrapped = computation("wrapped", f"%w = {KV} parameter(0)\nROOT %w.copy = {KV} copy(%w)")
+    other = computation("other", f"ROOT %o = {KV} parameter(0)")
+    text = program(
+        f"""{ARGUMENTS}
+%taken = {KV} conditional(%p.1, %p.0, %p.0), branch_computations={{%other, %branch}}
+%called = {KV} call(%taken), to_apply=%branch
+%either = {KV} conditional(%p.1, %called, %called), true_computation=%other, false_computation=%other
+%async-start = (({KV}), {KV}, s32[]) async-start(%either), calls=%wrapped
+%async-update = (({KV}), {KV}, s32[]) async-update(%async-start)
+%async-done = {KV} async-done(%async-update)
+%last = {TURNED} transpose(%async-done), dimensions={{0,1,3,2}}
+ROOT %r = ({TURNED}) tuple(%last)""",
+        *(branch, wrapped, other),
+    )
+    assert [name for name, *_ in copies(text)] == ["b.copy", "async-start", "last"]
+
+
+def test_a_buffer_that_is_filled_layer_by_layer_is_a_copy():
+    """What a scan makes of kv that it takes apart and puts together again."""
+    filled = IN_PLACE.replace("dynamic-update-slice(%held, %rows,", "dynamic-update-slice(%held, %one,").replace(
+        "%rows =", f"%one = {LAYER.replace('}', 'S(1)}')} dynamic-slice(%other, %at)\n  %rows ="
+    )
+    body = f"""{ARGUMENTS}
+%fresh = {KV} custom-call(), custom_call_target="AllocateBuffer"
+%carried = ({INDEX}, {KV}, {KV}) tuple(%p.1, %fresh, %p.0)
+%loop = ({INDEX}, {KV}, {KV}) {LOOP}
+%out = {KV} get-tuple-element(%loop), index=1
+ROOT %r = ({KV}) tuple(%out)"""
+    assert copies(program(body, filled, CONDITION)) == [("written", "kv", KV_BYTES)]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        f"ROOT %g = {KV} gather(%f.0, %f.1), offset_dims={{0}}",
+        f"ROOT %d = {KV} convolution(%f.0, %f.0), dim_labels=bf_oi->bf",
+        f"%e = {KV} broadcast(%f.1), dimensions={{}}\nROOT %s = {KV} copy(%e)",
+    ],
+)
+def test_what_is_computed_or_looked_up_is_no_copy(inner):
+    assert copies(fused(KV, inner)) == []
+
+
+def test_a_whole_rewrite_under_a_mask_is_a_copy():
+    inner = f"%m = pred[4,8,1024,128]{{3,2,1,0}} compare(%f.1, %f.1)\n%n = {KV} broadcast(%f.1)\n"
+    assert copies(fused(KV, f"{inner}ROOT %s = {KV} select(%m, %n, %f.0)")) == [("made", "kv", KV_BYTES)]
+
+
+def test_small_arguments_may_be_copied():
+    small = "bf16[4,8,16,128]{3,2,1,0}"
+    text = program(f"{ARGUMENTS}\n%c = {small} copy(%p.0)\nROOT %r = ({small}) tuple(%c)")
+    assert copies(text) == []
+
+
+def test_collectives_are_counted_by_kind_wherever_they_stand():
+    exchange = "replica_groups={{0,1,2,3}}, to_apply=%add, channel_id=1"
+    within = computation("inside", f"%a = f32[8]{{0}} parameter(0)\nROOT %s = f32[8]{{0}} all-reduce(%a), {exchange}")
+    text = program(
+        f"""{ARGUMENTS}
+%x = f32[8]{{0}} constant({{1, 2, 3, 4, 5, 6, 7, 8}})
+%sum = f32[8]{{0}} all-reduce(%x), {exchange}
+%call = f32[8]{{0}} call(%sum), to_apply=%inside
+%all-gather-start = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%call), dimensions={{0}}, channel_id=2
+%all-gather-done = f32[32]{{0}} all-gather-done(%all-gather-start)
+ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
+        within,
+    )
+    assert inspect_text(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
+
+
+def test_layouts_are_those_of_arguments_and_results_by_name():
+    text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
+    found = inspect_text(text, ["kv", "layer"], ["features"]).layouts
+    assert found == {
+        "kv": "{3,2,1,0:T(8,128)(2,1)}",
+        "layer": "{:T(128)}",
+        "features": "{2,3,1,0:T(8,128)(2,1)}",
+    }
+    with pytest.raises(BuildFailed, match="kv: donated in one layout, returned in another"):
+        inspect_text(text, ["kv", "layer"], ["kv"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there is no ENTRY"),
+        (program("what is this"), "another kind of line: '  what is this'"),
+        (program("%p.0 = parameter"), "another kind of line: 'parameter'"),
+        (program(f"%p.0 = {KV} parameter(0"), "another kind of line: "),
+        (program(f"%p.0 = {KV} parameter(0)"), "main has no ROOT"),
+        (program("ROOT %p.0 = tensor<4xf32> parameter(0)"), "another kind of type: 'tensor<4xf32>'"),
+    ],
+)
+def test_a_text_of_another_form_is_refused(text, words):
+    with pytest.raises(BuildFailed, match=words):
+        inspect_text(text, [], [])
+
+
+def test_the_compiler_here_is_understood():
+    """A large argument that must be turned round, beside one that is written in place."""
+
+    def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.dynamic_update_slice(kv, rows, (0, 0)), weight.T
+
+    specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (1024, 512), (8, 512))]
+    compiled = jax.jit(step, donate_argnums=1).trace(*specs).lower().compile()
+    found = inspect(compiled, ["weight", "kv", "rows"], ["kv", "turned"])
+    assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned"), "{1,0}")
+    assert [(one.buffer, one.bytes) for one in found.copies] == [("weight", 4 * 1024 * 512)]
+    assert found.collectives == {}
+    assert read_cost(compiled).bytes_accessed > 4 * 1024 * 512

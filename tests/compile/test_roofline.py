@@ -1,0 +1,110 @@
+"""Bounds of toy models, worked out by hand: 2-byte elements, figures small enough to check by eye."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Experts, Target
+from dflash_aot.cache.config_file import ConfigFile
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.rope import Rope
+from dflash_aot.cache.signature import Array
+from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.roofline import Roofline, Work, expected_experts
+
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
+H, V, LAYERS = 8, 100, 2
+# Per layer: q and o 8·(4·4) each, k and v 8·(2·4) each, an MLP of 3·8·16.
+LAYER = 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
+KV = 2 * 2 * 4  # elements of one position in one layer
+DECODER = Decoder(LAYERS, H, Dense(16), Attention(4, 2, 4), Rope(1e4, 4), 1e-6, V, 64)
+TARGET = Target(DECODER, tied=True)
+DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), H, (None,))
+GRID = Grid(batch=(1, 3), length=(32,), k=(0, 3), prefill=(8,))
+CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e6, 2e9)  # a device: 1e6 bytes and 1e9 flops per second
+
+
+def roofline(devices=1, target=TARGET):
+    return Roofline(target, DRAFT, "bfloat16", GRID, devices)
+
+
+def test_a_verification_reads_weights_once_and_kv_row_by_row():
+    B, S, T = 3, 32, 4
+    elements = B * T * H + LAYERS * LAYER + B * T * LAYERS * KV + B * S * LAYERS * KV + V * H + B * T * 2 * H
+    flops = 2 * B * T * (LAYERS * LAYER + V * H) + 4 * LAYERS * B * T * S * 16
+    assert roofline().verify(B, S, T - 1) == Work(2 * elements, flops)
+
+
+def test_a_draft_computes_its_whole_block_and_judges_k_of_it():
+    B, S, K, block = 3, 32, 2, 4
+    elements = B * block * H + LAYER + B * S * KV + V * H
+    flops = 2 * B * block * LAYER + 4 * B * block * (S + block) * 16 + 2 * B * K * V * H
+    assert roofline().draft(B, S, K) == Work(2 * elements, flops)
+
+
+def test_a_context_write_reads_features_and_writes_keys_and_values():
+    tokens = 3 * 4
+    weights = H * 2 * H + H * KV
+    assert roofline().kv_write(3, 4) == Work(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
+
+
+def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
+    (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").signatures(GRID) if s.program == "prefill")
+    elements = 8 * H + LAYERS * LAYER + (8 + 32) * LAYERS * KV + V * H + 8 * 2 * H
+    assert roofline().of(prefill) == Work(2 * elements, 2 * (8 * LAYERS * LAYER + V * H) + 4 * LAYERS * 8 * 32 * 16)
+    assert roofline().move() == Work(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
+
+
+def test_devices_share_everything_but_the_features():
+    whole, half, features = roofline().verify(3, 32, 3), roofline(2).verify(3, 32, 3), 2 * 3 * 4 * 2 * H
+    assert half == Work((whole.bytes - features) / 2 + features, whole.flops / 2)
+
+
+def test_a_call_is_bound_by_what_takes_longer_on_one_device_of_a_chip():
+    assert Work(bytes=3e6, flops=1e9).bound(CHIP) == 3.0
+    assert Work(bytes=1e6, flops=5e9).bound(CHIP) == 5.0
+
+
+def test_a_round_without_speculation_is_a_verification():
+    bound = roofline().bound_round(Bucket(1, 32, 0), CHIP)
+    assert bound.draft == bound.kv_write == 0 and bound.round == bound.verify > 0
+    bound = roofline().bound_round(Bucket(1, 32, 3), CHIP)
+    assert bound.round == bound.draft + bound.verify + bound.kv_write > bound.verify
+
+
+def test_tokens_share_experts():
+    experts = Experts(count=4, chosen=2, width=16, normalized=True)
+    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [0, 2, 3]  # a second token finds half of its own there
+    routed = Target(structs.replace(DECODER, mlp=experts), tied=True)
+    dense = roofline().verify(1, 32, 1)
+    found = roofline(target=routed).verify(1, 32, 1)
+    rows = 4 + 3 * 3 * 16 - 3 * 16  # a router and three experts instead of one MLP
+    assert found.bytes - dense.bytes == 2 * LAYERS * H * rows
+    assert found.flops - dense.flops == 2 * 2 * LAYERS * H * (4 + 2 * 3 * 16 - 3 * 16)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_all_weights_that_a_program_takes_are_read_once(name, devices):
+    """Of published pairs, with no positions to attend to: all but norms, and of an embedding that is no head a row."""
+    target, draft = read_pair(name)
+    programs, grid = Programs(target, draft, "bfloat16", stacked=True, devices=devices), Grid((1,), (32,), (1,), (1,))
+    sizes = {one.name: Array(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
+    looked_up = set() if target.tied else {"target.model.embed_tokens.weight"}
+    roofline = Roofline(target, draft, "bfloat16", grid, devices)
+    works = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
+    for signature in programs.signatures(grid):
+        if signature.program in works:
+            taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
+            assert works[signature.program].bytes == pytest.approx(taken, rel=1e-3)
+
+
+def read_pair(name):
+    target = read_target(ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text())))
+    draft = f"{name}-DFlash-b16"
+    return target, read_draft(ConfigFile(CONFIGS / draft, json.loads((CONFIGS / f"{draft}.json").read_text())), target)

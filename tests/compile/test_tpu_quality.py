@@ -1,0 +1,169 @@
+"""Executables of real shapes from the TPU compiler itself: nothing to find in ours, and what is bad is found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dflash_aot.cache.config_file import ConfigFile
+from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.store import Store
+from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.builder import known_arrays
+from dflash_aot.compile.inspection import inspect_text
+from dflash_aot.compile.machine import COMPILE_ONLY
+from dflash_aot.compile.manager import build
+from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.quality import find_flaws, find_layout_conflicts
+from dflash_aot.compile.worker import Order
+from dflash_aot.compile.workers import Workers
+
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
+BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64"
+SHARED = "verify batch=1 length=1024 k=0"
+ALONE = (
+    "prefill prefill=64 length=1024",
+    "draft batch=1 length=1024 k=15",
+    "verify batch=1 length=1024 k=15",
+    "kv_write rows=8 width=16",
+)
+# Programs that keep state as ours do not: layer loops over kv of another order, taken apart by a scan, rewritten whole,
+# and our own write without what holds its order.
+BAD = """
+import json, sys
+import jax, jax.numpy as jnp, msgspec
+from jax.sharding import SingleDeviceSharding
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile import kv
+from dflash_aot.compile.builder import known_arrays
+from dflash_aot.compile.lowering import lower
+from dflash_aot.compile.machine import describe
+from dflash_aot.compile.programs import Programs
+
+target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
+devices = describe(TOPOLOGIES["v5e:1x1"]).devices
+LAYERS, ROWS, HEADS, POSITIONS, WIDTH, TOKENS = 4, 4, 8, 1024, 128, 16
+
+def spec(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(devices[0]))
+
+def attend(q, kv, order):
+    scores = jnp.einsum(f"BTGD,{order}->BGTS", q, kv, preferred_element_type=jnp.float32)
+    return jnp.einsum(f"BGTS,{order}->BTGD", jax.nn.softmax(scores).astype(q.dtype), kv)
+
+def position_major(kv, q, rows, starts):
+    def step(layer, carry):
+        kv, x = carry
+        for row in range(ROWS):
+            kv = jax.lax.dynamic_update_slice(kv, rows[None, row : row + 1], (layer, row, starts[row], 0, 0))
+        return kv, x + attend(q + x, jax.lax.dynamic_index_in_dim(kv, layer, keepdims=False), "BSGD")
+    return jax.lax.fori_loop(0, LAYERS, step, (kv, jnp.zeros_like(q)))
+
+def scanned(kv, q, rows, starts):
+    def step(x, layer):
+        for row in range(ROWS):
+            layer = jax.lax.dynamic_update_slice(layer, rows[row : row + 1], (row, 0, starts[row], 0))
+        return x + attend(q + x, layer, "BGSD"), layer
+    x, kv = jax.lax.scan(step, jnp.zeros_like(q), kv)
+    return kv, x
+
+def masked(kv, q, rows, starts):
+    written = jnp.arange(POSITIONS)[None] == starts[:, None]
+    return jnp.where(written[None, :, None, :, None], rows[None, :, :, :1], kv), q
+
+def text(program, kv, rows):
+    q, starts = spec(ROWS, TOKENS, HEADS, WIDTH), spec(ROWS, dtype="int32")
+    traced = jax.jit(program, donate_argnums=0, keep_unused=True).trace(kv, q, rows, starts)
+    return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+def unheld():
+    kv.with_layout_constraint = lambda array, layout: array
+    programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
+    (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
+    return lower(signature, programs.function(signature), known_arrays(programs, grid), devices).compile().as_text()
+
+head_major, heads = spec(LAYERS, ROWS, HEADS, POSITIONS, WIDTH), spec(ROWS, HEADS, TOKENS, WIDTH)
+print(json.dumps({
+    "position_major": text(
+        position_major, spec(LAYERS, ROWS, POSITIONS, HEADS, WIDTH), spec(ROWS, TOKENS, HEADS, WIDTH)
+    ),
+    "scanned": text(scanned, head_major, heads),
+    "masked": text(masked, head_major, heads),
+    "unheld": unheld(),
+}))
+"""
+
+pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Qwen3-4B and its draft."""
+
+    def read(name):
+        return ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text()))
+
+    target = read_target(read("Qwen3-4B"))
+    return target, read_draft(read("Qwen3-4B-DFlash-b16"), target)
+
+
+@pytest.fixture(scope="module")
+def bad(pair):
+    """The optimized HLO of every bad program by name."""
+    command = [sys.executable, "-c", BAD, BUCKETS]
+    environment = {**os.environ, **COMPILE_ONLY}
+    done = subprocess.run(command, input=msgspec.json.encode(pair), env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("topology", "labels", "collectives"),
+    [
+        ("v5e:1x1", ALONE, 0),
+        ("v5e:2x2", (SHARED,), 4),  # a layer's two sums, the embedding's, and the choice of a token
+        ("v5p:1x1x1", ("verify batch=1 length=1024 k=15",), 0),  # where gate and up as one weight were copied
+        ("tpu7x:1x1x1", (SHARED,), 4),  # where all weights were laid anew
+    ],
+)
+def test_there_is_nothing_to_find_in_executables_of_real_shapes(pair, tmp_path, topology, labels, collectives):
+    slice_, grid = TOPOLOGIES[topology], parse_grid(BUCKETS, 16)
+    programs = Programs(*pair, "bfloat16", stacked=True, devices=slice_.devices)
+    signatures = [one for one in programs.signatures(grid) if one.label in labels]
+    order = Order(*pair, "bfloat16", grid, str(tmp_path))
+    with Store(tmp_path).open_for_building(), Workers(slice_, order, jobs=2) as workers:
+        entries = build(signatures, workers, lambda progress: None).entries
+    assert len(entries) == len(labels)
+    known = known_arrays(programs, grid)
+    for entry in entries:
+        expected = programs.collectives(entry.signature)
+        assert find_flaws(entry, known, slice_.devices, expected) == []
+        assert sum(entry.inspection.collectives.values()) == expected == collectives
+        assert entry.bytes < 0.35 * entry.serialized_bytes
+    assert find_layout_conflicts(entries) == []
+
+
+@pytest.mark.parametrize("program", ["position_major", "scanned", "masked"])
+def test_a_copy_of_kv_is_found_and_named(bad, program):
+    copies = inspect_text(bad[program], ["kv", "q", "rows", "starts"], ["new", "x"]).copies
+    kv_bytes = 2 * 4 * 4 * 8 * 1024 * 128
+    assert copies and {(one.buffer, one.bytes) for one in copies} == {("kv", kv_bytes)}
+
+
+def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
+    """Why kv.py constrains it."""
+    programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
+    (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
+    inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
+    copies = inspect_text(bad["unheld"], inputs, signature.donated).copies
+    kv_bytes = known_arrays(programs, grid)["draft_k"].bytes
+    assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}

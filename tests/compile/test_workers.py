@@ -1,0 +1,138 @@
+"""Building for a TPU that is not there, in processes that may die."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.store import Store
+from dflash_aot.cache.topology import parse_topology
+from dflash_aot.compile import workers as module
+from dflash_aot.compile.machine import check_compiler
+from dflash_aot.compile.manager import build
+from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.worker import Order
+from dflash_aot.compile.workers import Workers, find_last_words
+
+SLICE = parse_topology("v5e:1x1")
+GRID = "batch=1 length=32 k=0,3 prefill=16"
+LOGS = "dflash-worker-*.log"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libtpu is for Linux")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    """The directory that all tests of this file build in."""
+    return tmp_path_factory.mktemp("bundle")
+
+
+@pytest.fixture(scope="module")
+def order(small_pair, bundle) -> Order:
+    target, draft = small_pair
+    return Order(target, draft, "bfloat16", parse_grid(GRID, draft.block), str(bundle))
+
+
+@pytest.fixture(scope="module")
+def signatures(order):
+    return Programs(order.target, order.draft, order.dtype, stacked=True).signatures(order.grid)
+
+
+@pytest.fixture(scope="module")
+def first(order, signatures, bundle):
+    """A build of everything by two workers: its report, and the workers' environment."""
+    with Store(bundle).open_for_building(), Workers(SLICE, order, 2) as workers:
+        return build(signatures, workers, lambda _: None), workers.environment
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch) -> Path:
+    """Where workers started from here on keep theirs."""
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that have not been waited for."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+
+
+def test_everything_is_built_for_a_tpu_that_is_not_there(first, signatures, bundle):
+    report, environment = first
+    assert [entry.signature for entry in report.entries] == signatures
+    assert len(report.compiled) == len(signatures)
+    assert (environment.platform, environment.topology) == ("tpu", "v5e:1x1")
+    for entry in report.entries:
+        assert Store(bundle).read(entry)
+        assert all("T(" in entry.inspection.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
+
+
+def test_what_is_built_is_found_again_and_nothing_is_left_behind(first, order, signatures, logs):
+    before = children()
+    with Workers(SLICE, order, 1) as workers:
+        assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
+        again = build(signatures, workers, lambda _: None)
+    assert (again.entries, again.compiled) == (first[0].entries, frozenset())
+    assert (children(), list(logs.glob(LOGS))) == (before, [])
+
+
+def test_a_worker_that_dies_takes_one_executable_with_it_and_tells_where_to_look(first, order, signatures, logs):
+    before = children()
+    with Workers(SLICE, order, 1) as workers:
+        (log,), (worker,) = logs.glob(LOGS), children() - before
+        log.write_text("F0101 00:00:00.000000 1 heap.cc:1] Check failed: enough\n*** stack trace ***\n    @ 0x1 f()\n")
+        os.kill(worker, signal.SIGABRT)
+        with pytest.raises(BuildFailed) as failed:
+            workers.start(signatures[0]).result()
+        words = str(failed.value)
+        assert words.startswith(f"the compiler's process was ended by SIGABRT. {log} says: F0101")
+        assert words.endswith("Check failed: enough")
+        assert workers.start(signatures[0]).result().entry == first[0].entries[0]
+        assert worker not in children()
+    assert (children(), list(logs.glob(LOGS))) == (before, [log])
+
+
+def test_workers_make_room_for_new_ones(first, order, signatures, monkeypatch):
+    monkeypatch.setattr(module, "EXECUTABLES", 2)
+    before, seen = children(), []
+    with Workers(SLICE, order, 1) as workers:
+        for signature in signatures[:3]:
+            seen.append(children() - before)
+            workers.start(signature).result()
+    assert seen[0] == seen[1] != set() and seen[2] == set()  # the third is begun when it is needed
+    assert children() == before
+
+
+def test_flags_that_the_compiler_does_not_know_are_told_in_its_words(order, logs, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
+    with pytest.raises(BuildFailed, match=r"process ended with 1\. .* says: ERROR: Unknown .* flag 'no_such_flag'"):
+        Workers(SLICE, order, 1)
+
+
+def test_without_the_compiler_the_command_that_installs_it_is_told(monkeypatch, tmp_path):
+    check_compiler()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(BadInput, match=r'pip install "dflash-aot\[tpu\]"'):
+        check_compiler()
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", ""),
+        ("one\n\ntwo  \n", "two"),
+        ("F0101 a check\n*** Check failure stack trace: ***\n    @  0x1  f()\n", "F0101 a check"),
+        (
+            "noise\n*** SIGSEGV received\nPC: @ 0x1 f()\n   @ 0x2\nE0101 1 a.cc:1] RAW: dumping\n",
+            "*** SIGSEGV received",
+        ),
+        ("Traceback\n  File x\nValueError: of Python\n", "ValueError: of Python"),
+    ],
+)
+def test_last_words_are_those_that_tell(log, words):
+    assert find_last_words(log) == words

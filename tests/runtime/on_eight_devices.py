@@ -1,0 +1,192 @@
+"""Weights, state and tokens on several devices. Run by test_several_devices.py, on eight made of one processor."""
+
+import functools
+import json
+import math
+import sys
+import tracemalloc
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+from safetensors.numpy import save_file
+
+from dflash_aot.bin import precompile
+from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.mesh import place
+from dflash_aot.cache.recipe import Placement, WeightRecipe
+from dflash_aot.cache.signature import AXIS, state_arrays
+from dflash_aot.cache.store import Store
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.executable import DeviceState, load_executable
+from dflash_aot.runtime.weights import load_weights
+
+DEVICES = jax.devices("cpu")
+GRID = "batch=2 length=64 k=0,7 prefill=16"
+KINDS = ("dense", "experts", "pruned")
+PROMPTS = [[1], [5] * 20, [*range(32)], [31, 0, 9, 9], [2, 7, 1, 8, 2, 8]]
+PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 8])
+def test_every_device_holds_its_slice_of_every_argument(make_up, kind, count):
+    pair, devices = make_up(kind), DEVICES[:count]
+    alone = load_weights(pair.programs().recipes(), pair.places, DEVICES[:1])
+    recipes = pair.programs(count).recipes()
+    shared = load_weights(recipes, pair.places, devices)
+    for recipe in recipes:
+        found, whole = shared[recipe.name], np.asarray(alone[recipe.name])
+        assert found.sharding == place(recipe.sharding, devices)
+        for shard in found.addressable_shards:
+            assert shard.data.size == whole.size // (count if AXIS in recipe.sharding else 1)
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+    split = sum(recipe.bytes for recipe in recipes if AXIS in recipe.sharding)
+    assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 4])
+def test_stacked_arguments_are_the_unrolled_ones_in_order(make_up, kind, count):
+    """As executables for TPU take them."""
+    pair, devices = make_up(kind), DEVICES[:count]
+    unrolled, stacked = (
+        load_weights(pair.programs(count, stacked).recipes(), pair.places, devices) for stacked in (False, True)
+    )
+    assert len(stacked) < len(unrolled)
+    for name, array in unrolled.items():
+        before, layers, after = name.partition("layers.")
+        layer, _, rest = after.partition(".")
+        other = stacked[f"{before}{layers}{rest}"][int(layer)] if layers else stacked[name]
+        np.testing.assert_array_equal(array, other)
+
+
+def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
+    return WeightRecipe("target.w", "target", shape, dtype, (Placement("w", shape, (0, 0), shape),), (None, AXIS))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_the_host_never_holds_more_than_one_slice_and_what_it_is_made_of(tmp_path, count):
+    shape = (1024, 4096)
+    save_file({"w": np.ones(shape, np.float32)}, tmp_path / "model.safetensors")
+    slice_bytes = 4 * math.prod(shape) // count
+    load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])  # what the first time costs
+    tracemalloc.start()
+    try:
+        loaded = load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])
+        left, peak = tracemalloc.get_traced_memory()  # on a CPU a device may keep the host's array itself
+    finally:
+        tracemalloc.stop()
+    assert loaded["target.w"].shape == shape
+    assert slice_bytes <= peak and peak - left < 2.1 * slice_bytes
+
+
+@pytest.mark.parametrize("column", [0, 9, 31])
+def test_what_is_not_finite_is_found_in_any_slice(tmp_path, column):
+    values = np.ones((4, 32), np.float32)
+    values[2, column] = math.nan
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match="w holds NaN or infinity"):
+        load_weights([one_tensor((4, 32))], {"target": tmp_path}, DEVICES)
+
+
+# -- state
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_kv_lies_with_the_heads_it_belongs_to_and_the_rest_everywhere(make_up, count):
+    pair = make_up("dense").programs(count).pair
+    arrays = state_arrays(pair, parse_grid(GRID, pair.block))
+    state = DeviceState(arrays, DEVICES[:count])
+    for array, found in zip(arrays, state.read([array.name for array in arrays]), strict=True):
+        assert (found.shape, str(found.dtype)) == (array.shape, array.dtype)
+        assert not np.asarray(found).any()
+        heads = found.shape[2] // count if found.ndim == 5 else None
+        for shard in found.addressable_shards:
+            assert shard.data.shape == (found.shape if heads is None else (*found.shape[:2], heads, *found.shape[3:]))
+    everywhere = state.place(np.arange(3))
+    assert {shard.device for shard in everywhere.addressable_shards} == set(DEVICES[:count])
+    assert all(shard.data.tolist() == [0, 1, 2] for shard in everywhere.addressable_shards)
+
+
+# -- tokens
+
+
+@pytest.fixture(scope="session")
+def build(make_up, pytestconfig):
+    """The bundle of a pair for so many devices, in pytest's cache: only what changed is compiled again."""
+    shelf = pytestconfig.cache.mkdir("dflash-bundles")
+
+    @functools.cache
+    def build(kind: str, count: int) -> Path:
+        path = shelf / f"{kind} on {count}"
+        named = {**make_up(kind).places, "bundle": path, "buckets": GRID, "platform": "cpu", "tensor_parallel": count}
+        saved = flagsaver.save_flag_values(precompile.FLAGS)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+            patch.setattr(sys, "argv", ["precompile", *(f"--{flag}={value}" for flag, value in named.items())])
+            precompile.main()
+        flagsaver.restore_flag_values(saved, precompile.FLAGS)
+        assert left.value.code == 0
+        return path
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def answer(build):
+    """Tokens, drafted blocks and accepted counts of every prompt."""
+
+    @functools.cache
+    def answer(kind: str, count: int, k: int) -> list[tuple]:
+        with Engine.open(build(kind, count), k=k) as engine:
+            results = engine.generate_all(PROMPTS, PARAMS)
+            assert engine.stats().compile_events == 0
+        return [(result.token_ids, result.drafted, result.accepted) for result in results]
+
+    return answer
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("pruned", 4), ("experts", 8)])
+def test_devices_together_give_what_one_gives(answer, kind, count):
+    """Round by round: every block that was drafted, what was accepted of it, and every token."""
+    assert answer(kind, count, 7) == answer(kind, 1, 7)
+    assert answer(kind, count, 0) == answer(kind, 1, 0)
+    tokens = [tokens for tokens, _, _ in answer(kind, 1, 7)]
+    assert tokens == [tokens for tokens, _, _ in answer(kind, 1, 0)]
+    assert len({token for answer in tokens for token in answer}) > 8
+    assert sum(sum(accepted) for _, _, accepted in answer(kind, 1, 7)) > 0
+
+
+def test_a_bundle_that_lies_about_its_devices_is_refused(build, tmp_path):
+    """Loading an executable on another number of devices would end the process."""
+    path, copy = build("pruned", 4), tmp_path / "bundle"
+    copy.mkdir()
+    (copy / "executables").symlink_to(path / "executables")
+    manifest = read_manifest(path)
+    environment = msgspec.structs.replace(manifest.environment, device_count=2, coordinates=("0", "1"))
+    (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, environment=environment)))
+    with pytest.raises(CorruptBundle, match="made for 4 devices, the manifest says 2. It was not loaded"):
+        Engine.open(copy)
+
+
+def test_an_executable_for_devices_of_other_names_is_refused(build):
+    path = build("pruned", 4)
+    entry = read_manifest(path).entries[0]
+    with pytest.raises(
+        IncompatibleBundle, match=r"made for devices \[0, 1, 2, 3\], here they are called \[4, 5, 6, 7\]"
+    ):
+        load_executable(Store(path).read(entry), entry.signature, DEVICES[4:], "here")
+
+
+def test_a_bundle_for_some_of_the_devices_does_not_mind_the_others(build):
+    assert json.loads((build("pruned", 4) / "manifest.json").read_text())["environment"]["device_count"] == 4
+    assert len(DEVICES) == 8
+    Engine.open(build("pruned", 4)).close()
