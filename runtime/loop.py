@@ -51,7 +51,9 @@ class Loop:
         self._slots = Slots(self._grid.slots)
         self._waiting: deque[Request] = deque()
         self._unread: deque[FirstToken | Round] = deque()
-        self._place = state.place
+        self._place = place = state.place
+        # By the mask of active rows. The loop's own, and nothing of the loop in it: an engine that is closed is gone.
+        self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
         self._slot_ranges = {batch: self._place(np.arange(batch, dtype=np.int32)) for batch in self._grid.batch}
 
     @property
@@ -169,10 +171,6 @@ class Loop:
             write(self._state, features, self._slot_ranges[bucket.batch], starts)
         self._counters.rounds += 1
         return verdict
-
-    @functools.lru_cache(maxsize=256)  # noqa: B019  a loop lives as long as its engine
-    def _active(self, mask: tuple[bool, ...]) -> jax.Array:
-        return self._place(np.array(mask))
 
     # -- commit
 
