@@ -9,14 +9,13 @@ from typing import Any
 from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
 from dflash_aot.bin.command import format_bytes, format_table
 from dflash_aot.cache.manifest import Entry
-from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.footprint import read_measured
 from dflash_aot.compile.manager import Report
 from dflash_aot.compile.quality import find_flaws
 
-HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB moved", "compiler", "GFLOP", "compiler")
-NOTE = """GB moved, GFLOP: of one call, at least, from the models' facts
-compiler: its own count of the same, with the body of a loop once"""
+HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
+NOTE = """GB, GFLOP: what one call must move and compute, from the models' facts
+its GB, its GFLOP: the compiler's own count, which takes the body of the loop over layers once"""
 
 
 def report_build(deployment: Deployment, report: Report, bundle: Path, tau: float | None, as_json: bool) -> None:
@@ -54,7 +53,7 @@ def list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]
     """What a TPU executable should not do, and does; nothing on other platforms, see `find_flaws`."""
     if deployment.platform != "tpu":
         return []
-    programs, known = deployment.programs, known_arrays(deployment.programs, deployment.grid)
+    programs, known = deployment.programs, deployment.programs.known_arrays(deployment.grid)
     return [
         flaw
         for entry in entries

@@ -95,11 +95,11 @@ def start_jax(platform: str | None) -> None:
         jax.config.update("jax_platforms", "cpu")
     elif platform == "tpu":
         jax.config.update("jax_platforms", "tpu,cpu")
-    elif not (os.environ.get("JAX_PLATFORMS") or is_tpu_attached() or has_gpu_plugin()):
+    elif not (os.environ.get("JAX_PLATFORMS") or is_tpu_attached() or _has_gpu_plugin()):
         jax.config.update("jax_platforms", "cpu")
 
 
-def has_gpu_plugin() -> bool:
+def _has_gpu_plugin() -> bool:
     """Whether JAX can use a GPU, as far as packages go."""
     return importlib.util.find_spec("jax_plugins") is not None
 
@@ -112,9 +112,14 @@ def decode_text(content: bytes, source: str) -> str:
         raise BadInput(f"{source} is not UTF-8: {error}") from error
 
 
-def default_bundle(target: str, draft: str) -> Path:
-    """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory."""
+def default_bundle(target: str, draft: str, topology: str | None = None) -> Path:
+    """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory.
+
+    One for a described `topology` has a place of its own: what is served here stays.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-aot"
+    if topology:
+        base /= topology.replace(":", "-")
     if target == EMBEDDED:
         return base / EMBEDDED
     return base / "--".join(

@@ -34,7 +34,7 @@ from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 from dflash_aot.compile.builder import Builder
-from dflash_aot.compile.footprint import check_fits
+from dflash_aot.compile.footprint import Measured, check_fits, read_measured
 from dflash_aot.compile.machine import Machine, attach, count_devices
 from dflash_aot.compile.manager import Progress, Report, Site, build
 from dflash_aot.compile.programs import Programs
@@ -105,7 +105,11 @@ def precompile() -> None:
     place = choose_place()
     platform, devices = _describe_place(place)
     dtype = _DTYPE.value or ("float32" if platform == "cpu" else "bfloat16")
-    bundle = Path(_BUNDLE.value) if _BUNDLE.value else default_bundle(*references)
+    bundle = (
+        Path(_BUNDLE.value)
+        if _BUNDLE.value
+        else default_bundle(*references, place.name if isinstance(place, Topology) else None)
+    )
     programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices)
     deployment = Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(place))
     check_tau(_TAU.value, grid, deployment.chip)
@@ -113,14 +117,14 @@ def precompile() -> None:
     if _PLAN.value:
         report_plan(deployment, bundle, choose_jobs(place), _TAU.value, _JSON.value)
         return
-    if deployment.chip:
-        check_fits(programs, grid, devices, deployment.chip, deployment.positions)
+    _check_memory(deployment, None)
     store = Store(bundle)
     with store.open_for_building():
         with open_site(place, programs, Order(target, draft, dtype, grid, str(bundle)), store) as (site, environment):
             report = _build_with_progress(programs.signatures(grid), site)
         if conflicts := find_layout_conflicts(report.entries):
             raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
+        _check_memory(deployment, read_measured(report.entries))
         store.publish(
             Manifest(
                 schema=SCHEMA,
@@ -205,12 +209,21 @@ def find_chip(place: Place) -> Chip | None:
     return next((chip for chip in CHIPS if chip.device_kind == place.environment.device_kind), None)
 
 
+def _check_memory(deployment: Deployment, measured: Measured | None) -> None:
+    """Before and after a build: see `check_fits`."""
+    grid, chip = deployment.grid, deployment.chip
+    if chip is None:
+        return
+    doubt = check_fits(deployment.programs, grid, deployment.devices, chip, deployment.positions, measured)
+    if doubt:
+        _say(f"WARNING: {doubt}")
+
+
 def _build_with_progress(signatures: Sequence[Signature], site: Site) -> Report:
     """A bar with count, elapsed and remaining time and the bucket that was begun last."""
-    with tqdm(unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(total=len(signatures), unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
 
         def observe(progress: Progress) -> None:
-            bar.total = progress.total
             if progress.entry is None:
                 bar.set_postfix_str(progress.label)
             bar.update(progress.done - bar.n)

@@ -13,7 +13,7 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import WeightRecipe
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.signature import Array, Signature, known_arrays
 from dflash_aot.cache.topology import TOPOLOGIES
 
 SCHEMA = 3
@@ -57,12 +57,15 @@ class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the optimized program is like: how inputs and outputs lie in memory, what it copies, what devices exchange.
 
     `layouts` by name, as XLA writes them, `{1,0:T(8,128)(2,1)}`: dimensions minor to major, then tiles. `collectives`
-    counts instructions by kind; one in the body of a loop counts once.
+    counts instructions by kind; one in the body of a loop counts once. `donated` names the inputs over which outputs
+    are written, `largest` the instruction with the largest buffer of its own in main memory, "" for none.
     """
 
     layouts: dict[str, str]
     copies: tuple[LargeCopy, ...]
     collectives: dict[str, int]
+    donated: tuple[str, ...]
+    largest: str
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,8 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def known_arrays(self) -> dict[str, Array]:
         """State and weights by name, as signatures refer to them."""
-        weights = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in self.weights)
-        return {array.name: array for array in (*self.state, *weights)}
+        return known_arrays(self.state, self.weights)
 
     def rebuild_command(self, bundle: Path) -> str:
         """The command that makes this bundle here."""

@@ -5,12 +5,13 @@ L layers · N slots · G kv heads · C capacity + slack · D head width · F fea
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.recipe import ITEM_BYTES
+from dflash_aot.cache.recipe import ITEM_BYTES, WeightRecipe
 
 ProgramName = Literal["prefill", "draft", "verify", "kv_write", "move"]
 INT, BOOL = "int32", "bool"
@@ -96,6 +97,12 @@ def state_arrays(pair: Pair, grid: Grid) -> tuple[Array, ...]:
         Array("lengths", (grid.slots,), INT),
         Array("anchors", (grid.slots,), INT),
     )
+
+
+def known_arrays(state: Iterable[Array], weights: Iterable[WeightRecipe]) -> dict[str, Array]:
+    """State and weights by name, as signatures refer to them."""
+    made = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights)
+    return {array.name: array for array in (*state, *made)}
 
 
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")

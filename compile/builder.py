@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
 
 import jax
 import msgspec
@@ -11,7 +10,7 @@ from jax.experimental import serialize_executable
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.manifest import Entry, Memory
-from dflash_aot.cache.signature import Array, Signature, state_arrays
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store, pack
 from dflash_aot.compile.exhaustion import explain_exhaustion
 from dflash_aot.compile.inspection import inspect, read_cost
@@ -39,7 +38,7 @@ class Builder:
 
     def __init__(self, programs: Programs, grid: Grid, machine: Machine, store: Store):
         self._programs, self._machine, self._store = programs, machine, store
-        self._known = known_arrays(programs, grid)
+        self._known = programs.known_arrays(grid)
 
     def lower(self, signature: Signature) -> tuple[jax.stages.Lowered, str]:
         """The program as StableHLO, and the key of its executable."""
@@ -58,7 +57,12 @@ class Builder:
         memory = compiled.memory_analysis()
         if memory is None:
             raise BuildFailed("the compiler does not tell what memory this takes")
-        check_donation(signature, self._known, memory.alias_size_in_bytes, len(self._machine.devices))
+        inspection = inspect(
+            compiled,
+            [array.name for array in input_arrays(signature, self._known)],
+            [array.name for array in output_arrays(signature, self._known)],
+        )
+        check_donation(signature, inspection.donated)
         serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
         blob = pack(serialized)
         entry = Entry(
@@ -76,20 +80,10 @@ class Builder:
                 code=memory.generated_code_size_in_bytes,
             ),
             cost=read_cost(compiled),
-            inspection=inspect(
-                compiled,
-                [array.name for array in input_arrays(signature, self._known)],
-                [array.name for array in output_arrays(signature, self._known)],
-            ),
+            inspection=inspection,
         )
         self._store.add(entry, blob)
         return Built(entry, compiled=True)
-
-
-def known_arrays(programs: Programs, grid: Grid) -> Mapping[str, Array]:
-    """State and weights by name, as signatures refer to them."""
-    weights = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in programs.recipes())
-    return {array.name: array for array in (*state_arrays(programs.pair, grid), *weights)}
 
 
 def explain(error: BaseException) -> str:

@@ -7,6 +7,8 @@ import msgspec
 from dflash_aot.cache.signature import Pair, Signature
 from dflash_aot.compile.footprint import count_tokens
 
+WIDE = 512  # tokens; wider calls are loops that take no longer to compile
+
 
 class Effort(msgspec.Struct, frozen=True):
     """Seconds of one core, and bytes on disk, compressed as the store keeps them."""
@@ -55,5 +57,5 @@ def estimate_effort(signatures: Iterable[Signature], pair: Pair, platform: str) 
 
 def _count_units(signature: Signature, pair: Pair, platform: str) -> int:
     if platform == "tpu":
-        return count_tokens(signature, pair.block)
+        return min(count_tokens(signature, pair.block), WIDE)
     return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers

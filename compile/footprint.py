@@ -98,8 +98,11 @@ class Footprints:
         `available` in bytes; no length beyond `positions`, which the models were made for.
         """
 
+        estimates = Footprints(self._programs, self._devices, self._tiled)
+        beyond = self.of(grid).total - estimates.of(grid).total  # what the compiler took more, where it has been asked
+
         def fits(batch: int, length: int) -> bool:
-            return self.of(move_corner(grid, batch, length)).total <= available
+            return estimates.of(move_corner(grid, batch, length)).total + beyond <= available
 
         steps = _largest(lambda n: fits(grid.slots, n * LENGTH_STEP), positions // LENGTH_STEP)
         return Proposal(_largest(lambda batch: fits(batch, grid.capacity), MOST_ROWS), steps and steps * LENGTH_STEP)
@@ -110,16 +113,25 @@ class Footprints:
         return padded_bytes(shape, array.dtype, *chosen)
 
 
-def check_fits(programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int) -> None:
-    """The estimate, before anything is compiled. Raises BuildFailed with figures and what would fit."""
-    footprints, available = Footprints(programs, devices, tiled=True), chip.available_bytes
+def check_fits(
+    programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: Measured | None = None
+) -> str | None:
+    """Raises BuildFailed with figures, and what would fit, where it is certain that a grid does not.
+
+    Certain are weights and state, and all of it after a build. An estimate that is over is returned in words: it may
+    be wrong by a few percent, and then the compiler decides.
+    """
+    footprints, available = Footprints(programs, devices, tiled=True, measured=measured), chip.available_bytes
     footprint = footprints.of(grid)
-    if footprint.total > available:
-        proposal = footprints.propose(grid, available, positions)
-        raise BuildFailed(
-            f"{grid} does not fit {chip.name}, per device: {describe_verdict(footprint, available)}. "
-            f"{describe_proposal(proposal, grid)}"
-        )
+    if footprint.total <= available:
+        return None
+    verdict = (
+        f"does not fit {chip.name}, per device: {describe_verdict(footprint, available)}. "
+        f"{describe_proposal(footprints.propose(grid, available, positions), grid)}"
+    )
+    if measured is None and footprint.weights + footprint.state <= available:
+        return f"by an estimate, {grid} {verdict}. The compiler decides"
+    raise BuildFailed(f"{grid} {verdict}")
 
 
 def describe_verdict(footprint: Footprint, available: int) -> str:
@@ -135,10 +147,10 @@ def describe_verdict(footprint: Footprint, available: int) -> str:
 def describe_proposal(proposal: Proposal, grid: Grid) -> str:
     """For people: the corners that fit."""
     if proposal.batch is None and proposal.length is None:
-        return "Nothing of this pair fits: it takes more or larger devices"
+        return "Nothing of this pair fits: it takes more or larger devices, or a narrower --dtype"
     at_length = f"batch={proposal.batch}" if proposal.batch else "no batch"
     at_batch = f"length={proposal.length}" if proposal.length else "no length"
-    return f"What fits: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}"
+    return f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}"
 
 
 def cut_grid(grid: Grid, bucket: Bucket) -> Grid:

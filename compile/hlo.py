@@ -96,10 +96,16 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A program after all of the compiler's passes."""
+    """A program after all of the compiler's passes; `donated` numbers the parameters that outputs are written over."""
 
     computations: dict[str, Computation]
     entry: Computation
+    donated: frozenset[int]
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """Of all computations."""
+        return (one for computation in self.computations.values() for one in computation.instructions)
 
 
 def parse_module(text: str) -> Module:
@@ -113,9 +119,10 @@ def parse_module(text: str) -> Module:
             entry = computations[head[2]] if head[1] else entry
     if entry is None:
         raise _unreadable("there is no ENTRY")
-    return Module(computations, entry)
+    return Module(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
 
 
+ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 OPCODE = re.compile(r" ([\w\-]+)(?=\()")

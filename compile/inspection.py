@@ -1,7 +1,7 @@
 """What the compiler made of a program, read from its own output."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -11,6 +11,8 @@ from dflash_aot.compile.hlo import Buffer, Module, Type, parse_module
 from dflash_aot.compile.large_copies import find_large_copies
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+# What makes no array of its own.
+FORWARDING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
 def read_cost(compiled: jax.stages.Compiled) -> Cost:
@@ -35,14 +37,44 @@ def inspect_text(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> In
     returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))
     if moved := [name for name in arguments.keys() & returned if arguments[name] != returned[name]]:
         raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, returned in another")
-    return Inspection(arguments | returned, find_large_copies(module, inputs), count_collectives(module))
+    return Inspection(
+        layouts=arguments | returned,
+        copies=find_large_copies(module, inputs),
+        collectives=count_collectives(module),
+        donated=tuple(name for number, name in enumerate(inputs) if number in module.donated),
+        largest=find_largest(module),
+    )
 
 
 def count_collectives(module: Module) -> dict[str, int]:
     """By kind; what is started in one place and done in another counts once."""
-    opcodes = (one.opcode for computation in module.computations.values() for one in computation.instructions)
+    opcodes = (one.opcode for one in module.instructions)
     kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
     return dict(sorted(kinds.items()))
+
+
+def find_largest(module: Module) -> str:
+    """What makes the largest array of a shape that no argument has: an array of such a shape may be in its place."""
+    fused = {one.called("calls") for one in module.instructions if one.opcode == "fusion"}
+    taken = {str(one.type).partition("{")[0] for one in module.entry.parameters}
+    found = [
+        (leaf.bytes, f"%{one.name} = {leaf}" + (f" ({one.operation})" if one.operation else ""))
+        for computation in module.computations.values()
+        if computation.name not in fused
+        for one in computation.instructions
+        if one.opcode not in FORWARDING
+        for leaf in _leaves(one.type)
+        if leaf.in_main_memory and str(leaf).partition("{")[0] not in taken
+    ]
+    return max(found, default=(0, ""))[1]
+
+
+def _leaves(type_: Type) -> Iterator[Buffer]:
+    if isinstance(type_, Buffer):
+        yield type_
+    else:
+        for part in type_:
+            yield from _leaves(part)
 
 
 def _name_layouts(names: Sequence[str], types: Sequence[Type]) -> dict[str, str]:

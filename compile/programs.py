@@ -14,7 +14,16 @@ import msgspec
 from dflash_aot.cache.architecture import Decoder, Draft, Target
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
-from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, Signature, signatures
+from dflash_aot.cache.signature import (
+    Array,
+    KvShape,
+    Pair,
+    ProgramWeights,
+    Signature,
+    known_arrays,
+    signatures,
+    state_arrays,
+)
 from dflash_aot.compile.attention import attend_context
 from dflash_aot.compile.causal_lm import Attend, CausalLM
 from dflash_aot.compile.dflash import DFlash
@@ -66,6 +75,10 @@ class Programs:
             ends["draft.lm_head.weight"] = f"target.{'model.embed_tokens' if tied else 'lm_head'}.weight"
         mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
         return msgspec.structs.replace(recipe, otherwise=ends.get(recipe.name), mapped=mapped)
+
+    def known_arrays(self, grid: Grid) -> dict[str, Array]:
+        """State and weights by name, as signatures refer to them."""
+        return known_arrays(state_arrays(self.pair, grid), self.recipes())
 
     def weights(self) -> ProgramWeights:
         """Which weights each program takes."""

@@ -70,8 +70,8 @@ def check_shares(target: Target, draft: Draft, devices: int) -> None:
     """All that is split can be split evenly. Raises BadInput."""
     if uneven := [f"{what} {size}" for what, size in _list_shared(target, draft) if size % devices]:
         raise BadInput(
-            f"--tensor_parallel {devices}: {devices} devices cannot share evenly {', '.join(uneven)}. "
-            f"What divides everything: {', '.join(str(one) for one in _list_degrees(target, draft))}"
+            f"{devices} devices cannot share {', '.join(uneven)} evenly; "
+            f"{', '.join(str(one) for one in _list_degrees(target, draft))} can (--topology, --tensor_parallel)"
         )
 
 

@@ -25,7 +25,7 @@ def test_work_stands_beside_the_compilers_own_count(command, tied, copy):
             assert 0 < entry["work"]["bytes"] < entry["compiler"]["bytes"]
     done = command(precompile, *where)
     table = done.err[done.err.index("program ") :].splitlines()[:-1]  # behind the progress bar
-    assert "GB moved" in table[0] and len(table) == 1 + 7 + 2 and max(map(len, table)) <= 120
+    assert "its GFLOP" in table[0] and len(table) == 1 + 7 + 2 and max(map(len, table)) <= 120
 
 
 def test_a_chip_with_figures_gets_its_table_from_the_compilers_figures(copy, capsys):

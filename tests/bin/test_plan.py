@@ -7,6 +7,7 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.bin.bucket_table import check_tau
+from dflash_aot.bin.command import default_bundle
 from dflash_aot.bin.plan import worst_waste
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput
@@ -53,11 +54,20 @@ def test_a_plan_tells_what_fits_and_what_a_round_takes_at_least(plan_tpu):
     assert 20 < plan["expected_seconds"] < 600 and 5e6 < plan["expected_bytes"] < 60e6
 
 
+def test_a_bundle_for_a_slice_that_is_not_here_does_not_take_the_place_of_the_one_that_is_served(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    here, there = default_bundle("a/T", "a/D"), default_bundle("a/T", "a/D", "v5e:2x2")
+    assert (here, there) == (Path("/cache/dflash-aot/a-T--a-D"), Path("/cache/dflash-aot/v5e-2x2/a-T--a-D"))
+
+
 @needs_libtpu
 def test_a_plan_of_too_much_says_so_and_a_build_of_it_is_not_begun(plan_tpu):
     done = plan_tpu("Qwen3-4B", "v5e:1x1", GRID.replace("8", "16"), "--plan")
     assert (done.code, done.out) == (0, "")
-    assert "does not fit v5e: weights 9.12 + " in done.err and "What fits: batch=10 at length=4096, length=" in done.err
+    assert (
+        "does not fit v5e: weights 9.12 + " in done.err
+        and "What would fit: batch=10 at length=4096, length=" in done.err
+    )
     assert max(map(len, done.err.splitlines())) <= 120
 
 

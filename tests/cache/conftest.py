@@ -182,7 +182,7 @@ def manifest(environment, blobs) -> Manifest:
             seconds=0.5,
             memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
             cost=Cost(flops=2.0, bytes_accessed=1.0),
-            inspection=Inspection(layouts={}, copies=(), collectives={}),
+            inspection=Inspection(layouts={}, copies=(), collectives={}, donated=(), largest=""),
         )
         for signature, blob in zip(signatures(pair, grid, names), blobs, strict=True)
     )

@@ -20,7 +20,6 @@ from dflash_aot.cache.manifest import Memory
 from dflash_aot.cache.rope import Rope
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import TOPOLOGIES, Chip
-from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.footprint import (
     Footprints,
     Measured,
@@ -105,16 +104,32 @@ def test_proposals_are_the_last_that_fit(programs):
     assert footprints.propose(GRID, 1 << 50, 4096).length == 4096
 
 
-def test_a_grid_that_does_not_fit_is_refused_with_figures(programs):
-    available = Footprints(programs, 1, tiled=True).of(structs.replace(GRID, batch=(1, 3))).total
+def check(programs, available, measured=None):
     chip = Chip("toy", "toy", 1, 1, 2 * available, available, 1.0, 1.0)
-    check_fits(programs, structs.replace(GRID, batch=(1, 3)), 1, chip, 4096)
-    with pytest.raises(
-        BuildFailed, match=r"does not fit toy, per device: .* GB too many. What fits: batch=3 at length=1024, length="
-    ):
-        check_fits(programs, GRID, 1, chip, 4096)
-    with pytest.raises(BuildFailed, match="Nothing of this pair fits"):
-        check_fits(programs, GRID, 1, structs.replace(chip, available_bytes=1000), 4096)
+    return check_fits(programs, GRID, 1, chip, 4096, measured)
+
+
+def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(programs):
+    found = Footprints(programs, 1, tiled=True).of(GRID)
+    certain = found.weights + found.state
+    message = r"does not fit toy, per device: weights .* GB too many\. Nothing of this pair fits"
+    with pytest.raises(BuildFailed, match=message):
+        check(programs, certain - 1)
+    assert "does not fit toy" in check(programs, certain) and "The compiler decides" in check(programs, certain)
+    assert "The compiler decides" in check(programs, found.total - 1)
+    assert check(programs, found.total) is None
+
+
+def test_after_a_build_the_compilers_figures_decide(programs):
+    labels = [signature.label for signature in programs.signatures(GRID)]
+    measured = Measured({label: Memory(0, 0, 0, 5000, 7) for label in labels})
+    footprints = Footprints(programs, 1, tiled=True, measured=measured)
+    total = footprints.of(GRID).total
+    assert total < Footprints(programs, 1, tiled=True).of(GRID).total
+    assert check(programs, total, measured) is None
+    with pytest.raises(BuildFailed, match=r"does not fit toy.*What would fit: batch=3 at length=1024, length="):
+        check(programs, total - 1, measured)
+    assert footprints.propose(GRID, total, 4096).batch == 4  # what fits is among what would
 
 
 COMPILE = """
@@ -123,7 +138,6 @@ import msgspec
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.lowering import lower
 from dflash_aot.compile.machine import describe
 from dflash_aot.compile.programs import Programs
@@ -132,7 +146,7 @@ target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 grid, devices = parse_grid(sys.argv[1], draft.block), describe(TOPOLOGIES["v5e:1x1"]).devices
 programs = Programs(target, draft, "bfloat16", stacked=True)
 (signature,) = (one for one in programs.signatures(grid) if one.label == sys.argv[2])
-compiled = lower(signature, programs.function(signature), known_arrays(programs, grid), devices).compile()
+compiled = lower(signature, programs.function(signature), programs.known_arrays(grid), devices).compile()
 stats = compiled.memory_analysis()
 names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporaries": "temp"}
 sizes = {name: getattr(stats, f"{stat}_size_in_bytes") for name, stat in names.items()}
@@ -158,7 +172,7 @@ def test_the_estimate_is_what_the_compiler_finds():
     found = msgspec.json.decode(done.stdout, type=Memory)
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(buckets, 16)
     (signature,) = (one for one in programs.signatures(grid) if one.label == label)
-    estimate = Footprints(programs, 1, tiled=True).estimate(signature, known_arrays(programs, grid))
+    estimate = Footprints(programs, 1, tiled=True).estimate(signature, programs.known_arrays(grid))
     assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased)
     assert needs(estimate) == pytest.approx(needs(found), rel=0.05)
     assert needs(estimate) < TOPOLOGIES["v5e:1x1"].chip.available_bytes

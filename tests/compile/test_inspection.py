@@ -230,13 +230,16 @@ def test_a_text_of_another_form_is_refused(text, words):
 def test_the_compiler_here_is_understood():
     """A large argument that must be turned round, beside one that is written in place."""
 
-    def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.dynamic_update_slice(kv, rows, (0, 0)), weight.T
+    def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        products = jnp.sin(rows @ weight.T) @ jnp.cos(rows @ weight.T).T
+        return jax.lax.dynamic_update_slice(kv, rows, (0, 0)), weight.T, products
 
     specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (1024, 512), (8, 512))]
     compiled = jax.jit(step, donate_argnums=1).trace(*specs).lower().compile()
-    found = inspect(compiled, ["weight", "kv", "rows"], ["kv", "turned"])
-    assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned"), "{1,0}")
+    found = inspect(compiled, ["weight", "kv", "rows"], ["kv", "turned", "products"])
+    assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned", "products"), "{1,0}")
+    assert found.donated == ("kv",)
+    assert "f32[512,1024]{1,0}" in found.largest
     assert [(one.buffer, one.bytes) for one in found.copies] == [("weight", 4 * 1024 * 512)]
     assert found.collectives == {}
     assert read_cost(compiled).bytes_accessed > 4 * 1024 * 512

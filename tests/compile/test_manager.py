@@ -12,7 +12,7 @@ import pytest
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
-from dflash_aot.compile.builder import Builder, known_arrays
+from dflash_aot.compile.builder import Builder
 from dflash_aot.compile.machine import attach
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
@@ -129,7 +129,7 @@ def test_every_executable_is_kept_with_what_it_cost(first):
 
 def test_every_executable_writes_its_state_in_place(first, small_pair):
     _, report, _ = first
-    known = known_arrays(Programs(*small_pair, "float32"), parse_grid(BUCKETS, 4))
+    known = Programs(*small_pair, "float32").known_arrays(parse_grid(BUCKETS, 4))
     for entry in report.entries:
         state_bytes = sum(known[name].bytes for name in entry.signature.donated)
         assert entry.memory.aliased == state_bytes, entry.signature.label

@@ -5,7 +5,7 @@ from msgspec import structs
 
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.manifest import Cost, Entry, Inspection, LargeCopy, Memory
-from dflash_aot.compile.builder import known_arrays
+from dflash_aot.cache.signature import Array
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.quality import find_flaws, find_layout_conflicts
 
@@ -25,7 +25,8 @@ def grid(small_pair):
 
 @pytest.fixture(scope="module")
 def known(programs, grid):
-    return known_arrays(programs, grid)
+    weight = Array("target.large", (2**26,), "float32", sharding=("model",))  # so that 2 % are more than nothing
+    return {**programs.known_arrays(grid), weight.name: weight}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def make_entry(signature, known):
         seconds=1.0,
         memory=Memory(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
         cost=Cost(flops=1.0, bytes_accessed=1.0),
-        inspection=Inspection(layouts=dict.fromkeys(names, KV), copies=(), collectives={}),
+        inspection=Inspection(
+            layouts=dict.fromkeys(names, KV), copies=(), collectives={}, donated=(), largest="%fusion.1 = f32[8]"
+        ),
     )
 
 
@@ -70,18 +73,16 @@ def test_nothing_is_said_of_good_executables(entries, known):
     assert find_layout_conflicts(entries.values()) == []
 
 
-def test_state_that_is_not_written_in_place_is_named(entries, known):
-    entry = with_memory(entries[VERIFY], aliased=entries[VERIFY].memory.aliased - 1)
-    (line,) = find_flaws(entry, known, 1, 0)
-    assert line.startswith(f"{VERIFY}: donation did not take: of target_k, target_v, lengths, anchors, ")
-
-
 @pytest.mark.parametrize("label", ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"])
 def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, known, label):
     allowed = sum(array.bytes for array in known.values()) // 50
     assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
     (line,) = find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
-    assert line.startswith(f"{label}: ") and "temporaries are 2.0% of weights and kv" in line and "than 2%" in line
+    assert (
+        line.startswith(f"{label}: ")
+        and "temporaries are 2.0% of weights and kv" in line
+        and "than 2%: %fusion.1 = " in line
+    )
 
 
 @pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])
@@ -90,12 +91,9 @@ def test_a_prefill_and_a_move_may_take_more(entries, known, label):
 
 
 def test_on_several_devices_each_is_measured_by_its_own_share(entries, known):
-    state = sum(known[name].shard_bytes(2) for name in entries[VERIFY].signature.donated)
     held = sum(array.shard_bytes(2) for array in known.values())
-    assert find_flaws(with_memory(entries[VERIFY], aliased=state, temporaries=held // 50), known, 2, 0) == []
-    assert (
-        len(find_flaws(with_memory(entries[VERIFY], aliased=state - 1, temporaries=held // 50 + 1), known, 2, 0)) == 2
-    )
+    assert find_flaws(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
+    assert len(find_flaws(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
 
 
 def test_a_copy_is_described_with_its_buffer(entries, known):

@@ -65,8 +65,8 @@ def test_what_cannot_be_shared_is_named(small_pair):
     with pytest.raises(BadInput) as refused:
         Programs(*small_pair, "float32", devices=4)
     assert str(refused.value) == (
-        "--tensor_parallel 4: 4 devices cannot share evenly the target's kv heads 2, the draft's kv heads 2. "
-        "What divides everything: 1, 2"
+        "4 devices cannot share the target's kv heads 2, the draft's kv heads 2 evenly; "
+        "1, 2 can (--topology, --tensor_parallel)"
     )
 
 
@@ -84,7 +84,7 @@ def test_every_shared_size_counts(small_pair, change, named):
     draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
     even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
     check_shares(even, draft, 4)
-    with pytest.raises(BadInput, match=f"4 devices cannot share evenly {named}. What divides everything: 1, 2$"):
+    with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
         check_shares(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
 
 

@@ -16,7 +16,6 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.inspection import inspect_text
 from dflash_aot.compile.machine import COMPILE_ONLY
 from dflash_aot.compile.manager import build
@@ -44,7 +43,6 @@ from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.compile import kv
-from dflash_aot.compile.builder import known_arrays
 from dflash_aot.compile.lowering import lower
 from dflash_aot.compile.machine import describe
 from dflash_aot.compile.programs import Programs
@@ -89,7 +87,7 @@ def unheld():
     kv.with_layout_constraint = lambda array, layout: array
     programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
     (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
-    return lower(signature, programs.function(signature), known_arrays(programs, grid), devices).compile().as_text()
+    return lower(signature, programs.function(signature), programs.known_arrays(grid), devices).compile().as_text()
 
 head_major, heads = spec(LAYERS, ROWS, HEADS, POSITIONS, WIDTH), spec(ROWS, HEADS, TOKENS, WIDTH)
 print(json.dumps({
@@ -143,7 +141,7 @@ def test_there_is_nothing_to_find_in_executables_of_real_shapes(pair, tmp_path, 
     with Store(tmp_path).open_for_building(), Workers(slice_, order, jobs=2) as workers:
         entries = build(signatures, workers, lambda progress: None).entries
     assert len(entries) == len(labels)
-    known = known_arrays(programs, grid)
+    known = programs.known_arrays(grid)
     for entry in entries:
         expected = programs.collectives(entry.signature)
         assert find_flaws(entry, known, slice_.devices, expected) == []
@@ -165,5 +163,5 @@ def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
     (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
     copies = inspect_text(bad["unheld"], inputs, signature.donated).copies
-    kv_bytes = known_arrays(programs, grid)["draft_k"].bytes
+    kv_bytes = programs.known_arrays(grid)["draft_k"].bytes
     assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}
