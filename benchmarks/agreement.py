@@ -9,6 +9,7 @@ import msgspec
 
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.manifest import Manifest
 
 # Where rounding differs, near-ties fall otherwise: a token in a hundred or so. What computes something else is wrong
 # in most of them.
@@ -38,6 +39,11 @@ class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     platform: str
     runs: list[Run]
 
+    @property
+    def ks(self) -> frozenset[int]:
+        """At which every run was recorded, K = 0 left out."""
+        return frozenset(self.runs[0].accepted)
+
 
 def read_golden(path: Path) -> Golden:
     """Raises BadInput."""
@@ -50,6 +56,32 @@ def read_golden(path: Path) -> Golden:
     if not all(run.prompt_ids and run.token_ids and all(run.accepted.values()) for run in golden.runs):
         raise BadInput(f"--golden {path}: a run without a prompt, tokens or rounds")
     return golden
+
+
+def check_golden(golden: Golden, manifest: Manifest, path: Path) -> None:
+    """Raises BadInput where the bundle is of another pair, shares no K with the golden or is too short for it."""
+    for role, recorded, built in (
+        ("target", golden.target, manifest.target.facts),
+        ("draft", golden.draft, manifest.draft.facts),
+    ):
+        if recorded != built:
+            raise BadInput(
+                f"--golden {path}: recorded with another {role} than the bundle's: {recorded} is not {built}"
+            )
+    grid = manifest.grid
+    if len(grid.k) > 1 and golden.ks.isdisjoint(grid.k):
+        here, there = (",".join(map(str, ks)) for ks in (grid.k, sorted({0, *golden.ks})))
+        raise BadInput(
+            f"--golden {path}: recorded with k={there}, and the bundle has k={here}: nothing to compare the draft by. "
+            f"Record one with a bundle of the pair built for k={here}"
+        )
+    # The last token of an answer is written nowhere.
+    longest = max(len(run.prompt_ids) + len(run.token_ids) - 1 for run in golden.runs)
+    if longest > grid.capacity:
+        raise BadInput(
+            f"--golden {path}: its longest run takes {longest} positions, and the bundle ends at "
+            f"length={grid.capacity}. Record one with a bundle whose longest length is at most that"
+        )
 
 
 def is_exact(platform: str, dtype: str) -> bool:

@@ -9,6 +9,7 @@ with 1 and says why if anything is wrong. docs/tpu.md says what is held to be wr
 
 import argparse
 import inspect
+import os
 import random
 import statistics
 import sys
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from agreement import Golden, Prompt, Run, Verdict, compare, is_exact, read_golden
+from agreement import Golden, Prompt, Run, Verdict, check_golden, compare, is_exact, read_golden
 from tokenizers import Tokenizer
 
 from dflash_aot.bin.command import start_jax
@@ -96,32 +97,38 @@ def verify_parity(host: Host, runs: Sequence[tuple[Prompt, list[int]]], verdict:
 
 
 def verify_golden(host: Host, golden: Golden, verdict: Verdict) -> None:
-    """What another machine answered. Raises BadInput where it was asked of another pair."""
+    """What another machine answered."""
     manifest = host.manifest
-    for role, recorded, built in (
-        ("target", golden.target, manifest.target.facts),
-        ("draft", golden.draft, manifest.draft.facts),
-    ):
-        if recorded != built:
-            raise BadInput(f"--golden: recorded with another {role} than the bundle's: {recorded} is not {built}")
     what = f"golden, {golden.dtype} on {golden.platform}"
     exact = is_exact(manifest.environment.platform, manifest.dtype) and is_exact(golden.platform, golden.dtype)
     runs = [(run.prompt_ids, run.token_ids) for run in golden.runs]
     found = compare(runs, partial(host.decode_alone, k=0))
     verdict.note_tokens(what, sum(len(answer) for _, answer in runs), found, exact)
-    for k in sorted(set(manifest.grid.k) & golden.runs[0].accepted.keys()):
+    for k in sorted(set(manifest.grid.k) & golden.ks):
         results = host.run_alone([(prompt, len(answer)) for prompt, answer in runs], k)
         expected = [accepted for run in golden.runs for accepted in run.accepted[k]]
         verdict.note_acceptance(f"{what}, K = {k}", expected, [one for result in results for one in result.accepted])
 
 
+def check_record(path: Path) -> None:
+    """Before there is anything to write. Raises BadInput."""
+    if not path.parent.is_dir():
+        raise BadInput(f"--record {path}: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadInput(f"--record {path}: no file can be written there")
+
+
 def record(host: Host, answers: Sequence[tuple[Prompt, list[int]]], path: Path) -> None:
+    """Raises BadInput where the disk does not take it."""
     manifest, runs = host.manifest, []
     for prompt, answer in answers:
         accepted = {k: host.run([(prompt, len(answer))], k)[0].accepted for k in manifest.grid.k[1:]}
         runs.append(Run(prompt, answer, accepted))
     facts = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.environment.platform)
-    path.write_bytes(msgspec.json.encode(Golden(*facts, runs)))
+    try:
+        path.write_bytes(msgspec.json.encode(Golden(*facts, runs)))
+    except OSError as error:
+        raise BadInput(f"--record {path}: {error.strerror}") from error
     print(f"{len(runs)} prompts and their tokens are in {path}")
 
 
@@ -156,13 +163,18 @@ def median_seconds(results: Sequence[Result]) -> tuple[float, float]:
     )
 
 
-def verify(options: argparse.Namespace) -> list[str]:
-    """Everything that is wrong. Raises BadInput and what opening a bundle raises."""
+def verify(options: argparse.Namespace, verdict: Verdict) -> None:
+    """Tells the verdict everything that is wrong. Raises BadInput and what opening a bundle raises."""
     golden = read_golden(options.golden) if options.golden else None
-    environment = read_manifest(options.bundle).environment
+    manifest = read_manifest(options.bundle)
+    environment = manifest.environment
+    if golden:
+        check_golden(golden, manifest, options.golden)
+    if options.record:
+        check_record(options.record)
     start_jax(environment.platform)
     opened = open_bundle(options.bundle, options.target, options.draft, "auto")
-    host, verdict, watch = Host(opened), Verdict(), CompileWatch()
+    host, watch = Host(opened), CompileWatch()
     print(f"{environment.device_count} x {environment.device_kind}, {environment.topology or environment.platform}")
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in opened.startup.items())
     print(f"{len(opened.bundle)} executables loaded and called once: {phases}")
@@ -178,7 +190,6 @@ def verify(options: argparse.Namespace) -> list[str]:
         measure(host, prompts)
     if watch.events:
         verdict.failures.append(f"{watch.events} traces or compilations while serving")
-    return verdict.failures
 
 
 def main() -> int:
@@ -189,14 +200,16 @@ def main() -> int:
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--golden", type=Path, help="compare with what --record wrote")
     files.add_argument("--record", type=Path, help="write what this machine computes")
+    options, verdict = parser.parse_args(), Verdict()
     try:
-        failures = verify(parser.parse_args())
+        verify(options, verdict)
     except DflashError as error:
-        print(f"verify_host: {error}", file=sys.stderr)
+        verdict.failures.append(str(error))
         return error.exit_code
-    for failure in failures:
-        print(f"verify_host: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    finally:
+        for failure in verdict.failures:
+            print(f"verify_host: {failure}", file=sys.stderr)
+    return 1 if verdict.failures else 0
 
 
 if __name__ == "__main__":

@@ -83,4 +83,7 @@ def count_devices(topology: Topology | None, tensor_parallel: int | None) -> int
 def check_compiler() -> None:
     """Raises BadInput where the TPU compiler is not installed."""
     if not libtpu_version():
-        raise BadInput('the TPU compiler is not installed: pip install "dflash-aot[tpu]"')
+        raise BadInput(
+            'the TPU compiler is not installed: pip install "dflash-aot[tpu]", '
+            'or in a clone: pip install -c constraints.txt ".[tpu]"'
+        )

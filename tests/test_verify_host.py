@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -127,8 +128,60 @@ def test_a_golden_of_another_pair_is_refused(bundle, verify, golden):
     facts = json.loads(golden.read_text())
     facts["target"]["decoder"]["epsilon"] = 1e-5
     golden.write_text(json.dumps(facts))
-    code, _, err = verify(bundle=bundle("tiny"), golden=golden)
-    assert code == 2 and "recorded with another target" in err
+    refuse_at_once(verify, bundle("tiny"), "recorded with another target", golden=golden)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: run.update(accepted={"7": [1]}), "recorded with k=0,7, and the bundle has k=0,3: nothing to"),
+        (lambda run: run.update(accepted={}), "recorded with k=0, and the bundle has k=0,3: nothing to"),
+        (lambda run: run.update(prompt_ids=[1] * 26), "takes 33 positions, and the bundle ends at length=32"),
+    ],
+    ids=["other Ks", "no Ks", "longer"],
+)
+def test_a_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden, change, words):
+    facts = json.loads(golden.read_text())
+    for run in facts["runs"]:
+        change(run)
+    golden.write_text(json.dumps(facts))
+    refuse_at_once(verify, bundle("tiny"), words, golden=golden)
+
+
+def test_a_golden_that_just_fits_is_compared(bundle, verify, golden):
+    facts = json.loads(golden.read_text())
+    assert len(facts["runs"][0]["token_ids"]) == 8
+    facts["runs"][0]["prompt_ids"] = [1] * 25
+    golden.write_text(json.dumps(facts))
+    code, out, err = verify(bundle=bundle("tiny"), golden=golden)
+    assert code == 1 and "golden, float32 on cpu, K = 3:" in out and "tokens differ" in err  # of another prompt
+
+
+def test_a_record_that_cannot_be_written_is_refused(bundle, verify, tmp_path):
+    refuse_at_once(verify, bundle("tiny"), "there is no directory", record=tmp_path / "none" / "golden.json")
+    refuse_at_once(verify, bundle("tiny"), "no file can be written", record=tmp_path)
+
+
+def refuse_at_once(verify, bundle, words: str, **flags: object) -> None:
+    """Before the weights are looked for: there are none."""
+    code, out, err = verify(bundle=bundle, target=bundle / "nowhere", **flags)
+    assert (code, out) == (2, "") and words in err, err
+
+
+def test_what_was_found_is_told_though_the_rest_fails(bundle, verify, golden, changed, monkeypatch):
+    def run_out(host, prompts):
+        raise BadInput("no more")
+
+    monkeypatch.setattr(verify_host, "measure", run_out)
+    code, _, err = verify(bundle=bundle("tiny"), golden=golden, target=changed("target", 1.5))
+    first, *_, last = err.splitlines()
+    assert (code, last) == (2, "verify_host: no more") and "tokens differ" in first
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="a disk that is full, on Linux")
+def test_a_full_disk_is_told_in_words(bundle, verify):
+    code, _, err = verify(bundle=bundle("tiny"), record="/dev/full")
+    assert (code, err) == (2, "verify_host: --record /dev/full: No space left on device\n")
 
 
 # -- what a difference is

@@ -75,14 +75,24 @@ def test_where_no_tpu_is_attached_nobody_asks_libtpu():
 
 
 @pytest.mark.parametrize(
-    ("files", "attached"),
-    [(["accel0"], True), (["vfio/0"], True), (["vfio/vfio"], False), (["accel", "null"], False), ([], False)],
+    ("files", "vendors", "attached"),
+    [
+        (["accel0"], [], True),
+        (["vfio/0"], ["0x8086", "0x1ae0"], True),
+        (["vfio/0"], ["0x8086", "0x10de"], False),  # a GPU that is passed through
+        (["vfio/vfio"], ["0x1ae0"], False),
+        (["accel", "null"], ["0x1ae0"], False),
+        ([], [], False),
+    ],
 )
-def test_a_tpu_is_known_by_the_files_of_its_driver(tmp_path, files, attached):
+def test_a_tpu_is_known_by_the_files_of_its_driver_and_its_vendor(tmp_path, files, vendors, attached):
     for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
-    assert is_tpu_attached(tmp_path) == attached
+        (tmp_path / "dev" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / file).touch()
+    for slot, vendor in enumerate(vendors):
+        (tmp_path / "pci" / str(slot)).mkdir(parents=True)
+        (tmp_path / "pci" / str(slot) / "vendor").write_text(f"{vendor}\n")
+    assert is_tpu_attached(tmp_path / "dev", tmp_path / "pci") == attached
 
 
 def test_compiler_flags_are_part_of_the_environment_and_the_number_of_devices_is_not_one_of_them():

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,10 @@ def test_a_worker_that_dies_takes_one_executable_with_it_and_tells_where_to_look
     before = children()
     with Workers(SLICE, order, 1) as workers:
         (log,), (worker,) = logs.glob(LOGS), children() - before
-        log.write_text("F0101 00:00:00.000000 1 heap.cc:1] Check failed: enough\n*** stack trace ***\n    @ 0x1 f()\n")
         os.kill(worker, signal.SIGABRT)
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # libtpu's handler takes its time, and writes
+        with open(log, "a") as end:
+            end.write("F0101 00:00:00.000000 1 heap.cc:1] Check failed: enough\n*** stack trace ***\n    @ 0x1 f()\n")
         with pytest.raises(BuildFailed) as failed:
             workers.start(signatures[0]).result()
         words = str(failed.value)
@@ -95,6 +98,45 @@ def test_a_worker_that_dies_takes_one_executable_with_it_and_tells_where_to_look
         assert workers.start(signatures[0]).result().entry == first[0].entries[0]
         assert worker not in children()
     assert (children(), list(logs.glob(LOGS))) == (before, [log])
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGUSR1, "SIGUSR1. Log: "),
+        (signal.SIGKILL, "SIGKILL: where nobody did that, memory was short, and --jobs 1 takes less. Log: "),
+    ],
+)
+def test_what_a_worker_says_at_its_start_is_no_reason_for_its_end(order, signatures, logs, monkeypatch, number, words):
+    monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax")
+    before = children()
+    with Workers(SLICE, order, 1) as workers:
+        (log,), (worker,) = logs.glob(LOGS), children() - before
+        assert log.read_text().strip()
+        os.kill(worker, number)
+        with pytest.raises(BuildFailed) as failed:
+            workers.start(signatures[0]).result()
+    assert str(failed.value) == f"the compiler's process was ended by {words}{log}"
+
+
+def test_what_kills_every_worker_is_told_once(order, signatures, logs, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
+    with Workers(SLICE, order, 1) as workers:
+        failures = [str(workers.start(signature).exception()) for signature in signatures[:4]]
+    assert all("xla_nonsense" in failure for failure in failures[:2])
+    assert failures[2].startswith("given up: ") and failures[2].endswith(f"see {signatures[0].label}")
+    assert failures[3] == failures[2]
+    assert len(list(logs.glob(LOGS))) == 2
+
+
+def test_a_worker_that_is_still_starting_is_ended_too(order, signatures):
+    before = children()
+    with Workers(SLICE, order, 2) as workers:
+        for signature in signatures[:2]:
+            workers.start(signature)
+        while len(children() - before) < 2:
+            time.sleep(0.01)
+    assert children() == before
 
 
 def test_workers_make_room_for_new_ones(first, order, signatures, monkeypatch):
@@ -117,7 +159,9 @@ def test_flags_that_the_compiler_does_not_know_are_told_in_its_words(order, logs
 def test_without_the_compiler_the_command_that_installs_it_is_told(monkeypatch, tmp_path):
     check_compiler()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(BadInput, match=r'pip install "dflash-aot\[tpu\]"'):
+    with pytest.raises(
+        BadInput, match=r'pip install "dflash-aot\[tpu\]", or in a clone: pip install -c constraints.txt'
+    ):
         check_compiler()
 
 
