@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from dflash_aot.bin.command import start_jax
+from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "embedded_pair"))
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, default=128)
     options = parser.parse_args()
     params = SamplingParams(max_tokens=options.max_tokens, stop_token_ids=())
+    start_jax(read_manifest(Path(options.bundle)).environment.platform)
     with ExitStack() as stack:
         first = stack.enter_context(Engine.open(options.bundle, k=0))
         engines = {0: first}
