@@ -10,7 +10,7 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.manifest import Entry, Memory
 from dflash_aot.cache.recipe import ITEM_BYTES
-from dflash_aot.cache.signature import Array, Signature, state_arrays
+from dflash_aot.cache.signature import Array, Signature, known_arrays, state_arrays
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.lowering import input_arrays, output_arrays
 from dflash_aot.compile.programs import Programs
@@ -67,7 +67,7 @@ class Footprints:
         """`tiled`: in memory as TPU lays arrays out."""
         self._programs, self._devices, self._tiled = programs, devices, tiled
         self._measured = measured or Measured()
-        self._weights = {one.name: Array(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
+        self._weights = known_arrays((), programs.recipes())
 
     def of(self, grid: Grid) -> Footprint:
         """Of a bundle with this grid."""

@@ -31,8 +31,13 @@ class Buffer:
         """Other spaces are named: S(1) is a TPU's vector memory."""
         return "S(" not in self.layout
 
+    @property
+    def shape(self) -> str:
+        """Dtype and dimensions, as XLA writes them."""
+        return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"
+
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dimensions))}]{self.layout}"
+        return self.shape + self.layout
 
 
 Type = Buffer | tuple["Type", ...]

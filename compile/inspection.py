@@ -56,7 +56,7 @@ def count_collectives(module: Module) -> dict[str, int]:
 def find_largest(module: Module) -> str:
     """What makes the largest array of a shape that no argument has: an array of such a shape may be in its place."""
     fused = {one.called("calls") for one in module.instructions if one.opcode == "fusion"}
-    taken = {str(one.type).partition("{")[0] for one in module.entry.parameters}
+    taken = {one.type.shape for one in module.entry.parameters if isinstance(one.type, Buffer)}
     found = [
         (leaf.bytes, f"%{one.name} = {leaf}" + (f" ({one.operation})" if one.operation else ""))
         for computation in module.computations.values()
@@ -64,7 +64,7 @@ def find_largest(module: Module) -> str:
         for one in computation.instructions
         if one.opcode not in FORWARDING
         for leaf in _leaves(one.type)
-        if leaf.in_main_memory and str(leaf).partition("{")[0] not in taken
+        if leaf.in_main_memory and leaf.shape not in taken
     ]
     return max(found, default=(0, ""))[1]
 

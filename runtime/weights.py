@@ -171,15 +171,15 @@ def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Seque
 
 
 def _load(recipe: WeightRecipe, tensors: Tensors, devices: Sequence[jax.Device]) -> jax.Array:
-    """One argument. A slice that several devices hold is read once, and has arrived before the next one is read."""
+    """One argument. What is whole on every device is read once; a slice has arrived before the next one is read."""
     sharding = place(recipe.sharding, devices)
-    holders: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
-        holders.setdefault(_find_box(index, recipe.shape), []).append(device)
-    shards = []
-    for box, sharers in holders.items():
-        part = _assemble(recipe, tensors, box)
-        shards += jax.block_until_ready([jax.device_put(part, device) for device in sharers])
+    if sharding.is_fully_replicated:
+        whole = _assemble(recipe, tensors, whole_box(recipe.shape))
+        return jax.block_until_ready(jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
+    shards = [
+        jax.block_until_ready(jax.device_put(_assemble(recipe, tensors, _find_box(index, recipe.shape)), device))
+        for device, index in sharding.addressable_devices_indices_map(recipe.shape).items()
+    ]
     return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
 
 
