@@ -17,14 +17,15 @@ from dflash_aot.compile.programs import Programs
 from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.executable import DeviceState, Executable
-from dflash_aot.runtime.request import SamplingParams
+from dflash_aot.runtime.opening import Opened, choose_depth
+from dflash_aot.runtime.sampling_params import SamplingParams
 from dflash_aot.runtime.weights import load_weights
 
 
 def open_engine(path: Path) -> Engine:
     """What `Engine.open` does, with every executable jitted instead of loaded."""
     manifest = read_manifest(path)
-    programs = Programs(manifest.target.facts, manifest.draft.facts, manifest.dtype)
+    programs = Programs(manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling)
     places = {
         "target": locate_checkpoint(manifest.target.reference, "target"),
         "draft": locate_checkpoint(manifest.draft.reference, "draft"),
@@ -39,7 +40,8 @@ def open_engine(path: Path) -> Engine:
         executable.bind(weights)
         call_once(executable, state)
         executables.append(executable)
-    return Engine(Bundle(path, manifest, manifest.grid.k[-1], executables), state, places["target"], {})
+    bundle = Bundle(path, manifest, manifest.grid.k[-1], executables)
+    return Engine(Opened(bundle, state, choose_depth(bundle, state, "auto"), places["target"], {}))
 
 
 def main(bundle: str, prompt: str, cache: str) -> None:

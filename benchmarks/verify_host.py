@@ -26,12 +26,16 @@ from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.manifest import Manifest, read_manifest
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.counters import Counters
+from dflash_aot.runtime.depth import FixedDepth
 from dflash_aot.runtime.loop import Loop
 from dflash_aot.runtime.opening import Opened, open_bundle
-from dflash_aot.runtime.request import Request, Result, SamplingParams
+from dflash_aot.runtime.request import Request, Result
+from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.waiting_line import WaitingLine
 
 MOST_TOKENS, PER_LENGTH, REPEATS = 64, 2, 3
 NOISE = 1 << 16
+MOST_WAITING = 1 << 10  # prompts at a time: more than there are
 
 
 class Host:
@@ -40,7 +44,11 @@ class Host:
     def __init__(self, opened: Opened):
         self.manifest = opened.bundle.manifest
         self.counters = {k: Counters() for k in self.manifest.grid.k}
-        self._loops = {k: Loop(opened.bundle.limited(k), opened.state, one) for k, one in self.counters.items()}
+        self._line = WaitingLine(MOST_WAITING)
+        self._loops = {
+            k: Loop(opened.bundle.limited(k), opened.state, one, self._line, FixedDepth(k))
+            for k, one in self.counters.items()
+        }
 
     def run(self, asked: Sequence[tuple[Prompt, int]], k: int) -> list[Result]:
         """Prompts and how many tokens each gets, all at once; waits for every token."""
@@ -48,7 +56,7 @@ class Host:
         for prompt, tokens in asked:
             params = SamplingParams(max_tokens=tokens)
             requests.append(Request(prompt, params, tokens, frozenset(), None, lambda delta: None))
-            loop.add(requests[-1])
+            self._line.join(requests[-1])
         while not loop.idle:
             loop.step()
         return [request.result() for request in requests]
@@ -173,7 +181,7 @@ def verify(options: argparse.Namespace, verdict: Verdict) -> None:
     if options.record:
         check_record(options.record)
     start_jax(environment.platform)
-    opened = open_bundle(options.bundle, options.target, options.draft, "auto")
+    opened = open_bundle(options.bundle, options.target, options.draft, manifest.grid.k[-1])
     host, watch = Host(opened), CompileWatch()
     print(f"{environment.device_count} x {environment.device_kind}, {environment.topology or environment.platform}")
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in opened.startup.items())

@@ -27,6 +27,7 @@ def report_build(deployment: Deployment, report: Report, bundle: Path, tau: floa
         summary = {
             "bundle": str(bundle),
             "dialect": deployment.draft.dialect,
+            "sampling": deployment.programs.pair.sampling,
             "executables": len(entries),
             "compiled": len(compiled),
             "reused": len(entries) - len(compiled),

@@ -1,24 +1,39 @@
 """Requests and answers, one JSON object a line."""
 
 import json
+import math
 import queue
+import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.runtime.engine import Engine, Stream
-from dflash_aot.runtime.request import Result, SamplingParams
+from dflash_aot.runtime.engine import Engine
+from dflash_aot.runtime.request import Result
+from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.stream import Stream
 
-PARAMS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids")
-FIELDS = ("id", "prompt", "prompt_ids", *PARAMS)
+PARAMS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
+    *("stop", "stop_token_ids", "k"),
+)
+ORDER = ("priority", "deadline")
+FIELDS = ("id", "prompt", "prompt_ids", *PARAMS, *ORDER)
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+MOST_DIGITS = 100
 AHEAD = 256  # lines read ahead of their answers: more than any batch, less than a large file
 _Started = tuple[Any, Stream | Result]
 
 
 def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
-    """(id, result) of every line, in order; served together as slots allow. `defaults` hold where a line is silent."""
+    """(id, result) of every line, in order; served together as slots allow. `defaults` hold where a line is silent.
+
+    A line waits for its place where the engine is full: any number of them is served.
+    """
     started: queue.Queue[_Started | BaseException | None] = queue.Queue(AHEAD)
 
     def read() -> None:
@@ -39,7 +54,7 @@ def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParam
 
 
 def output_line(identity: Any, result: Result, trace: bool) -> str:
-    """An answer as JSON, without a line end."""
+    """An answer as JSON, without a line end; with log-probabilities where they were asked for."""
     fields = {
         "id": identity,
         "token_ids": result.token_ids,
@@ -49,7 +64,11 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
         "accepted": result.accepted,
         "error": result.error,
     }
-    return dump_json({**fields, **({"drafted": result.drafted} if trace else {})})
+    if result.logprobs is not None:
+        fields["logprobs"] = [asdict(one) for one in result.logprobs]
+    if trace:
+        fields["drafted"] = result.drafted
+    return dump_json(fields)
 
 
 def dump_json(fields: dict[str, Any]) -> str:
@@ -72,7 +91,9 @@ def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -
         fields = _parse(line, number)
         identity = fields.get("id")
         _check_names(fields, number)
-        return identity, engine.stream(_read_prompt(fields, number), _read_params(fields, defaults))
+        prompt, params = _read_prompt(fields, number), _read_params(fields, defaults)
+        order = {name: fields[name] for name in ORDER if fields.get(name) is not None}
+        return identity, engine.stream(prompt, params, **order, wait=True)
     except DflashError as error:
         return identity, failed(str(error))
 
@@ -93,7 +114,13 @@ def failed(error: str) -> Result:
 
 def _parse(line: bytes, number: int) -> dict[str, Any]:
     try:
-        fields = json.loads(line, parse_constant=_refuse_constant)
+        fields = json.loads(
+            line,
+            parse_constant=_refuse_constant,
+            parse_float=_read_float,
+            parse_int=_read_int,
+            object_pairs_hook=_refuse_twins,
+        )
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadInput(f"line {number} is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -103,6 +130,30 @@ def _parse(line: bytes, number: int) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _read_float(digits: str) -> float:
+    """What is too large would come out again as no JSON."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value
+
+
+def _read_int(digits: str) -> int:
+    """What has more digits than a message can hold (4300) could not even be refused by its value."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values for one name, one would be ignored."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        (twin, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{twin!r} is given twice")
+    return fields
 
 
 def _check_names(fields: dict[str, Any], number: int) -> None:
@@ -129,4 +180,16 @@ def _read_params(fields: dict[str, Any], defaults: SamplingParams) -> SamplingPa
     for name in ("stop", "stop_token_ids"):
         if name in given and not isinstance(given[name], list):
             raise BadInput(f"{name} is {given[name]!r}: a list is needed")
+    if "logit_bias" in given:
+        given["logit_bias"] = _read_bias(given["logit_bias"])
     return replace(defaults, **given)
+
+
+def _read_bias(bias: object) -> dict[int, Any]:
+    """JSON's names are texts: here they are token ids, written as JSON writes numbers."""
+    if not isinstance(bias, dict):
+        raise BadInput(f"logit_bias is {bias!r}: an object is needed, of token ids and numbers")
+    for name in bias:
+        if not TOKEN_ID.fullmatch(name):
+            raise BadInput(f'logit_bias names {name!r}: a token id is needed, like "17"')
+    return {int(name): value for name, value in bias.items()}

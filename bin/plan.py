@@ -27,6 +27,7 @@ def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | No
             "bundle": str(bundle),
             "dialect": draft.dialect,
             "grid": str(grid),
+            "sampling": programs.pair.sampling,
             "executables": len(signatures),
             "programs": counts,
             "weight_bytes": weights,

@@ -3,6 +3,7 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
+    [--sampling greedy,sample]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 """
 
@@ -28,6 +29,7 @@ from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.manifest import SCHEMA, DraftModel, Manifest, TargetModel
+from dflash_aot.cache.sampling import SAMPLINGS, check_sampling
 from dflash_aot.cache.signature import Signature, state_arrays
 from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
 from dflash_aot.cache.store import Store
@@ -70,7 +72,10 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "default: float32 on cpu, else bfloat16", flag_values=FLAGS
 )
 _SAMPLING = flags.DEFINE_string(
-    "sampling", "greedy", "kinds of verification to build; greedy is the one there is", flag_values=FLAGS
+    "sampling",
+    ",".join(SAMPLINGS),
+    "kinds of verification to build: greedy, sample or both; a request that asks for another one is refused",
+    flag_values=FLAGS,
 )
 _SPECULATIVE = flags.DEFINE_string(
     "speculative_config", None, "the draft and K as vLLM's JSON says them", flag_values=FLAGS
@@ -96,8 +101,7 @@ def main() -> None:
 
 def precompile() -> None:
     """Reads the pair, builds what is missing, publishes the bundle, reports."""
-    if _SAMPLING.value != "greedy":
-        raise BadInput(f"--sampling {_SAMPLING.value}: this version builds greedy verification only")
+    sampling = check_sampling(_SAMPLING.value.split(",") if _SAMPLING.value else [], f"--sampling '{_SAMPLING.value}'")
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
     references = choose_pair(_TARGET.value, _choose_draft(speculative))
     target, draft = read_pair(*references)
@@ -110,7 +114,7 @@ def precompile() -> None:
         if _BUNDLE.value
         else default_bundle(*references, place.name if isinstance(place, Topology) else None)
     )
-    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices)
+    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices, sampling=sampling)
     deployment = Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(place))
     check_tau(_TAU.value, grid, deployment.chip)
     _say(f"draft of {draft.dialect}'s format: {describe_draft(draft)}")
@@ -120,7 +124,8 @@ def precompile() -> None:
     _check_memory(deployment, None)
     store = Store(bundle)
     with store.open_for_building():
-        with open_site(place, programs, Order(target, draft, dtype, grid, str(bundle)), store) as (site, environment):
+        order = Order(target, draft, dtype, grid, str(bundle), sampling)
+        with open_site(place, programs, order, store) as (site, environment):
             report = _build_with_progress(programs.signatures(grid), site)
         if conflicts := find_layout_conflicts(report.entries):
             raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
@@ -132,6 +137,7 @@ def precompile() -> None:
                 target=TargetModel(_as_given(references[0]), target),
                 draft=DraftModel(_as_given(references[1]), draft),
                 dtype=dtype,
+                sampling=sampling,
                 grid=grid,
                 state=state_arrays(programs.pair, grid),
                 weights=programs.recipes(),

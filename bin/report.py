@@ -11,7 +11,7 @@ from dflash_aot.runtime.request import Result
 
 @dataclass(frozen=True)
 class Served:
-    """One run: start-up phases in seconds, the draft's dialect, K, executables loaded, answers, counters."""
+    """One run: start-up phases in seconds, the draft's dialect, the largest K, executables, answers, counters."""
 
     startup: Mapping[str, float]
     dialect: str
@@ -36,6 +36,9 @@ def report_fields(served: Served) -> dict[str, Any]:
         "time_to_first_token": _median([result.first_token_seconds for result in answered]),
         "time_per_output_token": _median([_per_token(result) for result in answered if len(result.token_ids) > 1]),
         "rounds": counters.rounds,
+        "rounds_per_k": {str(k): rounds for k, rounds in _count_per_k(counters).items()},
+        "sampled_rounds": sum(rounds for (_, sampled), rounds in counters.bucket_rounds.items() if sampled),
+        "padding_waste": _find_waste(counters),
         "tau_micro": speculation.micro_tau,
         "tau_mean": speculation.mean_tau,
         "acceptance_per_position": list(speculation.per_position),
@@ -57,7 +60,8 @@ def format_report(served: Served) -> str:
         ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
         ("time to first token", _milliseconds(fields["time_to_first_token"])),
         ("time per output token", _milliseconds(fields["time_per_output_token"])),
-        ("rounds", f"{fields['rounds']} of K = {fields['k']}"),
+        ("rounds", _format_rounds(fields)),
+        ("padding waste", _format_waste(fields["padding_waste"])),
         ("acceptance length τ", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
         ("accepted per position", per_position or "-"),
         ("host time per round", _host_time(fields)),
@@ -80,6 +84,31 @@ def _median(values: Sequence[float | None]) -> float | None:
 def _host_time(fields: dict[str, Any]) -> str:
     work, wall = (_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_"))
     return f"{work} of work, {wall} by the clock"
+
+
+def _count_per_k(counters: Counters) -> dict[int, int]:
+    """Rounds by the K that was chosen for them, the smallest first."""
+    per_k: dict[int, int] = {}
+    for (bucket, _), rounds in sorted(counters.bucket_rounds.items()):
+        per_k[bucket.k] = per_k.get(bucket.k, 0) + rounds
+    return dict(sorted(per_k.items()))
+
+
+def _find_waste(counters: Counters) -> float | None:
+    """Of the rows that rounds computed, the share that no request had."""
+    rows = sum(bucket.batch * rounds for (bucket, _), rounds in counters.bucket_rounds.items())
+    return counters.padded_rows / rows if rows else None
+
+
+def _format_rounds(fields: dict[str, Any]) -> str:
+    """The K of all, or how many had each; and how many sampled, if any."""
+    sampled = fields["sampled_rounds"]
+    text = ", ".join(f"{rounds} of K = {k}" for k, rounds in fields["rounds_per_k"].items()) or "0"
+    return f"{text}; {sampled} of them sampled" if sampled else text
+
+
+def _format_waste(waste: float | None) -> str:
+    return "-" if waste is None else f"{waste:.1%} of the rows computed"
 
 
 def _milliseconds(seconds: float | None) -> str:

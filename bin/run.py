@@ -1,6 +1,8 @@
 """dflash-run: serves a bundle from the command line. Text goes to standard output, everything else to standard error.
 
 dflash-run --bundle DIR --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N] [--stats] [--json] [--trace]
+    [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
+    [--logprobs N]
 dflash-run --bundle DIR --input F.jsonl --output F.jsonl
 dflash-run --bundle DIR --chat
 echo TEXT | dflash-run --bundle DIR
@@ -31,7 +33,8 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime.advice import advise_on_prompt
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.request import Result, SamplingParams
+from dflash_aot.runtime.request import Result
+from dflash_aot.runtime.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
@@ -49,10 +52,34 @@ _OUTPUT = flags.DEFINE_string("output", None, "where their answers go; default: 
 _MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", None, "new tokens at most; default: to the end of the grid", flag_values=FLAGS
 )
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy, the one kind there is", flag_values=FLAGS)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "0 for no limit", flag_values=FLAGS)
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "1 for no limit", flag_values=FLAGS)
-_SEED = flags.DEFINE_integer("seed", None, "of sampling", flag_values=FLAGS)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "0 is greedy; above, tokens are drawn, by a bundle that was built for it", flag_values=FLAGS
+)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "draw from so many of the likeliest tokens; 0: all", flag_values=FLAGS)
+_TOP_P = flags.DEFINE_float(
+    "top_p", 1.0, "draw from the fewest of the likeliest tokens whose mass reaches it; 1: all", flag_values=FLAGS
+)
+_MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "draw from tokens at least so likely, relative to the likeliest; 0: all", flag_values=FLAGS
+)
+_SEED = flags.DEFINE_integer(
+    "seed", None, "the same seed and prompt give the same text; default: another one each time", flag_values=FLAGS
+)
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "above 1: tokens of prompt and output become less likely", flag_values=FLAGS
+)
+_PRESENCE_PENALTY = flags.DEFINE_float(
+    "presence_penalty", 0.0, "above 0: tokens of the output become less likely", flag_values=FLAGS
+)
+_FREQUENCY_PENALTY = flags.DEFINE_float(
+    "frequency_penalty", 0.0, "above 0: tokens of the output become less likely with each occurrence", flag_values=FLAGS
+)
+_LOGPROBS = flags.DEFINE_integer(
+    "logprobs",
+    None,
+    "also the log-probability of each token, and of so many of the likeliest (JSON only)",
+    flag_values=FLAGS,
+)
 _STOP = flags.DEFINE_multi_string("stop", [], "a text that ends the output; may be given again", flag_values=FLAGS)
 _K = flags.DEFINE_string("k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
@@ -72,23 +99,33 @@ def run() -> None:
         raise BadInput(f"{' and '.join(way for way, given in ways.items() if given)} are given: one at a time")
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: answers to lines go there, and there are no lines")
-    if _TRACE.value and _INPUT.value is None and not _JSON.value:
-        raise BadInput("--trace without --json or --input: there is no place for it beside plain text")
-    params = SamplingParams(
-        max_tokens=_MAX_TOKENS.value,
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        seed=_SEED.value,
-        stop=tuple(_STOP.value),
-        trace=_TRACE.value,
-    )
+    for flag, given in (("--trace", _TRACE.value), ("--logprobs", _LOGPROBS.value is not None)):
+        if given and _INPUT.value is None and not _JSON.value:
+            raise BadInput(f"{flag} without --json or --input: there is no place for it beside plain text")
+    params = _read_params()
     if _INPUT.value is not None:
         _answer_file(_INPUT.value, params)
     elif _CHAT.value:
         _chat(params)
     else:
         _answer_prompt(params)
+
+
+def _read_params() -> SamplingParams:
+    return SamplingParams(
+        max_tokens=_MAX_TOKENS.value,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        min_p=_MIN_P.value,
+        seed=_SEED.value,
+        repetition_penalty=_REPETITION_PENALTY.value,
+        presence_penalty=_PRESENCE_PENALTY.value,
+        frequency_penalty=_FREQUENCY_PENALTY.value,
+        logprobs=_LOGPROBS.value,
+        stop=tuple(_STOP.value),
+        trace=_TRACE.value,
+    )
 
 
 def _answer_prompt(params: SamplingParams) -> None:

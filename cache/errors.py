@@ -49,3 +49,7 @@ class GridMiss(DflashError):
 
 class EngineFailed(DflashError):
     """The device loop died; the engine cannot serve any more."""
+
+
+class QueueFull(DflashError):
+    """As many requests are waiting as may wait: try again later, or ask for a place in line."""

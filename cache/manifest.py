@@ -13,10 +13,11 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.signature import Array, Signature, known_arrays
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 3
+SCHEMA = 4
 FILE = "manifest.json"
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -107,6 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: TargetModel
     draft: DraftModel
     dtype: str
+    sampling: tuple[Sampling, ...]
     grid: Grid
     state: tuple[Array, ...]
     weights: tuple[WeightRecipe, ...]
@@ -122,7 +124,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         embedded = self.target.reference == EMBEDDED
         pair = [] if embedded else ["--target", self.target.reference, "--draft", self.draft.reference]
         rest = ["--bundle", str(bundle), "--buckets", str(self.grid), "--dtype", self.dtype]
-        return shlex.join(["dflash-precompile", *pair, *rest, *_name_devices(self.environment)])
+        kinds = ["--sampling", ",".join(self.sampling)]
+        return shlex.join(["dflash-precompile", *pair, *rest, *kinds, *_name_devices(self.environment)])
 
 
 def _name_devices(environment: Environment) -> list[str]:

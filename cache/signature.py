@@ -1,7 +1,7 @@
 """Programs and their signatures, declared once, as data.
 
 Lowering, allocation, checks, keys and the manifest are derived from what stands here.
-L layers · N slots · G kv heads · C capacity + slack · D head width · F feature width
+L layers · N slots · G kv heads · C capacity + slack · D head width · F feature width · V the target's vocabulary
 """
 
 import math
@@ -12,9 +12,10 @@ import msgspec
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.recipe import ITEM_BYTES, WeightRecipe
+from dflash_aot.cache.sampling import SAMPLING_COLUMNS, Sampling, count_tops
 
-ProgramName = Literal["prefill", "draft", "verify", "kv_write", "move"]
-INT, BOOL = "int32", "bool"
+ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "move", "admit"]
+INT, FLOAT, BOOL = "int32", "float32", "bool"
 AXIS = "model"  # of the mesh: what tensor parallelism splits
 Dimensions = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
 
@@ -58,6 +59,12 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: int
     vocab: int
     dtype: str
+    sampling: tuple[Sampling, ...] = ("greedy",)
+
+    @property
+    def samples(self) -> bool:
+        """Whether there is sampling state, and what reads it."""
+        return "sample" in self.sampling
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +103,25 @@ def state_arrays(pair: Pair, grid: Grid) -> tuple[Array, ...]:
         kv("draft_v", pair.draft_kv),
         Array("lengths", (grid.slots,), INT),
         Array("anchors", (grid.slots,), INT),
+        *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
+    )
+
+
+def sampling_arrays(pair: Pair, slots: int) -> tuple[Array, ...]:
+    """How each slot chooses its tokens.
+
+    `sampling` as SAMPLING_COLUMNS, `seeds` the high and low half of 64 bits, `bias` what is added to each logit,
+    `prompted` the tokens that stand in the prompt, `counts` how often each stands in the output, `tops` 1 where the
+    log-probabilities of the likeliest tokens are wanted.
+    """
+    vocab, split = (slots, pair.vocab), (None, AXIS)
+    return (
+        Array("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
+        Array("seeds", (slots, 2), INT),
+        Array("bias", vocab, FLOAT, sharding=split),
+        Array("prompted", vocab, BOOL, sharding=split),
+        Array("counts", vocab, INT, sharding=split),
+        Array("tops", (slots,), INT),
     )
 
 
@@ -107,6 +133,7 @@ def known_arrays(state: Iterable[Array], weights: Iterable[WeightRecipe]) -> dic
 
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 DRAFT_STATE = ("draft_k", "draft_v")
+SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
 class ProgramWeights(msgspec.Struct, frozen=True):
@@ -121,12 +148,15 @@ def signatures(pair: Pair, grid: Grid, weights: ProgramWeights) -> list[Signatur
     """Every program at every bucket that the grid needs."""
     buckets, chunks = grid.buckets(), grid.chunks()
     writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
+    greedy = buckets if "greedy" in pair.sampling else []
     return [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
         *(draft_signature(bucket, weights) for bucket in buckets if bucket.k),
-        *(verify_signature(pair, bucket, weights) for bucket in buckets),
+        *(verify_signature(pair, bucket, weights) for bucket in greedy),
+        *(sampled_verify_signature(pair, bucket, weights) for bucket in (buckets if pair.samples else [])),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
-        *([move_signature()] if grid.slots > 1 else []),
+        *([move_signature(pair)] if grid.slots > 1 else []),
+        *([admit_signature(pair)] if pair.samples else []),
     ]
 
 
@@ -186,6 +216,31 @@ def verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights) -> Sig
     )
 
 
+def sampled_verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights) -> Signature:
+    """As `verify`, each token chosen as its slot's sampling state says, the committed ones counted there.
+
+    `verdict` holds K+1 columns more: the log-probabilities of the chosen tokens, float32 as int32 of the same bits.
+    `top_tokens` and `top_logprobs` are the likeliest tokens, zeros where no row of the batch wants them. All
+    log-probabilities are of the target's own distribution, before anything is asked of it.
+    """
+    B, K = bucket.batch, bucket.k
+    greedy, tops = verify_signature(pair, bucket, weights), (B, K + 1, count_tops(pair.vocab))
+    features, starts, _ = greedy.results
+    return msgspec.structs.replace(
+        greedy,
+        program="sampled_verify",
+        state=(*TARGET_STATE, "counts", *(name for name in SAMPLING_STATE if name != "counts")),
+        donated=(*TARGET_STATE, "counts"),
+        results=(
+            features,
+            starts,
+            Array("verdict", (B, 3 * K + 3), INT),
+            Array("top_tokens", tops, INT),
+            Array("top_logprobs", tops, FLOAT),
+        ),
+    )
+
+
 def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeights) -> Signature:
     """Features of `width` positions from `starts` on → draft context keys and values of the named slots."""
     return Signature(
@@ -203,9 +258,9 @@ def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeight
     )
 
 
-def move_signature() -> Signature:
+def move_signature(pair: Pair) -> Signature:
     """Copies everything that one slot is to another."""
-    state = (*TARGET_STATE, *DRAFT_STATE)
+    state = (*TARGET_STATE, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
     return Signature(
         program="move",
         bucket={},
@@ -213,5 +268,31 @@ def move_signature() -> Signature:
         state=state,
         donated=state,
         arguments=(Array("source", (1,), INT), Array("destination", (1,), INT)),
+        results=(),
+    )
+
+
+def admit_signature(pair: Pair) -> Signature:
+    """How one slot chooses its tokens from now on; nothing of its output is counted yet.
+
+    An `anchor` of at least 0 becomes the slot's, and `starts` its length; below 0 both stay.
+    """
+    state, vocab = ("lengths", "anchors", *SAMPLING_STATE), (1, pair.vocab)
+    return Signature(
+        program="admit",
+        bucket={},
+        weights=(),
+        state=state,
+        donated=state,
+        arguments=(
+            Array("slots", (1,), INT),
+            Array("starts", (1,), INT),
+            Array("anchor", (1,), INT),
+            Array("slot_sampling", (1, len(SAMPLING_COLUMNS)), FLOAT),
+            Array("slot_seeds", (1, 2), INT),
+            Array("slot_bias", vocab, FLOAT),
+            Array("slot_prompted", vocab, BOOL),
+            Array("slot_tops", (1,), INT),
+        ),
         results=(),
     )

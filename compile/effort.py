@@ -31,15 +31,19 @@ MEASURED: dict[str, dict[str, tuple[Effort, Effort]]] = {
         "prefill": (Effort(2.0, 300e3), Effort(0.02, 4e3)),
         "draft": (Effort(2.7, 400e3), Effort(0.03, 4.5e3)),
         "verify": (Effort(2.0, 330e3), Effort(0.03, 5.5e3)),
+        "sampled_verify": (Effort(3.3, 650e3), Effort(0.1, 8e3)),
         "kv_write": (Effort(0.9, 110e3), Effort(0.003, 1e3)),
         "move": (Effort(0.5, 75e3), Effort(0.0, 0.0)),
+        "admit": (Effort(0.3, 25e3), Effort(0.0, 0.0)),
     },
     "cpu": {
         "prefill": (Effort(0.0, 0.0), Effort(0.4, 11e3)),
         "draft": (Effort(0.0, 0.0), Effort(0.36, 17e3)),
         "verify": (Effort(0.0, 0.0), Effort(0.4, 13e3)),
+        "sampled_verify": (Effort(1.5, 60e3), Effort(0.4, 13e3)),
         "kv_write": (Effort(0.0, 0.0), Effort(0.25, 8e3)),
         "move": (Effort(0.4, 9e3), Effort(0.0, 0.0)),
+        "admit": (Effort(0.2, 9e3), Effort(0.0, 0.0)),
     },
 }
 

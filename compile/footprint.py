@@ -12,7 +12,6 @@ from dflash_aot.cache.manifest import Entry, Memory
 from dflash_aot.cache.recipe import ITEM_BYTES
 from dflash_aot.cache.signature import Array, Signature, known_arrays, state_arrays
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.lowering import input_arrays, output_arrays
 from dflash_aot.compile.programs import Programs
 
 LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
@@ -47,16 +46,20 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the compiler has said already: each executable's memory by label, each input's layout by name."""
+    """What the compiler has said already: memory by executable's label, layouts of weights and state by name."""
 
     memory: Mapping[str, Memory] = {}
     layouts: Mapping[str, str] = {}
 
 
 def read_measured(entries: Iterable[Entry]) -> Measured:
-    """From the entries of a build."""
+    """From the entries of a build. Layouts of weights and state: an argument may share their name, not their shape."""
     entries = tuple(entries)
-    layouts = {name: layout for entry in entries for name, layout in entry.inspection.layouts.items()}
+    layouts = {
+        name: entry.inspection.layouts[name]
+        for entry in entries
+        for name in (*entry.signature.weights, *entry.signature.state)
+    }
     return Measured({entry.signature.label: entry.memory for entry in entries}, layouts)
 
 
@@ -84,10 +87,12 @@ class Footprints:
 
     def estimate(self, signature: Signature, known: Mapping[str, Array]) -> Memory:
         """What the compiler would say of an executable; `known` holds weights and state by name."""
+        aliased = sum(self._bytes(known[name]) for name in signature.donated)
+        held = sum(self._bytes(known[name]) for name in (*signature.weights, *signature.state))
         return Memory(
-            arguments=sum(map(self._bytes, input_arrays(signature, known))),
-            outputs=sum(map(self._bytes, output_arrays(signature, known))),
-            aliased=sum(self._bytes(known[name]) for name in signature.donated),
+            arguments=held + sum(map(self._bytes_of_call, signature.arguments)),
+            outputs=aliased + sum(map(self._bytes_of_call, signature.results)),
+            aliased=aliased,
             temporaries=estimate_temporaries(signature, self._programs.pair.vocab, self._devices),
             code=estimate_code(signature, self._programs.pair.block),
         )
@@ -108,9 +113,15 @@ class Footprints:
         return Proposal(_largest(lambda batch: fits(batch, grid.capacity), MOST_ROWS), steps and steps * LENGTH_STEP)
 
     def _bytes(self, array: Array) -> int:
+        """Of weights or state."""
         shape, layout = array.shard_shape(self._devices), self._measured.layouts.get(array.name)
         chosen = read_layout(layout) if layout else choose_layout(shape, array.dtype, self._tiled)
         return padded_bytes(shape, array.dtype, *chosen)
+
+    def _bytes_of_call(self, array: Array) -> int:
+        """Of what a call brings or returns, of which no layout is known."""
+        shape = array.shard_shape(self._devices)
+        return padded_bytes(shape, array.dtype, *choose_layout(shape, array.dtype, self._tiled))
 
 
 def check_fits(
@@ -219,8 +230,9 @@ def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], til
 def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
     """Bytes on each device.
 
-    What a layer computes stays in a TPU's VMEM. What may not: the float32 logits of verified and drafted tokens, and
-    of a chunk as much as its features and again. As seen of Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
+    What a layer computes stays in a TPU's VMEM. What may not: the float32 logits of verified and drafted tokens, twice
+    where they are penalised, and of a chunk as much as its features and again. As seen of Qwen3-4B, Qwen3-8B and their
+    drafts on v5e, v5p and v6e.
     """
     sizes = signature.bucket
     match signature.program:
@@ -230,18 +242,21 @@ def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
             return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "prefill":
             return 2 * sum(array.bytes for array in signature.results)
-        case "kv_write" | "move":
+        case "sampled_verify":
+            return 2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
+        case "kv_write" | "move" | "admit":
             return 0
 
 
 def estimate_code(signature: Signature, block: int) -> int:
     """Bytes, from how many tokens a call has: loops over stacked layers, Qwen3-4B and its draft on v5e.
 
-    Measured for 1, 64 and 128 tokens: draft - 3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3, all in MB.
+    Measured for 1, 64 and 128 tokens: draft - 3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3, all in MB; a sampled
+    verification for 1, 16 and 128: 2.8 4.4 7.5.
     """
-    if signature.program == "move":
-        return 600_000
-    fixed, per_token = (300_000, 8_000) if signature.program == "kv_write" else (1_500_000, 23_000)
+    measured = {"kv_write": (300_000, 8_000), "sampled_verify": (3_000_000, 36_000)}
+    measured |= {"move": (600_000, 0), "admit": (200_000, 0)}
+    fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
     return fixed + per_token * count_tokens(signature, block)
 
 
@@ -253,11 +268,11 @@ def count_tokens(signature: Signature, block: int) -> int:
             return sizes["prefill"]
         case "draft":
             return sizes["batch"] * block
-        case "verify":
+        case "verify" | "sampled_verify":
             return sizes["batch"] * (sizes["k"] + 1)
         case "kv_write":
             return sizes["rows"] * sizes["width"]
-        case "move":
+        case "move" | "admit":
             return 0
 
 

@@ -3,9 +3,9 @@
 B rows · T positions of this call · S kv positions · K verified tokens · H hidden
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ import msgspec
 from dflash_aot.cache.architecture import Decoder, Draft, Target
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
+from dflash_aot.cache.sampling import check_sampling, count_tops
 from dflash_aot.cache.signature import (
+    SAMPLING_STATE,
     Array,
     KvShape,
     Pair,
@@ -30,6 +32,7 @@ from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.kv import Context, copy_slot, write_rows
 from dflash_aot.compile.layer_loop import Index
 from dflash_aot.compile.parameters import Bound
+from dflash_aot.compile.sampling import SAMPLING_EXCHANGES, choose_tokens, count_tokens, describe_choice
 from dflash_aot.compile.shards import Shards, check_shares
 from dflash_aot.compile.windows import LayerWindows
 
@@ -43,10 +46,18 @@ KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 class Programs:
     """A pair of models as the functions that signatures describe."""
 
-    def __init__(self, target: Target, draft: Draft, dtype: str, stacked: bool = False, devices: int = 1):
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft,
+        dtype: str,
+        stacked: bool = False,
+        devices: int = 1,
+        sampling: Sequence[str] = ("greedy",),
+    ):
         """`stacked`: layers as loops over stacked weights, as TPU wants them. `devices` share heads, MLP, vocabulary.
 
-        Raises BadInput where they cannot.
+        `sampling`: the kinds of verification. Raises BadInput where devices cannot share, or a kind is not known.
         """
         check_shares(target, draft, devices)
         self._shards, self._stacked = Shards(devices), stacked
@@ -60,6 +71,7 @@ class Programs:
             block=draft.block,
             vocab=target.decoder.vocab,
             dtype=dtype,
+            sampling=check_sampling(sampling, "sampling"),
         )
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
@@ -99,14 +111,15 @@ class Programs:
         """How many instructions of the program let devices talk: the sums of a layer, and what its ends exchange.
 
         Two sums in the loop over layers or in each layer, one for the embedding, one exchange for the choice of a
-        token; a kv_write sums once, behind `fc`.
+        token; a kv_write sums once, behind `fc`. Sampling takes more, see `SAMPLING_EXCHANGES`.
         """
-        if self._shards.count == 1 or signature.program == "move":
+        if self._shards.count == 1 or signature.program in ("move", "admit"):
             return 0
         if signature.program == "kv_write":
             return 1
         decoder = (self._draft.module.draft if signature.program == "draft" else self._target.module.target).decoder
-        return 2 + 2 * (1 if self._stacked else decoder.layers)
+        sampling = SAMPLING_EXCHANGES if signature.program == "sampled_verify" else 0
+        return 2 + sampling + 2 * (1 if self._stacked else decoder.layers)
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
         """The program as a function of its inputs by name; returns donated state and results by name."""
@@ -114,8 +127,10 @@ class Programs:
             "prefill": partial(self.prefill, length=signature.bucket.get("length", 0)),
             "draft": partial(self.draft, **_sizes(signature)),
             "verify": partial(self.verify, **_sizes(signature)),
+            "sampled_verify": partial(self.sampled_verify, **_sizes(signature)),
             "kv_write": self.kv_write,
             "move": self.move,
+            "admit": self.admit,
         }
         return functions[signature.program]
 
@@ -162,6 +177,37 @@ class Programs:
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
         """The target over the block, and what follows from it."""
+        judged = self._judge(arrays, batch, length, k)
+        chosen = self._shards.choose(judged.logits)
+        accepted, moved = _advance(arrays, judged, chosen)
+        return {**moved, "verdict": jnp.concatenate([accepted[:, None], judged.block[:, 1:], chosen], axis=1)}
+
+    def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
+        """The same with tokens chosen as each slot asks. What stands of the block is as likely as without a draft."""
+        judged, active = self._judge(arrays, batch, length, k), arrays["active"]
+        state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
+        # Taken out for good: where a branch reads them in place, all of them are copied before they are written.
+        state["counts"] = jax.lax.optimization_barrier(state["counts"])
+        drafted = judged.block[:, 1:]
+        chosen = choose_tokens(judged.logits, judged.positions + 1, drafted, active, state, self._shards)
+        wanted = jnp.any(active & (state["tops"] > 0))
+        likelihood, tokens, tops = describe_choice(
+            judged.logits, chosen, wanted, count_tops(self.pair.vocab), self._shards
+        )
+        accepted, moved = _advance(arrays, judged, chosen)
+        committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
+        counts = state["counts"] + count_tokens(chosen, committed, self._shards.tokens(state["counts"].shape[1]))
+        bits = jax.lax.bitcast_convert_type(likelihood, jnp.int32)
+        return {
+            **moved,
+            "counts": jax.lax.dynamic_update_slice(arrays["counts"], counts, (0, 0)),
+            "verdict": jnp.concatenate([accepted[:, None], drafted, chosen, bits], axis=1),
+            "top_tokens": tokens,
+            "top_logprobs": tops,
+        }
+
+    def _judge(self, arrays: Arrays, batch: int, length: int, k: int) -> "Judged":
+        """The target over the block."""
         target = self._target.bind(_of("target", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
         block = arrays["block"] if k else anchors[:, None]
@@ -171,20 +217,7 @@ class Programs:
         x, features, kv = target.forward(
             block, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
         )
-        chosen = self._shards.choose(target.logits(x))
-        accepted, bonus = accept(block, chosen)
-        active = arrays["active"]
-        origin = jnp.zeros((1,), jnp.int32)
-        moved = jnp.where(active, lengths + accepted + 1, lengths)
-        return {
-            "target_k": kv[0],
-            "target_v": kv[1],
-            "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], moved, origin),
-            "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, anchors), origin),
-            "features": features,
-            "starts": lengths,
-            "verdict": jnp.concatenate([accepted[:, None], block[:, 1:], chosen], axis=1),
-        }
+        return Judged(lengths, anchors, block, positions, target.logits(x), features, kv)
 
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Every row of the features, rejected ones too: they lie behind the length until they are overwritten."""
@@ -203,10 +236,49 @@ class Programs:
         source, destination = arrays["source"][0], arrays["destination"][0]
         kv = ("target_k", "target_v", "draft_k", "draft_v")
         copied = {name: copy_slot(arrays[name], source, destination) for name in kv}
-        return {
-            **copied,
-            **{name: arrays[name].at[destination].set(arrays[name][source]) for name in ("lengths", "anchors")},
-        }
+        small = ("lengths", "anchors", *(SAMPLING_STATE if self.pair.samples else ()))
+        return {**copied, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
+
+    def admit(self, arrays: Arrays) -> Outputs:
+        """How slot `slots` chooses its tokens, and where it starts if an anchor is given."""
+        slot, given = arrays["slots"], arrays["anchor"] >= 0
+        starts = {"lengths": arrays["starts"], "anchors": arrays["anchor"]}
+        kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
+        rows = {name: jnp.where(given, start, kept[name]) for name, start in starts.items()}
+        rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE if name != "counts"}
+        rows |= {name: self._shards.share(rows[name]) for name in ("bias", "prompted")}
+        rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
+        return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
+
+
+class Judged(NamedTuple):
+    """What the target makes of a block: logits [B, K+1, V] of the token behind each of its rows, features, the kv.
+
+    lengths, anchors [B] are those before the round; block, positions [B, K+1].
+    """
+
+    lengths: jax.Array
+    anchors: jax.Array
+    block: jax.Array
+    positions: jax.Array
+    logits: jax.Array
+    features: jax.Array
+    kv: KvArrays
+
+
+def _advance(arrays: Arrays, judged: Judged, chosen: jax.Array) -> tuple[jax.Array, Outputs]:
+    """How many drafted tokens stand [B], and what a round leaves of the target: the active rows move on."""
+    accepted, bonus = accept(judged.block, chosen)
+    active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
+    moved = jnp.where(active, judged.lengths + accepted + 1, judged.lengths)
+    return accepted, {
+        "target_k": judged.kv[0],
+        "target_v": judged.kv[1],
+        "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], moved, origin),
+        "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, judged.anchors), origin),
+        "features": judged.features,
+        "starts": judged.lengths,
+    }
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:

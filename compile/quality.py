@@ -8,7 +8,8 @@ from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.compile.large_copies import LARGE
 
 TEMPORARIES = 0.02  # of weights and kv: what one executable may need beside them
-LEAN = frozenset({"draft", "verify", "kv_write"})
+LEAN = frozenset({"draft", "verify", "sampled_verify", "kv_write"})
+LOGITS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
 
 
 def find_flaws(entry: Entry, known: Mapping[str, Array], devices: int, collectives: int) -> list[str]:
@@ -44,11 +45,24 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
 
 def _check_temporaries(entry: Entry, known: Mapping[str, Array], devices: int) -> Iterable[str]:
     held, taken = sum(array.shard_bytes(devices) for array in known.values()), entry.memory.temporaries
-    if entry.signature.program in LEAN and taken > max(TEMPORARIES * held, LARGE):
+    allowed = max(TEMPORARIES * held, LARGE) + LOGITS * _logits_bytes(entry.signature, known, devices)
+    if entry.signature.program in LEAN and taken > allowed:
         yield (
             f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and kv, {_megabytes(held)}, "
             f"more than {TEMPORARIES:.0%}: {entry.inspection.largest}"
         )
+
+
+def _logits_bytes(signature: Signature, known: Mapping[str, Array], devices: int) -> int:
+    """Of what a sampled verification chooses from, on each device; 0 for other programs."""
+    if signature.program != "sampled_verify":
+        return 0
+    return (
+        signature.bucket["batch"]
+        * (signature.bucket["k"] + 1)
+        * known["bias"].shard_bytes(devices)
+        // known["bias"].shape[0]
+    )
 
 
 def _check_copies(entry: Entry, known: Mapping[str, Array]) -> Iterable[str]:

@@ -15,6 +15,9 @@ from dflash_aot.cache.recipe import ITEM_BYTES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import Chip
 
+# Bytes of a row's sampling state for each token of the vocabulary.
+BIAS, PROMPTED, COUNTS = (ITEM_BYTES[dtype] for dtype in ("float32", "bool", "int32"))
+
 
 class Work(msgspec.Struct, frozen=True):
     """What one call takes of one device: bytes of its memory read and written, floating point operations."""
@@ -68,14 +71,22 @@ class Roofline:
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
             case "verify":
                 return self.verify(sizes["batch"], sizes["length"], sizes["k"])
+            case "sampled_verify":
+                return self.sampled_verify(sizes["batch"], sizes["length"], sizes["k"])
             case "kv_write":
                 return self.kv_write(sizes["rows"], sizes["width"])
             case "move":
                 return self.move()
+            case "admit":
+                return self.admit()
 
     def verify(self, B: int, S: int, K: int) -> Work:
         """The target over K+1 tokens of each row, all of them judged."""
         return self._forward(B, K + 1, S, judged=B * (K + 1))
+
+    def sampled_verify(self, B: int, S: int, K: int) -> Work:
+        """The same, and each row's bias, prompt and counts, of which the counts are written again."""
+        return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
 
     def draft(self, B: int, S: int, K: int) -> Work:
         """The draft over a whole block of each row, K tokens of it chosen."""
@@ -100,6 +111,15 @@ class Roofline:
         """All of a slot's kv, read and written."""
         positions = self._grid.capacity + self._grid.widest_write
         return _sum(self._write(decoder, 2 * positions) for decoder in (self._target.decoder, self._draft.decoder))
+
+    def admit(self) -> Work:
+        """A slot's bias, prompt and counts, written; the first two come whole to every device."""
+        whole = self._target.decoder.vocab * (BIAS + PROMPTED)
+        return self._row_state(BIAS + PROMPTED + COUNTS) + Work(whole, 0.0)
+
+    def _row_state(self, bytes_per_token: int) -> Work:
+        """What is kept of every token of the vocabulary."""
+        return Work(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
     def _forward(self, B: int, T: int, S: int, judged: int) -> Work:
         """The target over T tokens of each row; logits of `judged` tokens. Every device writes the features whole."""

@@ -7,6 +7,7 @@ explicitly, not left to a partitioner: what the devices exchange is what stands 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.signature import AXIS
 from dflash_aot.compile.multiply import multiply
+
+Ranked = tuple[jax.Array, jax.Array]  # values and where they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,14 @@ class Shards:
     def sum(self, parts: jax.Array) -> jax.Array:
         """One part per device → their sum."""
         return parts if self.count == 1 else jax.lax.psum(parts, AXIS)
+
+    def sum_all(self, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The sums of several of one shape, in one exchange."""
+        return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), AXIS))
+
+    def max(self, parts: jax.Array) -> jax.Array:
+        """One part per device → their largest, element by element."""
+        return parts if self.count == 1 else jax.lax.pmax(parts, AXIS)
 
     def share(self, x: jax.Array) -> jax.Array:
         """[.., W], the same on all devices → [.., W/count], this device's."""
@@ -62,8 +73,55 @@ class Shards:
         winner = jnp.argmax(jax.lax.bitcast_convert_type(bits, jnp.float32), axis=-1)
         return jnp.take_along_axis(tokens, winner[..., None], axis=-1)[..., 0]
 
+    def tokens(self, width: int) -> jax.Array:
+        """The tokens of this device's share of a vocabulary, `width` of them, int32."""
+        own = jnp.arange(width, dtype=jnp.int32)
+        return own if self.count == 1 else own + jax.lax.axis_index(AXIS).astype(jnp.int32) * width
+
+    def pick(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        """float32 [.., V/count], split by tokens; one token of the whole for each row, [..] → its logit [..]."""
+        if self.count == 1:
+            return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        own = tokens - jax.lax.axis_index(AXIS) * logits.shape[-1]
+        held = (own >= 0) & (own < logits.shape[-1])
+        found = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
+        return jax.lax.psum(jnp.where(held, found, 0), AXIS)  # all but one are zero: exact
+
+    def largest(self, logits: jax.Array, count: int) -> Ranked:
+        """float32 [.., V/devices], split by tokens → the largest `count` of all and their tokens, each [.., count].
+
+        Descending, the first token first among equal ones.
+        """
+        values, tokens = find_largest(logits, min(count, logits.shape[-1]))
+        if self.count == 1:
+            return values, tokens
+        tokens += jax.lax.axis_index(AXIS).astype(jnp.int32) * logits.shape[-1]
+        # One exchange instead of two, see `choose`.
+        packed = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), tokens])
+        bits, tokens = jax.lax.all_gather(packed, AXIS, axis=packed.ndim - 1, tiled=True)
+        values, places = find_largest(jax.lax.bitcast_convert_type(bits, jnp.float32), count)
+        return values, jnp.take_along_axis(tokens, places, axis=-1)
+
 
 ALONE = Shards()
+
+
+def find_largest(values: jax.Array, count: int) -> Ranked:
+    """The largest `count` of finite float32 [.., V] and their places, each [.., count]: the first ones of equal ones.
+
+    One after the other, each a pass over the values: `top_k` is a sort on TPU, which takes as much memory again.
+    """
+    places = jnp.arange(values.shape[-1], dtype=jnp.int32)
+
+    def find_next(last: Ranked, _: None) -> tuple[Ranked, Ranked]:
+        value, place = (one[..., None] for one in last)
+        left = jnp.where((values < value) | ((values == value) & (places > place)), values, -jnp.inf)
+        found = left.max(axis=-1), jnp.argmax(left, axis=-1).astype(jnp.int32)
+        return found, found
+
+    beyond = jnp.full(values.shape[:-1], jnp.inf), jnp.zeros(values.shape[:-1], jnp.int32)
+    _, found = jax.lax.scan(find_next, beyond, length=count)
+    return jnp.moveaxis(found[0], 0, -1), jnp.moveaxis(found[1], 0, -1)
 
 
 def check_shares(target: Target, draft: Draft, devices: int) -> None:

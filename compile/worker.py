@@ -16,6 +16,7 @@ import msgspec
 
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import parse_topology
@@ -32,6 +33,7 @@ class Order(msgspec.Struct, frozen=True):
     dtype: str
     grid: Grid
     bundle: str
+    sampling: tuple[Sampling, ...] = ("greedy",)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -47,7 +49,9 @@ def main() -> None:
     order = msgspec.json.decode(lines.get(), type=Order)
     machine = describe(parse_topology(sys.argv[1]))
     _send(answers, machine.environment)
-    programs = Programs(order.target, order.draft, order.dtype, stacked=True, devices=len(machine.devices))
+    programs = Programs(
+        order.target, order.draft, order.dtype, stacked=True, devices=len(machine.devices), sampling=order.sampling
+    )
     signatures = {signature.label: signature for signature in programs.signatures(order.grid)}
     builder = Builder(programs, order.grid, machine, Store(Path(order.bundle)))
     while True:

@@ -16,6 +16,7 @@ from dflash_aot.cache.store import Store
 from dflash_aot.runtime.executable import DeviceState, Executable, load_executable
 
 Name = tuple[str, tuple[int, ...]]
+VERIFIES = {"greedy": "verify", "sample": "sampled_verify"}
 LOADERS = 2  # loading releases the interpreter for the most part
 
 
@@ -34,6 +35,12 @@ class Bundle:
 
     def verify(self, bucket: Bucket) -> Executable:
         return self._executables["verify", (bucket.batch, bucket.length, bucket.k)]
+
+    def sampled_verify(self, bucket: Bucket) -> Executable:
+        return self._executables["sampled_verify", (bucket.batch, bucket.length, bucket.k)]
+
+    def admit(self) -> Executable:
+        return self._executables["admit", ()]
 
     def kv_write(self, rows: int, width: int) -> Executable:
         return self._executables["kv_write", (rows, width)]
@@ -99,7 +106,7 @@ def call_once(executable: Executable, state: DeviceState) -> None:
 def _serves(signature: Signature, k: int) -> bool:
     """Whether an engine that verifies up to `k` tokens ever calls it; without drafts there is no draft kv."""
     match signature.program:
-        case "draft" | "verify":
+        case "draft" | "verify" | "sampled_verify":
             return signature.bucket["k"] <= k
         case "kv_write":
             return k > 0
@@ -135,9 +142,11 @@ def _check_complete(path: Path, manifest: Manifest) -> None:
     needed: set[Name] = {("prefill", (chunk.prefill, chunk.length)) for chunk in grid.chunks()}
     needed |= {("kv_write", (1, chunk.prefill)) for chunk in grid.chunks()}
     needed |= {("move", ())} if grid.slots > 1 else set()
+    needed |= {("admit", ())} if "sample" in manifest.sampling else set()
+    verifies = {VERIFIES[kind] for kind in manifest.sampling}
     for bucket in grid.buckets():
         shape = (bucket.batch, bucket.length, bucket.k)
-        needed |= {("verify", shape), ("kv_write", (bucket.batch, bucket.k + 1))}
+        needed |= {("kv_write", (bucket.batch, bucket.k + 1)), *((name, shape) for name in verifies)}
         needed |= {("draft", shape)} if bucket.k else set()
     if missing := needed - {_name(entry.signature) for entry in manifest.entries}:
         raise CorruptBundle(

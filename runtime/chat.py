@@ -1,5 +1,6 @@
 """A conversation as the prompt its checkpoint was trained on."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
 
     The template is `chat_template.jinja` or stands in `tokenizer_config.json`; it is rendered by transformers, in
     Jinja's sandbox, with thinking off. It writes special tokens itself: encode with `add_special_tokens=False`.
+    The files are read at the first call for a directory; the latest one's stay in memory.
     `BadInput` if there are no messages; `BadCheckpoint` if there is no tokenizer, no template, or it fails.
     """
     if not messages:
@@ -29,6 +31,7 @@ def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
         raise BadCheckpoint(f"the chat template of {source} failed: {type(error).__name__}: {error}") from error
 
 
+@lru_cache(maxsize=1)  # half a second for a large vocabulary, which each turn of a conversation would take again
 def _load_tokenizer(directory: Path) -> Any:
     if not (directory / "tokenizer.json").is_file():
         raise BadCheckpoint(f"there is no {directory / 'tokenizer.json'}. Give a directory with the target's tokenizer")

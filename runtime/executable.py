@@ -39,7 +39,14 @@ class DeviceState:
         self._devices = devices
         # To a device by itself `device_put` is a tenth faster than to the sharding that it means.
         self._everywhere = devices[0] if len(devices) == 1 else place((), devices)
-        self._arrays = {array.name: self.zeros(array) for array in arrays}
+        self._declared = tuple(arrays)
+        self._arrays: dict[str, jax.Array] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """All anew, all zero: a call that failed may have spent what it was given."""
+        self._arrays.clear()  # first, so that there is never twice of it
+        self._arrays.update((array.name, self.zeros(array)) for array in self._declared)
 
     def place(self, array: np.ndarray) -> jax.Array:
         """A small array of the host beside the state, whole on every device."""

@@ -6,6 +6,7 @@ works with upper bounds of the lengths in between.
 
 import functools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,15 +15,21 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime.admission import Admission
 from dflash_aot.runtime.advice import ROUNDS, advise_on_acceptance
 from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.counters import Counters
+from dflash_aot.runtime.depth import Depth
 from dflash_aot.runtime.executable import DeviceState
-from dflash_aot.runtime.request import Request
+from dflash_aot.runtime.logprobs import RoundLogprobs, TokenLogprob
+from dflash_aot.runtime.request import Delta, FinishReason, Request
 from dflash_aot.runtime.slots import Row, Slots
+from dflash_aot.runtime.waiting_line import WaitingLine
 
 logger = logging.getLogger(__name__)
+MOST_FAILURES = 3  # in a row: then the device, or what was loaded on it, is at fault
 
 
 @dataclass(frozen=True)
@@ -35,73 +42,143 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Round:
-    """A verification, enqueued; `rows` are those that took part, None for the others."""
+    """A verification, enqueued; `rows` are those that took part, None for the others.
+
+    `verdict` is int32 [B, 2K+2], and of a sampled round [B, 3K+3]. `tops`: the likeliest tokens, [B, K+1, n] each,
+    where a row wants them. `next_to`: nothing was enqueued between it and the round before, which was on its way still.
+    """
 
     rows: Sequence[Row | None]
-    k: int
-    verdict: jax.Array  # int32 [B, 2K+2]
+    bucket: Bucket
+    sampled: bool
+    verdict: jax.Array
+    tops: Sequence[jax.Array]
+    next_to: bool
 
 
 class Loop:
-    """Serves the requests it is given. One thread calls it; `step` until it is `idle`."""
+    """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters):
-        self._bundle, self._state, self._k, self._counters = bundle, state, bundle.k, counters
-        self._grid = bundle.manifest.grid
+    def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
+        self._bundle, self._state, self._counters = bundle, state, counters
+        self._line, self._depth = line, depth
+        self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
+        self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
-        self._waiting: deque[Request] = deque()
         self._unread: deque[FirstToken | Round] = deque()
+        self._failures = 0  # since a verdict was read
+        self._between = True  # something else was enqueued since the last round
+        self._last_verdict = 0.0
         self._place = place = state.place
         # By the mask of active rows. The loop's own, and nothing of the loop in it: an engine that is closed is gone.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
         self._slot_ranges = {batch: self._place(np.arange(batch, dtype=np.int32)) for batch in self._grid.batch}
+        vocab = bundle.manifest.target.facts.decoder.vocab
+        self._admission = Admission(bundle.admit(), state, vocab) if "sample" in self._sampling else None
+        self._unsent: list[tuple[Request, Delta]] = []
+        # Held while what is counted changes; not while the device is waited for, and not while callers are told.
+        self._lock = threading.Lock()
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._slots and not self._unread
-
-    def add(self, request: Request) -> None:
-        self._waiting.append(request)
+        return not self._line and not self._slots and not self._unread
 
     def step(self) -> None:
-        """One prefill chunk, one round, and what the step before has decided."""
+        """One prefill chunk, one round, and what the step before has decided.
+
+        Raises EngineFailed when programs keep failing; a single failure ends the requests that were in a slot.
+        """
         counters = self._counters
         began, worked, waited = time.perf_counter(), time.thread_time(), counters.wait_seconds
-        self._drop_cancelled()
-        self._schedule()
-        news = self._prefill() + self._decode()
-        self._read(keep=news)
+        try:
+            self._advance()
+        except Exception as error:  # whatever JAX or the device raises
+            self._recover(error)
         counters.host_seconds += time.thread_time() - worked
         counters.host_wall_seconds += time.perf_counter() - began - (counters.wait_seconds - waited)
 
-    def fail(self, error: str) -> None:
+    def end_all(self, error: str) -> None:
         """Ends every request that is here with `error`."""
-        for request in [*(row.request for row in self._slots), *self._waiting]:
-            request.end("error", error)
+        with self._lock:
+            self._end_slots(error)
+            for request in self._line.empty():
+                self._end(request, "error", error)
+        self._send()
+
+    def stats(self) -> Counters:
+        """From any thread: what was counted, of whole commits; all that anybody was told of is in it."""
+        with self._lock:
+            copied = self._counters.copy()
+            copied.running, copied.slots = len(self._slots), self._grid.slots
+            copied.waiting, copied.refused = len(self._line), self._line.refused
+        return copied
+
+    def _advance(self) -> None:
+        with self._lock:
+            self._drop_ended()
+            self._schedule()
+        self._send()
+        news = self._prefill() + self._decode()
+        self._read(keep=news)
+
+    # -- faults
+
+    def _recover(self, error: Exception) -> None:
+        """What was on its way is lost, the state with it; who waits in line has lost nothing."""
+        self._failures += 1
+        why = f"a program failed in mid-round: {type(error).__name__}: {error}"
+        logger.error(why)
+        logger.debug("where it failed", exc_info=error)
+        with self._lock:
+            self._counters.failures += 1
+            self._end_slots(why)
+        self._send()
+        if self._failures >= MOST_FAILURES:
+            raise EngineFailed(f"{self._failures} rounds failed in a row; the last one: {why}") from error
+        self._state.reset()
+
+    def _end_slots(self, error: str) -> None:
+        rows = list(self._slots)
         self._slots, self._unread = Slots(self._grid.slots), deque()
-        self._waiting.clear()
+        for row in rows:
+            self._end(row.request, "error", error)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        self._unsent.append((request, request.end(reason, error)))
+        self._counters.note_end(request)
+
+    def _send(self) -> None:
+        """Tells callers what happened, after it was counted."""
+        unsent, self._unsent = self._unsent, []
+        for request, delta in unsent:
+            request.emit(delta)
 
     # -- schedule
 
-    def _drop_cancelled(self) -> None:
+    def _drop_ended(self) -> None:
+        """Who was cancelled or has run out of time; their rows may be in a round that is on its way."""
+        now = time.monotonic()
         for row in list(self._slots):
-            if row.request.cancelled.is_set():
-                row.request.end("cancelled")
+            if (why := row.request.find_end(now)) is not None:
                 self._slots.free(row)
-        for request in [request for request in self._waiting if request.cancelled.is_set()]:
-            request.end("cancelled")
-            self._waiting.remove(request)
+                self._end(row.request, "cancelled", why or None)
+        for request, why in self._line.drop_ended(now):
+            self._end(request, "cancelled", why or None)
 
     def _schedule(self) -> None:
         """Waiting requests into free slots; then the rows together, if a smaller batch holds them."""
-        while self._waiting and not self._slots.full:
-            self._slots.add(self._waiting.popleft())
+        while not self._slots.full and (request := self._line.take()):
+            request.started = time.monotonic()
+            self._counters.note_start(request)
+            sampled = not request.params.plain or "greedy" not in self._sampling
+            self._slots.add(Row(request, self._depth.start(), sampled))
         while self._slots and self._batch(self._slots.span) > self._batch(len(self._slots)):
             move = self._slots.take_move()
             assert move is not None
             source, destination = (self._place(np.array([slot], np.int32)) for slot in move)
             self._bundle.move()(self._state, source, destination)
             self._counters.moves += 1
+            self._between = True
 
     def _batch(self, rows: int) -> int:
         return self._grid.fit(rows, 1, 0).batch
@@ -109,68 +186,84 @@ class Loop:
     # -- enqueue
 
     def _prefill(self) -> int:
-        """The next chunk of the oldest prompt that is not in yet. Returns how many tokens it will tell of."""
+        """The next chunk of the prompt that is served first. Returns how many tokens it will tell of."""
         row = self._slots.next_prefill()
         if row is None:
             return 0
-        prompt = row.request.prompt
-        chunk = self._grid.fit_chunk(row.written, len(prompt) - row.written)
-        part = prompt[row.written : row.written + chunk.prefill]
+        chunk = self._grid.fit_chunk(row.written, row.unwritten)
+        part = row.request.prompt[row.written : row.written + min(chunk.prefill, row.unwritten)]
         tokens = np.zeros((1, chunk.prefill), np.int32)
         tokens[0, : len(part)] = part
         numbers = (self._slots.slot_of(row), row.written, len(part))
         slots, starts, counts = (self._place(np.array([number], np.int32)) for number in numbers)
         features, first = self._bundle.prefill(chunk)(self._state, self._place(tokens), slots, starts, counts)
-        if self._k:
+        if self._ks[-1]:
             self._bundle.kv_write(1, chunk.prefill)(self._state, features, slots, starts)
-        row.written += len(part)
-        self._counters.prefill_chunks += 1
-        if not row.prefilled:
+        row.written = row.length = row.written + len(part)
+        self._between = True
+        with self._lock:
+            self._counters.note_chunk(chunk.prefill, len(part))
+        if row.sampled or not row.prefilled:
             return 0
-        row.length, row.first_in_flight = row.written, True
+        row.first_in_flight = True
         first.copy_to_host_async()
         self._unread.append(FirstToken(row, first))
         return 1
 
     def _decode(self) -> int:
         """One round of all rows that want tokens. Returns how many verdicts it will give."""
-        rows = self._slots.decoding(self._slots.span)
-        if not any(rows):
+        rows = self._slots.decoding()
+        if not rows:
             return 0
         bucket = self._fit(rows)
         if bucket is None:  # the bounds are too loose for another round: read what is in flight, then see
             self._read(keep=0)
-            rows = self._slots.decoding(self._slots.span)
-            if not any(rows):
+            rows = self._slots.decoding()
+            if not rows:
                 return 0
             bucket = self._fit(rows)
             assert bucket is not None, "a row that wants tokens has room for one"
         rows = [*rows, *[None] * (bucket.batch - len(rows))]
-        verdict = self._enqueue_round(bucket, rows)
+        self._unread.append(self._enqueue_round(bucket, rows))
         for row in filter(None, rows):
             row.in_flight += bucket.k + 1
             row.rounds_in_flight += 1
-        self._unread.append(Round(rows, bucket.k, verdict))
         return 1
 
     def _fit(self, rows: Sequence[Row | None]) -> Bucket | None:
-        """The smallest bucket for these rows, K shrunk near the end of the grid; None if not even K = 0 fits."""
-        longest = max(row.longest for row in rows if row)
-        for k in reversed(self._grid.k):
-            if k <= self._k and longest + k + 1 <= self._grid.capacity:
-                return self._grid.fit(len(rows), longest + k + 1, k)
-        return None
+        """The smallest bucket for these rows with the K that suits them; None if not even K = 0 fits."""
+        takers = [row for row in rows if row]
+        reach = max(row.longest for row in takers) + 1
+        buckets = [self._grid.fit(len(rows), reach + k, k) for k in self._ks if reach + k <= self._grid.capacity]
+        return self._depth.choose(buckets, takers, any(row.sampled for row in takers)) if buckets else None
 
-    def _enqueue_round(self, bucket: Bucket, rows: Sequence[Row | None]) -> jax.Array:
+    def _enqueue_round(self, bucket: Bucket, rows: Sequence[Row | None]) -> Round:
+        takers = [row for row in rows if row]
+        sampled = any(row.sampled for row in takers)
+        if sampled:
+            self._admit(takers)
         active = self._active(tuple(row is not None for row in rows))
         block = self._bundle.draft(bucket)(self._state) if bucket.k else ()
-        features, starts, verdict = self._bundle.verify(bucket)(self._state, *block, active)
-        verdict.copy_to_host_async()
-        if self._k:
+        verify = self._bundle.sampled_verify(bucket) if sampled else self._bundle.verify(bucket)
+        features, starts, verdict, *tops = verify(self._state, *block, active)
+        tops = tops if any(row.request.params.logprobs for row in takers) else []
+        for array in (verdict, *tops):
+            array.copy_to_host_async()
+        if self._ks[-1]:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
             write(self._state, features, self._slot_ranges[bucket.batch], starts)
-        self._counters.rounds += 1
-        return verdict
+        with self._lock:
+            self._counters.note_round(bucket, sampled, len(takers))
+        next_to, self._between = not self._between and bool(self._unread), False
+        return Round(rows, bucket, sampled, verdict, tops, next_to)
+
+    def _admit(self, rows: Sequence[Row]) -> None:
+        """Every row of a sampled round says what it asks, a greedy one too: the slot knows what its last one asked."""
+        assert self._admission is not None, "refused where nothing samples"
+        for row in rows:
+            if not row.admitted:
+                self._admission.admit(row, self._slots.slot_of(row))
+                self._between = True
 
     # -- commit
 
@@ -178,50 +271,78 @@ class Loop:
         """Reads what was enqueued, oldest first, all but the last `keep`."""
         while len(self._unread) > keep:
             news = self._unread.popleft()
-            if isinstance(news, FirstToken):
-                self._commit_first(news)
-            else:
-                self._commit_round(news)
+            arrays = (news.token,) if isinstance(news, FirstToken) else (news.verdict, *news.tops)
+            values = self._fetch(arrays)
+            self._failures = 0
+            if isinstance(news, Round):
+                self._time(news)
+            with self._lock:
+                if isinstance(news, FirstToken):
+                    self._commit_first(news, *values)
+                else:
+                    self._commit_round(news, *values)
+            self._send()
 
-    def _fetch(self, array: jax.Array) -> np.ndarray:
+    def _fetch(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """The one blocking wait."""
         began = time.perf_counter()
-        values = np.asarray(array)
+        values = [np.asarray(array) for array in arrays]
         self._counters.wait_seconds += time.perf_counter() - began
         return values
 
-    def _commit_first(self, news: FirstToken) -> None:
-        row, token = news.row, int(self._fetch(news.token)[0])
-        row.first_in_flight = False
-        self._take(row, [token])
+    def _time(self, news: Round) -> None:
+        """Rounds that ran back to back show how long one takes."""
+        now = time.perf_counter()
+        if news.next_to:
+            self._depth.note_round(news.bucket, news.sampled, now - self._last_verdict)
+        self._last_verdict = now
 
-    def _commit_round(self, news: Round) -> None:
-        verdict = self._fetch(news.verdict).tolist()
-        for row, (accepted, *tokens) in zip(news.rows, verdict, strict=True):
+    def _commit_first(self, news: FirstToken, token: np.ndarray) -> None:
+        news.row.first_in_flight = False
+        self._take(news.row, token.tolist())
+
+    def _commit_round(self, news: Round, verdict: np.ndarray, *tops: np.ndarray) -> None:
+        k, width = news.bucket.k, news.bucket.k + 1
+        logprobs = RoundLogprobs(verdict[:, 2 * width :].view(np.float32), tops)
+        for slot, (row, (accepted, *tokens)) in enumerate(zip(news.rows, verdict.tolist(), strict=True)):
             if row is None:
                 continue
-            row.in_flight -= news.k + 1
+            row.in_flight -= width
             row.rounds_in_flight -= 1
             row.length += accepted + 1
             if row.request.finish_reason:
                 continue  # it ended a round ago: this one was on its way already
-            self._counters.note_row(news.k, accepted)
-            if news.k:
-                self._watch_acceptance()
-            row.request.accepted.append(accepted)
+            self._note(row, k, accepted)
             if row.request.params.trace:
-                row.request.drafted.append(tokens[: news.k])
-            chosen = tokens[news.k :]
-            self._take(row, chosen[: accepted + 1])
+                row.request.drafted.append(tokens[:k])
+            chosen = tokens[k : k + accepted + 1]
+            wanted = row.request.params.logprobs
+            self._take(row, chosen, [] if wanted is None else logprobs.describe(slot, chosen, wanted))
+
+    def _note(self, row: Row, k: int, accepted: int) -> None:
+        self._counters.note_row(k, accepted)
+        self._depth.note(row.acceptance, k, accepted)
+        row.request.accepted.append(accepted)
+        if k:
+            self._watch_acceptance()
 
     def _watch_acceptance(self) -> None:
         """One look, when there is enough to see."""
         if self._counters.verified_at[0] == ROUNDS and (advice := advise_on_acceptance(self._counters)):
             logger.warning(advice)
 
-    def _take(self, row: Row, tokens: Sequence[int]) -> None:
-        if row.request.finish_reason:
+    def _take(self, row: Row, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        request = row.request
+        if request.finish_reason:
             return
-        row.request.take(tokens)
-        if row.request.finish_reason:
+        before = len(request.token_ids)
+        try:
+            delta = request.take(tokens, logprobs)
+        except Exception as error:  # of the text layer: it is this request's alone
+            request.text = None
+            delta = request.end("error", f"the text of this request cannot be made: {type(error).__name__}: {error}")
+        self._unsent.append((request, delta))
+        self._counters.note_tokens(request, before)
+        if request.finish_reason:
+            self._counters.note_end(request)
             self._slots.free(row)

@@ -10,8 +10,10 @@ from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
+from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.pair import check_facts, locate_pair
+from dflash_aot.runtime.round_times import time_rounds
 from dflash_aot.runtime.weights import load_weights
 
 
@@ -21,6 +23,7 @@ class Opened:
 
     bundle: Bundle
     state: DeviceState
+    depth: Depth
     target: Path
     startup: Mapping[str, float]
 
@@ -44,7 +47,17 @@ def open_bundle(path: Path, target: str | Path | None, draft: str | Path | None,
             call_once(executable, state)
             executables.append(executable)
         clock.lap("canaries")
-    return Opened(Bundle(path, manifest, chosen, executables), state, places["target"], clock.laps)
+        opened = Bundle(path, manifest, chosen, executables)
+        depth = choose_depth(opened, state, k)
+        clock.lap("timing")
+    return Opened(opened, state, depth, places["target"], clock.laps)
+
+
+def choose_depth(bundle: Bundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:
+    """A K of the user's holds; to choose one, rounds of every K are timed, where there is more than one."""
+    if k == "auto" and bundle.k > 0:
+        return AdaptiveDepth(time_rounds(bundle, state))
+    return FixedDepth(bundle.k)
 
 
 class _Clock:

@@ -1,8 +1,9 @@
 """Which request holds which slot. Pure bookkeeping of numbers: no arrays, no device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dflash_aot.runtime.acceptance import Acceptance
 from dflash_aot.runtime.request import Request
 
 
@@ -12,9 +13,14 @@ class Row:
 
     `written` counts prompt tokens whose kv is enqueued; `length` the committed kv positions that the host has read
     of; `in_flight` sums K+1 over the rounds it has not read of, each of which commits 1 … K+1 tokens.
+    `sampled`: its tokens are chosen by sampled rounds, from the first on, which starts at the prompt's last token.
+    `admitted`: the device knows what it asks of the choice.
     """
 
     request: Request
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    sampled: bool = False
+    admitted: bool = False
     written: int = 0
     length: int = 0
     in_flight: int = 0
@@ -28,8 +34,18 @@ class Row:
         return self.prefilled and certain < self.request.limit
 
     @property
+    def unwritten(self) -> int:
+        """Prompt tokens that are still to be prefilled."""
+        return len(self.request.prompt) - self.sampled - self.written
+
+    @property
     def prefilled(self) -> bool:
-        return self.written == len(self.request.prompt)
+        return self.unwritten == 0
+
+    @property
+    def wanted_k(self) -> int | None:
+        """Its own K, where it does not leave that to the engine."""
+        return self.request.params.k
 
     @property
     def longest(self) -> int:
@@ -58,11 +74,9 @@ class Slots:
     def full(self) -> bool:
         return None not in self._rows
 
-    def add(self, request: Request) -> Row:
+    def add(self, row: Row) -> None:
         """Into the first free slot."""
-        slot = self._rows.index(None)
-        self._rows[slot] = row = Row(request)
-        return row
+        self._rows[self._rows.index(None)] = row
 
     def free(self, row: Row) -> None:
         self._rows[self._rows.index(row)] = None
@@ -79,11 +93,14 @@ class Slots:
         self._rows[hole], self._rows[source] = self._rows[source], None
         return source, hole
 
-    def decoding(self, span: int) -> list[Row | None]:
-        """The rows of the first `span` slots that take part in a round, None for those that don't."""
-        return [row if row and row.decoding else None for row in self._rows[:span]]
+    def decoding(self) -> list[Row | None]:
+        """By slot the rows that take part in a round, None for those before the last one that don't."""
+        rows = [row if row and row.decoding else None for row in self._rows]
+        while rows and rows[-1] is None:
+            rows.pop()
+        return rows
 
     def next_prefill(self) -> Row | None:
-        """The oldest row whose prompt is not in yet."""
+        """Of the rows whose prompt is not in yet the one to serve earliest, then the oldest."""
         waiting = [row for row in self if not row.prefilled]
-        return min(waiting, key=lambda row: row.request.submitted, default=None)
+        return min(waiting, key=lambda row: (row.request.priority, row.request.submitted), default=None)

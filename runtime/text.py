@@ -1,17 +1,15 @@
 """Text above the token-id engine: encode a prompt, decode an answer, show an answer while it is made."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.runtime.characters import RESYNC_TOKENS, ByteJoiner, CharacterStream
 
-# Byte-level shows an unfinished character as one U+FFFD. Byte fallback turns the window's bytes into one each: 4 of the
-# character before, of which one was shown, and 3 of the unfinished one.
-HELD_CHARACTERS = 6
-# Bytes enough to cut anywhere: 3 until decoding is in step again, then the held characters, of at most 3 bytes each.
-RESYNC_TOKENS = 3 + 3 * HELD_CHARACTERS
+PANIC = "PanicException"  # of tokenizers' Rust: no Exception, so that it would end the engine and not one request
 
 
 class Tokenizer:
@@ -19,7 +17,9 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._byte_values = _read_byte_tokens(backend)
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
@@ -49,96 +49,97 @@ class Tokenizer:
             raise BadInput(f"not a text that UTF-8 can hold (a lone surrogate?): {ascii(text[:80])}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens and ids outside the vocabulary."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        """The text of `ids`, without special tokens and ids outside the vocabulary; U+FFFD for broken bytes."""
+        joiner = ByteJoiner(self._byte_values)
+        whole = [one for token_id in ids if not self.is_silent(token_id) for one in joiner.push(token_id)]
+        return self._decode([*whole, *joiner.flush()])
+
+    def stream(self, context: Sequence[int]) -> CharacterStream:
+        """The characters of what follows the tokens of `context`."""
+        return CharacterStream(self._decode, self._byte_values, self._read_end(context))
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` leaves this token out: it is special, or outside the vocabulary."""
         return token_id in self._special or self._backend.id_to_token(token_id) is None
 
+    def find_special(self, texts: Sequence[str]) -> frozenset[int]:
+        """The special tokens that are written as one of `texts`."""
+        return frozenset(token_id for token_id, content in self._special.items() if content in texts)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        try:
+            return self._backend.decode(ids, skip_special_tokens=True)
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            raise BadCheckpoint(f"the decoder of tokenizer.json fails at tokens {list(ids)}: {error}") from error
+
+    def _read_end(self, ids: Sequence[int]) -> list[int]:
+        """The last tokens that have a text, as many as decoding needs to be in step."""
+        heard = (token_id for token_id in reversed(ids) if not self.is_silent(token_id))
+        return list(islice(heard, RESYNC_TOKENS))[::-1]
+
+
+def _read_byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    """Token → byte where the decoder turns byte tokens into bytes and there is one for each; else empty."""
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+        return {}
+    tokens = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    values = {token_id: byte for token_id, byte in tokens if token_id is not None}
+    return values if len(values) == 256 else {}
+
 
 class TextStream:
-    """The text of one request while its tokens arrive: whole characters only, cut before the first stop string.
+    """The text of one request while its tokens arrive: whole characters only, cut before the first stop.
 
-    Everything returned by `push` and, at the end, `flush` adds up to `tokenizer.decode(all ids)` if the tokenizer
-    is byte-level and no stop string is hit. `BadInput` if a stop string is empty.
+    Everything returned by `push` and, at the end, `flush` adds up to what the ids add to the text of `prompt`; with
+    no prompt, to `tokenizer.decode(all ids)`. It ends earlier where it holds one of `stops`, or where a special
+    token comes that is written as one of them, though it has no text. `BadInput` if a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._window = _Window(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
         self._finder = _StopFinder(stops)
+        self._stop_tokens = tokenizer.find_special(stops)
+        self._characters = tokenizer.stream(prompt)
         self._kept = 0
 
     @property
     def finished(self) -> bool:
-        """Whether a stop string was hit; then nothing may be pushed any more."""
+        """Whether a stop was hit; then nothing may be pushed any more."""
         return self._finder.found
 
     @property
     def tokens_kept(self) -> int:
-        """How many of the pushed tokens belong to the output: up to the one that completed a stop string."""
+        """How many of the pushed tokens belong to the output: up to the one that completed a stop."""
         return self._kept
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is safe to show now; the ids behind the one that completes a stop string are ignored."""
+        """The text that is safe to show now; the ids behind the one that completes a stop are ignored."""
         assert not self.finished
         shown = []
         for token_id in ids:
             self._kept += 1
-            shown.append(self._finder.push(self._window.push(token_id)))
+            shown.append(self._push(token_id))
             if self.finished:
                 break
         return "".join(shown)
 
     def flush(self) -> str:
-        """What was held back, once generation has ended; "" after a stop string.
+        """What was held back, once generation has ended; "" after a stop.
 
         Only a stop string that holds U+FFFD can be completed, and `finished` set, by this call.
         """
         if self.finished:
             return ""
-        return self._finder.push(self._window.flush()) + self._finder.flush()
+        return self._finder.push(self._characters.flush()) + self._finder.flush()
 
-
-class _Window:
-    """The last few tokens, decoded again with each new one, to see what it adds to the text.
-
-    The window begins one character border before the last: decoders treat the first token of a text specially.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._bordered = 0  # tokens up to the last character border
-        self._shown = 0  # characters of the decoded window that were returned
-
-    def push(self, token_id: int) -> str:
-        if self._tokenizer.is_silent(token_id):
-            return ""
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
-        unfinished = _unfinished(text)
-        fresh = self._show(text, len(text) - unfinished)
-        if not unfinished:
-            self._shorten(self._bordered, held=0)
-            self._bordered = len(self._ids)
-        elif len(self._ids) > 2 * RESYNC_TOKENS:
-            self._shorten(len(self._ids) - RESYNC_TOKENS, held=len(text) - self._shown)
-            self._bordered = 0
-        return fresh
-
-    def flush(self) -> str:
-        text = self._tokenizer.decode(self._ids)
-        return self._show(text, len(text))
-
-    def _show(self, text: str, end: int) -> str:
-        fresh = text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return fresh
-
-    def _shorten(self, start: int, held: int) -> None:
-        self._ids = self._ids[start:]
-        self._shown = len(self._tokenizer.decode(self._ids)) - held
+    def _push(self, token_id: int) -> str:
+        if token_id in self._stop_tokens:
+            text = self.flush()
+            self._finder.found = True
+            return text
+        return "" if self._tokenizer.is_silent(token_id) else self._finder.push(self._characters.push(token_id))
 
 
 class _StopFinder:
@@ -152,6 +153,8 @@ class _StopFinder:
         self.found = False
 
     def push(self, fresh: str) -> str:
+        if not self._stops:
+            return fresh
         text = self._held + fresh
         hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         self.found = bool(hits)
@@ -163,11 +166,6 @@ class _StopFinder:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return "" if self.found else held
-
-
-def _unfinished(text: str) -> int:
-    """Characters at the end of `text` that the next token may still replace."""
-    return min(HELD_CHARACTERS, len(text) - len(text.rstrip("\ufffd")))
 
 
 def _overlap(text: str, stop: str) -> int:

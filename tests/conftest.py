@@ -126,6 +126,7 @@ GRIDS = {
     "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64",
     "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a row empty
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
+    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64",  # of the tied pair, the one with sampled executables too
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
@@ -135,7 +136,7 @@ GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The embedded pair needs no flags.
-PAIRS = {**RUNS, "tiny": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
+PAIRS = {**RUNS, "tiny": RUNS["tied"], "sampled": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +157,8 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one
             pair = PAIRS.get(name)
             named = {"target": pair.target, "draft": pair.draft} if pair else {}
-            flags = {**named, "bundle": path, "buckets": GRIDS[name]}
+            sampling = "greedy,sample" if name == "sampled" else "greedy"
+            flags = {**named, "bundle": path, "buckets": GRIDS[name], "sampling": sampling}
             dtype = "bfloat16" if name == "bfloat16" else "float32"
             command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu", f"--dtype={dtype}"]
             done = subprocess.run(

@@ -55,12 +55,13 @@ def undeclared(house: Path, project: Mapping) -> list[str]:
     """Imports that only work because another package happens to need the same distribution."""
     distributions = importlib.metadata.packages_distributions()
     known = {*sys.stdlib_module_names, "dflash_aot"}
-    scripts = {path.stem for path in modules(house, SCRIPTS)}  # may import one another
+    scripts = {path.stem for path in modules(house, SCRIPTS)}
+    siblings = {**dict.fromkeys(SCRIPTS, scripts), "tests": {"tests"}}  # may import one another
     found = []
     for folder, extras in EXTRAS.items():
         declared = {canonicalize_name(one.name) for one in requirements(project, extras)}
         for path in modules(house, [folder]):
-            for name in sorted(imported(path) - known - (scripts if folder in SCRIPTS else set())):
+            for name in sorted(imported(path) - known - siblings.get(folder, set())):
                 if declared.isdisjoint(map(canonicalize_name, distributions.get(name, ()))):
                     found.append(f"{path.name} imports {name}")
     return found

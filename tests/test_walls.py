@@ -141,12 +141,17 @@ def modules_after_serving(bundle, target, before: str = "") -> list[str]:
     command = [sys.executable, "-c", SERVE.format(before=before), str(bundle("tiny")), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    unwanted = (*MODELS, "dflash_aot.compile", "huggingface_hub")
+    unwanted = (*MODELS, "dflash_aot.compile", "huggingface_hub", "prometheus_client")
     return [name for name in json.loads(done.stdout) if any(begins(name, package) for package in unwanted)]
 
 
 def test_a_process_that_serves_never_imports_model_code(bundle, speaking_target):
     assert modules_after_serving(bundle, speaking_target) == []
+
+
+def test_a_process_that_is_watched_has_loaded_what_that_needs(bundle, speaking_target):
+    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.runtime.metrics")
+    assert "prometheus_client" in found
 
 
 def test_a_process_that_imports_model_code_is_found(bundle, speaking_target):

@@ -16,22 +16,23 @@ GRID = "batch=1 length=32 k=0,3 prefill=16"
 
 
 def test_work_stands_beside_the_compilers_own_count(command, tied, copy):
-    where = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={copy}", f"--buckets={GRID}"]
+    pair = [f"--target={tied.target}", f"--draft={tied.draft}"]
+    where = [*pair, f"--bundle={copy}", f"--buckets={GRID}", "--sampling=greedy,sample"]
     for entry in json.loads(command(precompile, *where, "--json").out)["entries"]:
         assert entry["bound_seconds"] is None  # of a CPU no peaks are known
-        if entry["program"] in ("draft", "verify", "prefill"):
+        if entry["program"] in ("draft", "verify", "sampled_verify", "prefill"):
             # Layers are unrolled here, so the compiler counts all of them, and no less than what has to be done.
             assert entry["work"]["flops"] == pytest.approx(entry["compiler"]["flops"], rel=0.35)
             assert 0 < entry["work"]["bytes"] < entry["compiler"]["bytes"]
     done = command(precompile, *where)
     table = done.err[done.err.index("program ") :].splitlines()[:-1]  # behind the progress bar
-    assert "its GFLOP" in table[0] and len(table) == 1 + 7 + 2 and max(map(len, table)) <= 120
+    assert "its GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
 
 
 def test_a_chip_with_figures_gets_its_table_from_the_compilers_figures(copy, capsys):
     manifest, chip = read_manifest(copy), TOPOLOGIES["v5e:1x1"].chip
     target, draft = manifest.target.facts, manifest.draft.facts
-    programs = Programs(target, draft, "float32")
+    programs = Programs(target, draft, "float32", sampling=manifest.sampling)
     deployment = Deployment(target, draft, programs, manifest.grid, "float32", "tpu", 1, chip)
     report = Report(manifest.entries, frozenset(), 1.0)
     report_build(deployment, report, copy, 2.0, as_json=True)

@@ -14,7 +14,9 @@ from dflash_aot.runtime import Engine
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 GRID = "batch=1 length=32 k=0,3 prefill=16"
-COUNTS = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
+GREEDY = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
+COUNTS = {**GREEDY, "sampled_verify": 2, "admit": 1}
+BUILT = "--sampling=greedy"  # as the bundle of these tests is
 
 
 @pytest.fixture
@@ -23,25 +25,40 @@ def pair(tied) -> list[str]:
 
 
 def test_a_second_build_compiles_nothing_and_says_so(command, pair, copy):
-    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT)
     assert (done.code, done.out) == (0, "")
     assert "nothing to compile: all 7 were there already" in done.err
-    assert all(program in done.err for program in COUNTS)
+    assert all(program in done.err for program in GREEDY)
 
 
 def test_what_is_missing_is_compiled_and_nothing_else(command, pair, copy):
-    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json")
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--json")
     report = json.loads(done.out)
     assert (done.code, report["executables"], report["compiled"], report["reused"]) == (0, 7, 0, 7)
     assert report["dialect"] == "z-lab"
     smallest = min(read_manifest(copy).entries, key=lambda entry: entry.bytes)
     (copy / "executables" / smallest.sha256).unlink()
-    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", "--json", "--jobs=1")
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--json", "--jobs=1")
     report = json.loads(done.out)
     assert (done.code, report["compiled"], report["reused"]) == (0, 1, 6)
     assert [entry["bucket"] for entry in report["entries"] if entry["compiled"]] == [smallest.signature.bucket]
     assert report["bytes"] == sum(entry["bytes"] for entry in report["entries"])
     Engine.open(copy).close()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "counts"),
+    [
+        ("greedy", GREEDY),
+        ("sample", {"prefill": 1, "draft": 1, "sampled_verify": 2, "kv_write": 3, "admit": 1}),
+        ("sample,greedy", COUNTS),
+    ],
+)
+def test_only_the_kinds_of_verification_that_are_asked_for_are_built(command, pair, tmp_path, kinds, counts):
+    where = [f"--bundle={tmp_path / 'bundle'}", f"--buckets={GRID}", "--plan", "--json"]
+    plan = json.loads(command(precompile, *pair, *where, f"--sampling={kinds}").out)
+    assert plan["programs"] == counts
+    assert plan["sampling"] == [kind for kind in ("greedy", "sample") if kind in kinds]
 
 
 def test_a_grid_from_a_file_is_the_same_grid(command, pair, copy, tmp_path):
@@ -55,10 +72,10 @@ def test_a_plan_counts_and_builds_nothing(command, pair, tmp_path):
     arguments = [*pair, f"--bundle={place}", f"--buckets={GRID}", "--plan"]
     done = command(precompile, *arguments, "--json")
     plan = json.loads(done.out)
-    assert (done.code, plan["executables"], plan["programs"]) == (0, 7, COUNTS)
+    assert (done.code, plan["executables"], plan["programs"]) == (0, 10, COUNTS)
     assert plan["weight_bytes"] > 0 and plan["state_bytes"] > 0
     done = command(precompile, *arguments)
-    assert (done.code, done.out) == (0, "") and "7 executables for" in done.err
+    assert (done.code, done.out) == (0, "") and "10 executables for" in done.err
     assert not place.exists()
 
 
@@ -77,7 +94,7 @@ def test_real_shapes_are_planned_from_their_configs_alone(command, tmp_path, tar
     pair = [f"--target={tmp_path / target}", f"--draft={tmp_path / draft}", "--dtype=bfloat16"]
     grid = f"batch=1,4,8 length=1024,4096 k=0,7,{k} prefill=256"
     plan = json.loads(command(precompile, *pair, f"--buckets={grid}", "--plan", "--json").out)
-    assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 43)
+    assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 62)
     # 36 or 32 layers, 8 kv heads of 128, and the draft's 5: 8 slots of 4096 + 256 positions, keys and values, 2 bytes
     assert plan["state_bytes"] > 2 * 2 * (32 + 5) * 8 * 8 * 4352 * 128
     assert gigabytes is None or round(plan["weight_bytes"] / 1e9, 1) == gigabytes
@@ -130,7 +147,10 @@ def test_a_tpu_that_is_not_here_needs_a_name(command):
         (["--jobs=many"], "jobs"),
         (["--dtype=float64"], "float64"),
         (["--platform=abacus"], "abacus"),
-        (["--sampling=greedy,sample"], "greedy verification only"),
+        (["--sampling=greedy,beam"], "--sampling 'greedy,beam': 'beam' is no kind of verification"),
+        (["--sampling=greedy,"], "'' is no kind of verification; there are greedy, sample"),
+        (["--sampling="], "--sampling '' names none; there are greedy, sample"),
+        (["--sampling=sample,sample"], "--sampling 'sample,sample' names one twice"),
         (["--tensor_parallel=0"], "tensor_parallel"),
         (["--platform=cpu", "--tensor_parallel=4096"], "XLA_FLAGS=--xla_force_host_platform_device_count=4096"),
         (["--platform=cpu", "--topology=v5e:2x2"], "--topology v5e:2x2 is a TPU's, but --platform is cpu"),

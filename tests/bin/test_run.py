@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -24,20 +25,32 @@ def test_standard_output_is_the_text_and_nothing_but_the_text(command, served, s
     assert (plain.code, plain.err) == (0, "")
     piped = command(run, *served, "--max_tokens=12", "--k=0", stdin=PROMPT.encode() + b"\n")
     assert piped == plain
-    told = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--json", "--trace", "--stats")
+    told = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--k=3", "--json", "--trace", "--stats")
     answer = json.loads(told.out)
     assert answer["text"] + "\n" == plain.out
     assert answer["text"] == Tokenizer.open(speaking_target).decode(answer["token_ids"])
     assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
     assert [len(block) for block in answer["drafted"]] == [3] * len(answer["accepted"])
     assert answer["stats"]["compile_events"] == 0 and answer["stats"]["k"] == 3
-    assert answer["error"] is None and told.err == ""
+    assert answer["error"] is None and told.err == "" and "logprobs" not in answer
+    assert answer["stats"]["rounds_per_k"] == {"3": answer["stats"]["rounds"]}
+    assert (answer["stats"]["padding_waste"], answer["stats"]["sampled_rounds"]) == (0, 0)
 
 
 def test_statistics_go_to_standard_error(command, served):
-    done = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--stats")
+    done = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--k=3", "--stats")
     assert done.code == 0
-    for line in ("start-up", "imports", "weights", "time to first token", "per output token", "τ", "0 while serving"):
+    said = (
+        "start-up",
+        "imports",
+        "weights",
+        "time to first token",
+        "per output token",
+        "τ",
+        "of K = 3",
+        "padding waste",
+    )
+    for line in (*said, "0 while serving"):
         assert line in done.err and line not in done.out
 
 
@@ -206,8 +219,15 @@ def test_lines_without_an_output_file_are_answered_on_standard_output(command, s
         ([], "prompt is empty"),
         (["--prompt=a", "--max_tokens=0"], "max_tokens"),
         (["--prompt=a", "--max_tokens=x"], "max_tokens"),
-        (["--prompt=a", "--temperature=0.8"], "greedy"),
+        (["--prompt=a", "--temperature=-1"], "temperature is -1.0"),
         (["--prompt=a", "--top_p=2"], "top_p"),
+        (["--prompt=a", "--min_p=2"], "min_p is 2.0"),
+        (["--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0.0"),
+        (["--prompt=a", "--presence_penalty=nan"], "presence_penalty is nan"),
+        (["--prompt=a", "--frequency_penalty=inf"], "frequency_penalty is inf"),
+        (["--prompt=a", "--logprobs=21", "--json"], "logprobs is 21"),
+        (["--prompt=a", "--logprobs=1"], "--logprobs without --json"),
+        (["--chat", "--logprobs=0"], "--logprobs without --json"),
         (["--prompt=a", "--stop="], "stop"),
         (["--prompt=a", "--k=most"], "--k most"),
         (["--prompt=a", "--k=-1"], "--k -1"),
@@ -268,6 +288,48 @@ def test_a_request_outside_the_grid_ends_with_6(command, served, arguments):
     assert (done.code, done.out) == (6, "") and "dflash-precompile --buckets" in done.err
 
 
+def test_sampling_outside_the_bundle_ends_with_6_and_the_command_that_builds_it(command, served):
+    done = command(run, *served, "--prompt=a", "--temperature=0.8")
+    assert (done.code, done.out) == (6, "") and "--sampling greedy,sample" in done.err
+
+
+@pytest.fixture(scope="session")
+def sampled(bundle, speaking_target) -> list[str]:
+    return [f"--bundle={bundle('sampled')}", f"--target={speaking_target}", f"--prompt={PROMPT}", "--max_tokens=12"]
+
+
+def test_the_same_seed_draws_the_same_text_and_another_one_another(command, sampled):
+    texts = [command(run, *sampled, "--temperature=1", f"--seed={seed}").out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_every_flag_of_sampling_reaches_the_engine(command, bundle, tmp_path):
+    """Leaving out any of them would have given another answer."""
+    asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
+    asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2, 3]}')
+    place = [f"--bundle={bundle('sampled')}", f"--input={tmp_path / 'in.jsonl'}"]
+    answer = json.loads(command(run, *place, *(f"--{name}={value}" for name, value in asked.items())).out)
+    params = SamplingParams(**asked)
+    with Engine.open(bundle("sampled")) as engine:
+        assert engine.generate([1, 2, 3], params).token_ids == answer["token_ids"]
+        for name in asked:
+            without = replace(params, **{name: getattr(SamplingParams(), name)})
+            assert engine.generate([1, 2, 3], without).token_ids != answer["token_ids"], name
+
+
+def test_log_probabilities_are_in_the_answer_and_change_nothing(command, sampled):
+    plain = json.loads(command(run, *sampled, "--json").out)
+    told = json.loads(command(run, *sampled, "--json", "--logprobs=2", "--stats").out)
+    assert told["token_ids"] == plain["token_ids"] and "logprobs" not in plain
+    assert [one["token_id"] for one in told["logprobs"]] == plain["token_ids"]
+    for one in told["logprobs"]:  # the greedy choice is the likeliest one
+        assert one["top"][0] == [one["token_id"], one["logprob"]] and one["logprob"] <= 0
+        assert len(one["top"]) == 2 and one["top"][1][1] <= one["logprob"]
+    stats = told["stats"]
+    assert stats["sampled_rounds"] == stats["rounds"] == sum(stats["rounds_per_k"].values()) > 0
+
+
 def test_text_needs_a_tokenizer(command, served):
     done = command(run, served[0], "--prompt=a")
     assert done.code == 2 and "tokenizer.json" in done.err
@@ -281,5 +343,17 @@ def test_a_prompt_that_is_not_utf_8_is_refused(command, served):
 def test_help_names_every_flag(command):
     done = command(run, "--help")
     assert done.code == 0
-    for flag in ("--bundle", "--target", "--draft", "--prompt", "--chat", "--input", "--output", "--max_tokens", "--k"):
-        assert flag in done.out.replace("[no]", "")
+    for flag in (
+        "bundle",
+        "target",
+        "draft",
+        "prompt",
+        "chat",
+        "input",
+        "output",
+        "max_tokens",
+        "k",
+        "logprobs",
+        "min_p",
+    ):
+        assert f"--{flag}:" in done.out.replace("[no]", "")

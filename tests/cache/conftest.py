@@ -192,6 +192,7 @@ def manifest(environment, blobs) -> Manifest:
         target=TargetModel("Qwen/Qwen3-4B", target),
         draft=DraftModel("z-lab/Qwen3-4B-DFlash-b16", draft),
         dtype="bfloat16",
+        sampling=("greedy",),
         grid=grid,
         state=state_arrays(pair, grid),
         weights=weights,

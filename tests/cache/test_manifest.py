@@ -149,6 +149,10 @@ def negative_size(content):
     content["entries"][0]["bytes"] = -1
 
 
+def unknown_sampling(content):
+    content["sampling"] = ["beam"]
+
+
 def unknown_program(content):
     content["entries"][0]["signature"]["program"] = "format_disk"
 
@@ -161,6 +165,7 @@ def unknown_program(content):
         (remove_field, r"missing required field `prefill` - at `\$.grid`"),
         (escape_the_store, r"matching regex .* - at `\$.entries\[0\].sha256`"),
         (negative_size, r">= 0 - at `\$.entries\[0\].bytes`"),
+        (unknown_sampling, r"Invalid enum value 'beam' - at `\$.sampling\[0\]`"),
         (unknown_program, r"Invalid enum value 'format_disk'"),
     ],
 )
@@ -190,6 +195,7 @@ def test_the_rebuild_command_can_be_pasted(manifest):
         *("--bundle", "my bundle"),
         *("--buckets", "batch=1 length=32 k=0,3 prefill=16"),
         *("--dtype", "bfloat16"),
+        *("--sampling", "greedy"),
         *("--platform", "cpu"),
     ]
 
@@ -208,6 +214,11 @@ def test_the_rebuild_command_can_be_pasted(manifest):
 def test_the_rebuild_command_asks_for_the_same_devices(manifest, devices, flags):
     moved = structs.replace(manifest, environment=structs.replace(manifest.environment, **devices))
     assert moved.rebuild_command(Path("b")).endswith(f" {flags}")
+
+
+def test_the_rebuild_command_asks_for_the_same_kinds_of_verification(manifest):
+    both = structs.replace(manifest, sampling=("greedy", "sample"))
+    assert " --sampling greedy,sample " in both.rebuild_command(Path("b"))
 
 
 def test_the_embedded_pair_needs_no_names(manifest):

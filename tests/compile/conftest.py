@@ -20,6 +20,7 @@ from dflash_aot.cache.environment import Environment, read_environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.rope import Rope
+from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.signature import state_arrays
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.compile.attention import attend
@@ -133,7 +134,7 @@ class Models(TargetModel):
 
     @cached_property
     def programs(self) -> Programs:
-        return Programs(self.target, self.draft, "float32")
+        return Programs(self.target, self.draft, "float32", sampling=SAMPLINGS)
 
     @cached_property
     def dflash(self) -> DFlash:
@@ -172,6 +173,7 @@ class Rig:
 
     def __init__(self, models: Models, grid: Grid):
         self._models, self.grid = models, grid
+        self._state = {array.name: array for array in state_arrays(models.programs.pair, grid)}
         self._signatures = {signature.label: signature for signature in models.programs.signatures(grid)}
         self._jitted = cache(
             lambda label: jax.jit(models.programs.function(self._signatures[label]), compiler_options=QUICK)
@@ -179,8 +181,7 @@ class Rig:
 
     def empty(self) -> Arrays:
         """The state before any request; what lies in it must not matter, so it is not zero."""
-        arrays = state_arrays(self._models.programs.pair, self.grid)
-        return {array.name: jnp.full(array.shape, 3, array.dtype) for array in arrays}
+        return {array.name: jnp.full(array.shape, 3, array.dtype) for array in self._state.values()}
 
     def run(self, label: str, arrays: Mapping[str, jax.Array], **arguments: object) -> Arrays:
         """`arrays` and `arguments`, and what the program made of those that its signature names."""
@@ -192,7 +193,8 @@ class Rig:
             for array in signature.arguments
         }
         assert not arguments, f"{label} takes no {sorted(arguments)}"
-        return {**arrays, **given, **self._jitted(label)({**weights, **state, **given})}
+        left = {name: array for name, array in given.items() if name not in self._state}  # `counts` are both
+        return {**arrays, **left, **self._jitted(label)({**weights, **state, **given})}
 
     def prefill(
         self,

@@ -16,8 +16,9 @@ from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid, parse_grid
-from dflash_aot.cache.manifest import Memory
+from dflash_aot.cache.manifest import Cost, Entry, Inspection, Memory
 from dflash_aot.cache.rope import Rope
+from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import TOPOLOGIES, Chip
 from dflash_aot.compile.footprint import (
@@ -28,6 +29,7 @@ from dflash_aot.compile.footprint import (
     cut_grid,
     padded_bytes,
     read_layout,
+    read_measured,
 )
 from dflash_aot.compile.machine import COMPILE_ONLY
 from dflash_aot.compile.programs import Programs
@@ -87,6 +89,35 @@ def test_devices_share_weights_and_kv(programs):
     assert half.state == (whole.state - 32) // 2 + 32
 
 
+def test_sampling_adds_its_state_and_two_arrays_of_logits():
+    sampled = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
+    plain = Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+    found, greedy = (Footprints(one, 1, tiled=False).of(GRID) for one in (sampled, plain))
+    assert found.weights == greedy.weights
+    # Of 4 slots: 7 columns, a seed, whether the likeliest are wanted; of 512 tokens bias, prompt and count.
+    assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
+    known = sampled.known_arrays(GRID)
+    (widest,) = (one for one in sampled.signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
+    assert Footprints(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
+
+
+def test_only_layouts_of_weights_and_state_are_remembered():
+    """A prefill's `counts` are one number, the state's a table."""
+    programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
+    layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
+    admit = programs.signatures(GRID)[-1]
+    inspection = Inspection(
+        layouts=dict.fromkeys(admit.state, "{0}") | layouts, copies=(), collectives={}, donated=(), largest=""
+    )
+    entry = Entry(admit, "0" * 64, "0" * 64, 1, 1, 1.0, Memory(0, 0, 0, 0, 0), Cost(0.0, 0.0), inspection)
+    measured = read_measured([entry])
+    assert measured.layouts["counts"] == layouts["counts"] and measured.memory.keys() == {"admit"}
+    known = programs.known_arrays(GRID)
+    prefill = programs.signatures(GRID)[0]
+    counts = Measured({}, {name: layouts[name] for name in layouts})
+    assert Footprints(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
+
+
 def test_a_grid_is_cut_at_a_bucket():
     assert cut_grid(GRID, Bucket(1, 1024, 0)) == Grid((1,), (256, 1024), (0,), (64,))
     assert cut_grid(structs.replace(GRID, prefill=(64, 512)), Bucket(4, 256, 3)) == Grid(
@@ -144,7 +175,7 @@ from dflash_aot.compile.programs import Programs
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 grid, devices = parse_grid(sys.argv[1], draft.block), describe(TOPOLOGIES["v5e:1x1"]).devices
-programs = Programs(target, draft, "bfloat16", stacked=True)
+programs = Programs(target, draft, "bfloat16", stacked=True, sampling=("greedy", "sample"))
 (signature,) = (one for one in programs.signatures(grid) if one.label == sys.argv[2])
 compiled = lower(signature, programs.function(signature), programs.known_arrays(grid), devices).compile()
 stats = compiled.memory_analysis()
@@ -155,12 +186,14 @@ print(json.dumps({**sizes, "code": stats.generated_code_size_in_bytes}))
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_the_estimate_is_what_the_compiler_finds():
+@pytest.mark.parametrize("program", ["verify", "sampled_verify", "admit"])
+def test_the_estimate_is_what_the_compiler_finds(program):
     """Qwen3-4B on v5e: what goes in to the byte, everything within 5 %."""
     target = read_target(ConfigFile(CONFIGS / "4b", json.loads((CONFIGS / "Qwen3-4B.json").read_text())))
     draft = json.loads((CONFIGS / "Qwen3-4B-DFlash-b16.json").read_text())
     pair = target, read_draft(ConfigFile(CONFIGS / "draft", draft), target)
-    buckets, label = "batch=1,4 length=1024 k=7 prefill=256", "verify batch=4 length=1024 k=7"
+    bucket = "" if program == "admit" else " batch=4 length=1024 k=7"
+    buckets, label = "batch=1,4 length=1024 k=7 prefill=256", f"{program}{bucket}"
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, buckets, label],
         capture_output=True,
@@ -170,7 +203,8 @@ def test_the_estimate_is_what_the_compiler_finds():
     )
     assert done.returncode == 0, done.stderr
     found = msgspec.json.decode(done.stdout, type=Memory)
-    programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(buckets, 16)
+    programs = Programs(*pair, "bfloat16", stacked=True, sampling=SAMPLINGS)
+    grid = parse_grid(buckets, 16)
     (signature,) = (one for one in programs.signatures(grid) if one.label == label)
     estimate = Footprints(programs, 1, tiled=True).estimate(signature, programs.known_arrays(grid))
     assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased)

@@ -5,6 +5,7 @@ from msgspec import structs
 
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.manifest import Cost, Entry, Inspection, LargeCopy, Memory
+from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.signature import Array
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.quality import find_flaws, find_layout_conflicts
@@ -15,7 +16,7 @@ KV = "{4,3,2,1,0:T(8,128)(2,1)}"
 
 @pytest.fixture(scope="module")
 def programs(small_pair):
-    return Programs(*small_pair, "float32")
+    return Programs(*small_pair, "float32", sampling=SAMPLINGS)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,13 @@ def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, 
         and "temporaries are 2.0% of weights and kv" in line
         and "than 2%: %fusion.1 = " in line
     )
+
+
+def test_a_sampled_verification_may_take_three_times_its_logits_more(entries, known):
+    label = "sampled_verify batch=2 length=32 k=3"
+    allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
+    assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+    assert len(find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
 
 
 @pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])

@@ -60,6 +60,16 @@ def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
     assert roofline().move() == Work(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
 
 
+def test_sampling_reads_a_rows_bias_prompt_and_counts_and_writes_counts():
+    greedy, sampled = roofline().verify(3, 32, 3), roofline().sampled_verify(3, 32, 3)
+    assert sampled == Work(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
+    assert roofline().admit() == Work(V * (4 + 1) + V * (4 + 1 + 4), 0)
+    assert roofline(2).admit() == Work(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
+    signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).signatures(GRID)
+    works = {one.program: roofline().of(one) for one in signatures}
+    assert works["sampled_verify"] == sampled and works["admit"] == roofline().admit()
+
+
 def test_devices_share_everything_but_the_features():
     whole, half, features = roofline().verify(3, 32, 3), roofline(2).verify(3, 32, 3), 2 * 3 * 4 * 2 * H
     assert half == Work((whole.bytes - features) / 2 + features, whole.flops / 2)

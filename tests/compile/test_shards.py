@@ -26,13 +26,14 @@ from dflash_aot.compile.shards import ALONE, Shards
 devices = jax.devices()
 shards = Shards(len(devices))
 
-def both(method, arguments, split):
+def both(method, arguments, split, **more):
     def run(shards):
-        return lambda *arrays: getattr(shards, method)(*arrays)
+        return lambda *arrays: getattr(shards, method)(*arrays, **more)
     specs = tuple(P() if at is None else P(*[None] * at, AXIS) for at in split)
     out = P(None, AXIS) if method == "share" else P()
     together = jax.shard_map(run(shards), mesh=make_mesh(devices), in_specs=specs, out_specs=out, check_vma=False)
-    return [np.asarray(jax.jit(one)(*arguments)).tolist() for one in (run(ALONE), together)]
+    found = [jax.jit(one)(*arguments) for one in (run(ALONE), together)]
+    return jax.tree.map(lambda array: np.asarray(array).tolist(), found)
 
 rng = np.random.default_rng(0)
 logits = rng.integers(0, 3, (50, 8)).astype(np.float32)  # ties within a device and across them
@@ -42,6 +43,8 @@ print(json.dumps({
     "look_up": both("look_up", [rng.standard_normal((8, 3), np.float32), np.arange(8)[None]], [0, None]),
     "share": both("share", [rng.standard_normal((2, 8), np.float32)], [None]),
     "multiply": both("multiply", [rng.integers(-3, 4, (5, 8)) * 1.0, rng.integers(-3, 4, (2, 8)) * 1.0], [1, 1]),
+    "pick": both("pick", [logits[3:], rng.integers(0, 8, 47)], [1, None]),
+    "largest": both("largest", [logits[3:]], [1], count=6),
 }))
 """
 
@@ -55,7 +58,7 @@ def together():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("method", ["choose", "look_up", "share", "multiply"])
+@pytest.mark.parametrize("method", ["choose", "look_up", "share", "multiply", "pick", "largest"])
 def test_several_devices_do_what_one_does(together, method):
     alone, shared = together[method]
     assert alone == shared

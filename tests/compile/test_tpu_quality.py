@@ -13,6 +13,7 @@ from dflash_aot.cache.config_file import ConfigFile
 from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import TOPOLOGIES
@@ -27,6 +28,7 @@ from dflash_aot.compile.workers import Workers
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64"
 SHARED = "verify batch=1 length=1024 k=0"
+SAMPLED = ("sampled_verify batch=1 length=1024 k=0", "sampled_verify batch=8 length=1024 k=15", "move", "admit")
 ALONE = (
     "prefill prefill=64 length=1024",
     "draft batch=1 length=1024 k=15",
@@ -128,6 +130,7 @@ def bad(pair):
     ("topology", "labels", "collectives"),
     [
         ("v5e:1x1", ALONE, 0),
+        ("v5e:1x1", SAMPLED, 0),
         ("v5e:2x2", (SHARED,), 4),  # a layer's two sums, the embedding's, and the choice of a token
         ("v5p:1x1x1", ("verify batch=1 length=1024 k=15",), 0),  # where gate and up as one weight were copied
         ("tpu7x:1x1x1", (SHARED,), 4),  # where all weights were laid anew
@@ -135,9 +138,10 @@ def bad(pair):
 )
 def test_there_is_nothing_to_find_in_executables_of_real_shapes(pair, tmp_path, topology, labels, collectives):
     slice_, grid = TOPOLOGIES[topology], parse_grid(BUCKETS, 16)
-    programs = Programs(*pair, "bfloat16", stacked=True, devices=slice_.devices)
+    sampling = SAMPLINGS if labels is SAMPLED else ("greedy",)
+    programs = Programs(*pair, "bfloat16", stacked=True, devices=slice_.devices, sampling=sampling)
     signatures = [one for one in programs.signatures(grid) if one.label in labels]
-    order = Order(*pair, "bfloat16", grid, str(tmp_path))
+    order = Order(*pair, "bfloat16", grid, str(tmp_path), sampling)
     with Store(tmp_path).open_for_building(), Workers(slice_, order, jobs=2) as workers:
         entries = build(signatures, workers, lambda progress: None).entries
     assert len(entries) == len(labels)

@@ -41,6 +41,14 @@ def test_template_of_its_own_file_comes_first(checkpoint):
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
+def test_the_files_of_a_conversation_are_read_once(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+    for path in checkpoint.iterdir():
+        path.unlink()
+    assert render_chat(checkpoint, MESSAGES[1:]) == RENDERED.replace("<system>Be brief.\n", "")
+
+
 def test_no_template(checkpoint):
     configure(checkpoint)
     with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json has no chat template"):

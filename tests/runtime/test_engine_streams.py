@@ -3,16 +3,22 @@
 import asyncio
 import inspect
 import itertools
+import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
 import pytest
+from prometheus_client import generate_latest
 
 from dflash_aot.cache.errors import EngineFailed
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine, SamplingParams, Stream
+from dflash_aot.runtime.waiting_line import WaitingLine
+from tests.runtime.stepper import hold, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
 SLOTS = 3
@@ -133,6 +139,204 @@ def test_an_event_loop_that_has_gone_harms_nobody(serve, cases):
     assert engine.generate(cases["len5"].prompt, up_to(30)).token_ids == cases["len5"].answer[:30]
 
 
+# -- leaving, in every way there is
+
+
+def close_it(streams: list[Stream]) -> None:
+    streams[0].close()
+
+
+def close_its_iterator(streams: list[Stream]) -> None:
+    deltas = iter(streams[0])
+    next(deltas)
+    deltas.close()
+
+
+def leave_the_loop(streams: list[Stream]) -> None:
+    for _ in streams[0]:
+        break
+
+
+def drop_it(streams: list[Stream]) -> None:
+    del streams[0]
+
+
+@pytest.mark.parametrize("leave", [close_it, close_its_iterator, leave_the_loop, drop_it])
+def test_whoever_leaves_gives_up_a_slot_within_two_rounds(serve, cases, leave):
+    engine, other = serve("tied", 0), cases["len5"]
+    with hold(engine) as stepper:
+        streams = [engine.stream(cases["len1"].prompt, EVERYTHING)]
+        stepper.advance(4)
+        rounds = engine.stats().rounds
+        assert engine.stats().running == 2
+        leave(streams)
+        stepper.advance(2)
+        assert (engine.stats().running, engine.stats().rounds - rounds) == (1, 2)
+    assert engine.generate(other.prompt, up_to(30)).token_ids == other.answer[:30]
+
+
+@pytest.mark.parametrize("way", ["cancel", "close", "time out"])
+def test_whoever_leaves_in_an_event_loop_gives_up_a_slot_within_two_rounds(serve, cases, way):
+    engine = serve("tied", 0)
+
+    async def leave(stepper) -> int:
+        stream = engine.astream(cases["len1"].prompt, EVERYTHING)
+        first = asyncio.ensure_future(anext(stream))
+        while not first.done():
+            stepper.advance()
+            await asyncio.sleep(0.001)
+        while True:  # what came with the first one
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.05)
+            if not waiting.done():
+                break
+        rounds = engine.stats().rounds
+        if way == "time out":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(waiting, 0.01)
+        else:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        if way == "close":
+            await stream.aclose()
+        return rounds
+
+    with hold(engine) as stepper:
+        rounds = asyncio.run(leave(stepper))
+        stepper.advance(2)
+        assert (engine.stats().running, engine.stats().rounds - rounds) == (1, 2)
+
+
+def test_a_waiting_request_has_the_slot_of_one_that_left_within_two_rounds(serve, cases):
+    engine, case = serve("tied", 0), cases["len5"]
+    with hold(engine) as stepper:
+        left = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(SLOTS - 1)]
+        waiting = [engine.stream(case.prompt, up_to(30)) for _ in range(SLOTS - 1)]
+        stepper.advance(4)
+        assert (engine.stats().running, engine.stats().waiting) == (SLOTS, len(waiting))
+        for stream in left:
+            stream.close()
+        stepper.advance()
+        assert (engine.stats().running, engine.stats().waiting) == (SLOTS, 0)
+    assert [stream.result().token_ids for stream in waiting] == [case.answer[:30]] * len(waiting)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest would take for itself."""
+
+
+@pytest.fixture
+def on_alarm():
+    """Runs what it is given in a signal handler of this thread, soon."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def start(work: Callable[[], None]) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: work())
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    yield start
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_may_close_a_stream(serve, cases, on_alarm):
+    engine, case = serve("tied", 0), cases["len1"]
+    with hold(engine) as stepper:
+        stream = engine.stream(case.prompt, EVERYTHING)
+        stepper.advance(6)
+
+        def close() -> None:
+            stream.close()
+            stepper.let_go()
+
+        on_alarm(close)
+        result = stream.result()
+    assert result.finish_reason == "cancelled" and result.error is None
+    assert 0 < len(result.token_ids) < 10 and result.token_ids == case.answer[: len(result.token_ids)]
+
+
+def test_an_interrupted_caller_gives_up_its_slot_though_the_exception_is_kept(serve, cases, on_alarm):
+    engine = serve("tied", 0)
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    with hold(engine) as stepper:
+        on_alarm(interrupt)
+        with pytest.raises(Interrupt) as kept:  # with its frames, and what lives in them
+            engine.generate(cases["len1"].prompt, EVERYTHING)
+        stepper.advance(2)
+        assert engine.stats().running == 1
+    assert kept
+
+
+def test_one_failure_of_several_prompts_ends_the_others(serve, cases, on_alarm):
+    engine = serve("tied", 0)
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    with hold(engine) as stepper:
+        on_alarm(interrupt)
+        with pytest.raises(Interrupt) as kept:
+            engine.generate_all([cases["len1"].prompt] * 5, EVERYTHING)
+        stepper.advance(2)
+        assert (engine.stats().running, engine.stats().waiting) == (1, 0)
+    assert kept
+
+
+# -- readers of all kinds
+
+
+def test_threads_and_event_loops_share_an_engine(serve, cases):
+    engine = serve("tied", 7)
+    names = ["len1", "len131", "len30", "len5", "len70", "random12"]
+
+    async def read(name: str) -> bool:
+        params = up_to(len(cases[name].answer))
+        return join([delta async for delta in engine.astream(cases[name].prompt, params)]) == cases[name].answer
+
+    async def read_all() -> bool:
+        return all(await asyncio.gather(*map(read, names)))
+
+    def ask_all() -> bool:
+        results = engine.generate_all([cases[name].prompt for name in names], up_to(40))
+        return [result.token_ids for result in results] == [cases[name].answer[:40] for name in names]
+
+    with ThreadPoolExecutor(6) as pool:
+        loops = [pool.submit(asyncio.run, read_all()) for _ in range(3)]
+        threads = [pool.submit(ask_all) for _ in range(3)]
+        assert all(one.result() for one in [*loops, *threads])
+
+
+def test_who_stops_reading_holds_nobody_up_and_no_more_than_an_answer(serve, cases):
+    engine = serve("tied", 0)
+    unread = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
+    for stream in unread:
+        next(iter(stream))  # and whoever drops the iterator leaves
+    unread = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
+    read = engine.generate(cases["len5"].prompt, up_to(30))
+    assert read.token_ids == cases["len5"].answer[:30]
+    wait_until(lambda: engine.stats().running == 0)
+    assert all(stream._deltas.qsize() <= 60 for stream in unread)
+    assert [join(stream) for stream in unread] == [cases["len70"].answer[:60]] * SLOTS
+
+
+def test_a_coroutine_that_stops_reading_holds_nobody_up(serve, cases):
+    engine, case, other = serve("tied", 0), cases["len70"], cases["len5"]
+
+    async def read(name: str) -> list[int]:
+        return join([delta async for delta in engine.astream(cases[name].prompt, up_to(30))])
+
+    async def scenario() -> tuple[list[int], list[int]]:
+        unread = [engine.astream(case.prompt, up_to(60)) for _ in range(SLOTS)]
+        begun = [await anext(stream) for stream in unread]
+        answer = await read("len5")
+        return answer, join([begun[0], *[delta async for delta in unread[0]]])
+
+    assert asyncio.run(scenario()) == (other.answer[:30], case.answer[:60])
+
+
 def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, cases):
     """Libraries written in Rust panic with a BaseException; whoever waits must hear of it."""
 
@@ -152,7 +356,7 @@ def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, 
     request = engine._prepare_request(cases["len5"].prompt, SamplingParams(max_tokens=8), lambda delta: None)
     request.text = PanickingText()
     other = engine.stream(cases["len5"].prompt, SamplingParams(max_tokens=200))
-    engine._submit(request)
+    engine._submit(request, wait=False)
     with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
         other.result()
     with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
@@ -184,6 +388,73 @@ def test_what_is_counted_adds_up(bundle, cases):
     assert all(0 < result.first_token_seconds <= result.seconds for result in results)
 
 
+def test_every_snapshot_is_consistent_while_it_is_asked_for_from_all_sides(serve, cases):
+    engine, stop = serve("tied", 7), threading.Event()
+    prompts = [cases[name].prompt for name in ("len1", "len70", "len5", "len30", "len131")] * 4
+
+    def watch() -> int:
+        last = engine.stats()
+        for looks in itertools.count(1):
+            stats = engine.stats()
+            check_counters(stats)
+            assert stats.rounds >= last.rounds and sum(stats.finished.values()) >= sum(last.finished.values())
+            last = stats
+            if stop.is_set():
+                return looks
+
+    with ThreadPoolExecutor(4) as pool:
+        watching = [pool.submit(watch) for _ in range(4)]
+        for _ in range(3):
+            engine.generate_all(prompts, up_to(20))
+        stop.set()
+        assert all(one.result() > 10 for one in watching)
+
+
+def check_counters(stats) -> None:
+    assert stats.accepted == sum(stats.accepted_at) <= stats.drafted == sum(stats.verified_at)
+    assert sum(stats.bucket_rounds.values()) == stats.rounds
+    rows = sum(bucket.batch * rounds for (bucket, _), rounds in stats.bucket_rounds.items())
+    assert stats.row_rounds + stats.padded_rows <= rows
+    assert 0 <= stats.running <= stats.slots == SLOTS and stats.waiting >= 0
+    assert sum(stats.finished.values()) == sum(stats.latency.counts)
+    assert sum(stats.first_token.counts) <= sum(stats.queued.counts)
+
+
+def test_what_a_caller_has_been_told_is_counted(serve, cases):
+    engine = serve("tied", 7)
+
+    def ask(name: str) -> bool:
+        before = engine.stats()
+        result = engine.generate(cases[name].prompt, up_to(9))
+        after = engine.stats()
+        told = sum(after.finished.values()) > sum(before.finished.values())
+        return told and after.output_tokens - before.output_tokens >= len(result.token_ids)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, ["len1", "len5", "len30", "len70"] * 10))
+
+
+def test_metrics_can_be_scraped_while_it_serves(serve, cases):
+    engine = serve("tied", 7)
+    registry, stop = engine.metrics(), threading.Event()
+
+    def scrape() -> list[float]:
+        return [read_rounds(generate_latest(registry).decode()) for _ in iter(stop.is_set, True)]
+
+    with ThreadPoolExecutor(2) as pool:
+        scraping = [pool.submit(scrape) for _ in range(2)]
+        engine.generate_all([cases["len70"].prompt] * 12, up_to(40))
+        stop.set()
+        seen = [one.result() for one in scraping]
+    assert all(one == sorted(one) and one for one in seen)
+    wait_until(lambda: engine.stats().running == 0)
+    assert read_rounds(generate_latest(registry).decode()) == engine.stats().rounds
+
+
+def read_rounds(text: str) -> float:
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith("dflash:rounds_total"))
+
+
 def test_a_closed_engine_refuses_and_says_so(bundle, cases):
     engine = Engine.open(bundle("tiny"))
     engine.close()
@@ -203,23 +474,27 @@ def test_closing_ends_what_is_running_and_what_is_waiting(bundle, cases):
         streams[-1].result()
 
 
+SOURCES = {inspect.getsourcefile(one) for one in (Engine, WaitingLine)}
+
+
 @pytest.mark.slow
-def test_no_request_is_forgotten_wherever_it_is_when_the_engine_closes(bundle):
-    """The thread that asks is held at each line of the engine's source in turn until the engine has closed."""
-    lines = itertools.takewhile(lambda line: ends_while_closing(bundle("tiny"), line), itertools.count())
-    assert sum(1 for _ in lines) > 10
+@pytest.mark.parametrize("wait", [False, True])
+def test_no_request_is_forgotten_wherever_it_is_when_the_engine_closes(bundle, wait):
+    """The thread that asks is held at each line of the engine's and the line's source until the engine has closed."""
+    lines = itertools.takewhile(lambda line: ends_while_closing(bundle("tiny"), line, wait), itertools.count())
+    assert sum(1 for _ in lines) > 30
 
 
-def ends_while_closing(bundle, line: int) -> bool:
+def ends_while_closing(bundle, line: int, wait: bool) -> bool:
     """Whether a request comes to that line at all; with an answer or a refusal it always ends."""
     engine, count, held = Engine.open(bundle, k=0), itertools.count(), []
     there, go_on = threading.Event(), threading.Event()
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != inspect.getsourcefile(Engine):
+        if frame.f_code.co_filename not in SOURCES:
             return None
         if event == "line" and next(count) == line:
-            held.append(frame.f_lineno)
+            held.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             there.set()
             go_on.wait()
         return trace
@@ -227,7 +502,7 @@ def ends_while_closing(bundle, line: int) -> bool:
     def ask() -> None:
         sys.settrace(trace)
         with suppress(EngineFailed):
-            engine.generate([1], up_to(1))
+            engine.generate([1], up_to(1), wait=wait)
         sys.settrace(None)
         there.set()
 
@@ -235,7 +510,7 @@ def ends_while_closing(bundle, line: int) -> bool:
     threads[0].start()
     there.wait()
     threads[1].start()
-    threads[1].join(timeout=1)  # it may have to wait for the one that is held
+    threads[1].join(timeout=0.3)  # it may have to wait for the one that is held
     go_on.set()
     for thread in threads:
         thread.join(timeout=20)

@@ -1,60 +1,20 @@
-"""What one request makes of the tokens it is given, and which parameters it refuses."""
-
-import math
+"""What one request makes of the tokens it is given."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.request import Delta, Request, SamplingParams
+from dflash_aot.runtime.logprobs import TokenLogprob
+from dflash_aot.runtime.request import Delta, Request
+from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.text import TextStream, Tokenizer
+from tests.runtime.tokenizer_kinds import END, byte_level
 
-BAD = [
-    {"max_tokens": 0},
-    {"max_tokens": -3},
-    {"max_tokens": 2.0},
-    {"max_tokens": True},
-    {"max_tokens": "8"},
-    {"temperature": -0.1},
-    {"temperature": math.nan},
-    {"temperature": math.inf},
-    {"temperature": "hot"},
-    {"temperature": True},
-    {"temperature": 0.7},  # sampling is not built yet: refused, never ignored
-    {"top_k": -1},
-    {"top_k": 1.5},
-    {"top_p": 0},
-    {"top_p": 1.01},
-    {"top_p": math.nan},
-    {"top_p": "most"},
-    {"seed": 1.5},
-    {"seed": True},
-    {"stop": "text"},
-    {"stop": [""]},
-    {"stop": [1]},
-    {"stop": 5},
-    {"stop": None},
-    {"stop_token_ids": [1.0]},
-    {"stop_token_ids": ["1"]},
-    {"stop_token_ids": [True]},
-    {"stop_token_ids": 5},
-    {"stop_token_ids": "12"},
-]
+TOKENIZER = Tokenizer(byte_level())
 
 
-@pytest.mark.parametrize("params", BAD, ids=str)
-def test_a_parameter_that_cannot_be_is_refused_by_name(params):
-    with pytest.raises(BadInput, match=next(iter(params))):
-        SamplingParams(**params)
-
-
-def test_parameters_at_their_limits_are_taken():
-    SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, seed=-1, stop=("a",), stop_token_ids=())
-
-
-def make(limit: int, stops=()) -> tuple[Request, list[Delta]]:
-    deltas: list[Delta] = []
-    return Request([1], SamplingParams(), limit, frozenset(stops), None, deltas.append), deltas
+def make(limit: int, stops=()) -> Request:
+    return Request([1], SamplingParams(), limit, frozenset(stops), None, lambda delta: None)
 
 
 @given(
@@ -63,10 +23,10 @@ def make(limit: int, stops=()) -> tuple[Request, list[Delta]]:
     stops=st.sets(st.integers(0, 7), max_size=2),
 )
 def test_tokens_are_kept_up_to_the_first_stop_or_the_limit_however_they_come(rounds, limit, stops):
-    request, deltas = make(limit, stops)
+    request, deltas = make(limit, stops), []
     for tokens in rounds:
         if request.finish_reason is None:
-            request.take(tokens)
+            deltas.append(request.take(tokens))
     everything = [token for tokens in rounds for token in tokens]
     stop = next((at + 1 for at, token in enumerate(everything) if token in stops), len(everything) + 1)
     end = min(stop, limit, len(everything))
@@ -76,7 +36,7 @@ def test_tokens_are_kept_up_to_the_first_stop_or_the_limit_however_they_come(rou
 
 
 def test_a_result_tells_how_often_what_was_drafted_stood():
-    request, _ = make(4)
+    request = make(4)
     request.take([7])
     request.accepted.append(2)
     request.take([8, 9, 10])
@@ -87,8 +47,48 @@ def test_a_result_tells_how_often_what_was_drafted_stood():
 
 
 def test_what_ends_early_says_why_in_its_last_delta():
-    request, deltas = make(4)
-    request.take([7])
-    request.end("error", "the engine was closed")
+    request = make(4)
+    deltas = [request.take([7]), request.end("error", "the engine was closed")]
     assert deltas == [Delta((7,), ""), Delta((), "", "error", "the engine was closed")]
     assert (request.result().token_ids, request.result().error) == ([7], "the engine was closed")
+
+
+texts = st.text(st.sampled_from("ab é東🎉"), max_size=12)
+
+
+@given(prompt=texts, text=texts, stops=st.lists(st.text("ab é東", min_size=1, max_size=3), max_size=3), data=st.data())
+def test_text_is_cut_before_the_stop_wherever_blocks_of_tokens_begin_and_end(prompt, text, stops, data):
+    """Also where it begins in one accepted block and ends in the midst of the next one."""
+    deltas: list[Delta] = []
+    ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
+    stream = TextStream(TOKENIZER, stops, TOKENIZER.encode(prompt))
+    request = Request([1], SamplingParams(), len(ids) + 1, frozenset(ids[-1:]), stream, print)
+    while request.finish_reason is None:
+        block = data.draw(st.integers(1, 8))
+        deltas.append(request.take(ids[len(request.token_ids) :][:block]))
+    end = min((text.index(stop) for stop in stops if stop in text), default=len(text))
+    assert text.startswith(request.result().text) and request.finish_reason == "stop"
+    # Where two stops overlap, the one that is complete first counts: TextStream's own tests know it.
+    assert len(request.result().text) == end or sum(stop in text for stop in stops) > 1
+    assert "".join(delta.text for delta in deltas) == request.result().text
+    kept = request.token_ids
+    assert kept == ids[: len(kept)] and (kept == ids or any(stop in TOKENIZER.decode(kept) for stop in stops))
+    assert not any(stop in TOKENIZER.decode(kept[:-1]) for stop in stops)
+
+
+@pytest.mark.parametrize("asked", [None, 0, 1])
+def test_log_probabilities_go_with_their_tokens_and_end_with_them(asked):
+    request = Request([1], SamplingParams(logprobs=asked), 9, frozenset([8]), None, print)
+    told = [TokenLogprob(token, -token / 4, ((token, -token / 4),) if asked else ()) for token in (5, 6, 7, 8, 9)]
+    given = told if asked is not None else []
+    deltas = [request.take([5, 6], given[:2]), request.take([7, 8, 9], given[2:])]
+    assert [delta.logprobs for delta in deltas] == [tuple(given[:2]), tuple(given[2:4])]
+    assert request.result().logprobs == (None if asked is None else told[:4])
+
+
+def test_a_deadline_is_over_when_its_time_has_come_and_not_before():
+    request = Request([1], SamplingParams(), 4, frozenset(), None, print, submitted=10.0, deadline=12.5)
+    assert request.find_end(12.4) is None
+    assert request.find_end(12.5) == "its deadline of 2.5 s has passed"
+    request.cancel()
+    assert request.find_end(10.0) == ""  # whoever asked has left: there is nobody to tell

@@ -1,30 +1,67 @@
 """Slots and rows, by numbers that one can check by eye."""
 
 import itertools
+from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.request import Request, SamplingParams
+from dflash_aot.runtime.request import Request
+from dflash_aot.runtime.sampling_params import SamplingParams
 from dflash_aot.runtime.slots import Row, Slots
 
 
-def request(prompt: int = 4, limit: int = 10, submitted: float = 0.0) -> Request:
-    return Request([1] * prompt, SamplingParams(), limit, frozenset(), None, lambda delta: None, submitted)
+def request(
+    prompt: int = 4, limit: int = 10, submitted: float = 0.0, priority: int = 0, k: int | None = None
+) -> Request:
+    return Request(
+        prompt=[1] * prompt,
+        params=SamplingParams(k=k),
+        limit=limit,
+        stop_ids=frozenset(),
+        text=None,
+        emit=lambda delta: None,
+        submitted=submitted,
+        priority=priority,
+    )
 
 
 def filled(count: int, of: int) -> tuple[Slots, list[Row]]:
-    slots = Slots(of)
-    return slots, [slots.add(request()) for _ in range(count)]
+    slots, rows = Slots(of), [Row(request()) for _ in range(count)]
+    for row in rows:
+        slots.add(row)
+    return slots, rows
 
 
 def test_requests_take_the_first_free_slot():
     slots, (a, b, c) = filled(3, of=4)
     assert [slots.slot_of(row) for row in (a, b, c)] == [0, 1, 2]
     slots.free(b)
-    assert slots.slot_of(slots.add(request())) == 1
-    assert slots.slot_of(slots.add(request())) == 3
+    for slot in (1, 3):
+        assert not slots.full
+        row = Row(request())
+        slots.add(row)
+        assert slots.slot_of(row) == slot
     assert slots.full
+
+
+def test_whoever_has_no_slot_has_left_it_and_a_full_house_takes_nobody():
+    slots, (a, _) = filled(2, of=2)
+    with pytest.raises(ValueError):
+        slots.add(Row(request()))
+    slots.free(a)
+    with pytest.raises(ValueError):
+        slots.free(a)
+    with pytest.raises(ValueError):
+        slots.slot_of(a)
+
+
+def test_equal_requests_are_different_rows():
+    slots, (a, b) = filled(2, of=2)
+    assert (slots.slot_of(a), slots.slot_of(b)) == (0, 1)
+    slots.free(b)
+    assert list(slots) == [a]
 
 
 def test_the_span_reaches_to_the_last_row_and_holes_do_not_count_as_rows():
@@ -107,18 +144,107 @@ def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
         row.written = 4
     slots.free(b)
     c.request.limit, c.first_in_flight = 1, True
-    assert slots.decoding(slots.span) == [a, None, None, None]
+    assert slots.decoding() == [a]
     d.written = 4
-    assert slots.decoding(slots.span) == [a, None, None, d]
-    assert slots.decoding(2) == [a, None]
+    assert slots.decoding() == [a, None, None, d]
 
 
-def test_prompts_go_in_by_age_whatever_their_slot():
-    slots = Slots(3)
-    old, young = request(submitted=1.0), request(submitted=2.0)
-    rows = [slots.add(young), slots.add(old)]
-    assert slots.next_prefill() is rows[1]
-    rows[1].written = 4
-    assert slots.next_prefill() is rows[0]
-    rows[0].written = 4
+def test_prompts_go_in_by_priority_then_by_age_whatever_their_slot():
+    slots = Slots(4)
+    requests = [request(submitted=at, priority=priority) for at, priority in ((2.0, 0), (1.0, 0), (4.0, -1), (3.0, 1))]
+    rows = [Row(one) for one in requests]
+    for row in rows:
+        slots.add(row)
+    for slot in (2, 1, 0, 3):
+        assert slots.next_prefill() is rows[slot]
+        rows[slot].written = 4
     assert slots.next_prefill() is None
+
+
+def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
+    row = Row(request(prompt=4), sampled=True)
+    assert (row.unwritten, row.prefilled) == (3, False)
+    row.written = 3
+    assert row.prefilled and row.decoding
+    one = Row(request(prompt=1), sampled=True)
+    assert one.prefilled and one.decoding
+    slots = Slots(1)
+    slots.add(one)
+    assert slots.next_prefill() is None
+
+
+def test_a_sampled_row_has_no_first_token_on_its_way():
+    row = Row(request(limit=2), sampled=True, written=3, rounds_in_flight=1)
+    assert row.decoding
+    row.rounds_in_flight = 2
+    assert not row.decoding
+
+
+@pytest.mark.parametrize("k", [None, 0, 7])
+def test_a_row_wants_the_k_of_its_request(k):
+    assert Row(request(k=k)).wanted_k == k
+
+
+def test_every_row_has_an_acceptance_of_its_own():
+    _, (a, b) = filled(2, of=2)
+    a.acceptance.note(3, 0)
+    assert (a.acceptance.rounds, b.acceptance.rounds) == (1, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))
+def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
+    """Beside it a plain list, which a move changes as it says."""
+    slots, expected = Slots(4), [None] * 4
+    for what, number in events:
+        here = [row for row in expected if row]
+        if what == "add" and len(here) < 4:
+            row = Row(request())
+            slots.add(row)
+            expected[expected.index(None)] = row
+        elif what == "free" and here:
+            row = here[number % len(here)]
+            slots.free(row)
+            expected[expected.index(row)] = None
+        elif what == "move" and (move := slots.take_move()):
+            source, destination = move
+            assert expected[source] is not None and expected[destination] is None
+            expected[destination], expected[source] = expected[source], None
+        here = [row for row in expected if row]
+        assert list(slots) == here
+        assert [slots.slot_of(row) for row in here] == [slot for slot, row in enumerate(expected) if row]
+        assert (len(slots), slots.full) == (len(here), len(here) == 4)
+        assert slots.span == max((slot + 1 for slot, row in enumerate(expected) if row), default=0)
+
+
+@given(
+    limit=st.integers(1, 12),
+    sampled=st.booleans(),
+    verdicts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=20),
+    late=st.integers(0, 3),
+)
+def test_rounds_on_their_way_never_leave_a_row_short_and_its_bound_holds(limit, sampled, verdicts, late):
+    """A device that accepts as it likes and is read `late` rounds late: all that is wanted is asked for."""
+    row, rounds = Row(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
+    row.written = row.length = length = row.unwritten
+    row.first_in_flight = not sampled
+    unread: deque[tuple[int, int]] = deque()  # K, tokens
+    while not row.request.finish_reason:
+        assert row.decoding or row.first_in_flight or unread, "tokens are wanted, and nothing brings them"
+        if row.decoding:
+            k, accepted = next(rounds)
+            unread.append((k, min(k, accepted) + 1))
+            row.in_flight, row.rounds_in_flight = row.in_flight + k + 1, row.rounds_in_flight + 1
+            length += min(k, accepted) + 1
+        assert length <= row.longest
+        while len(unread) > (late if row.decoding else 0):
+            k, tokens = unread.popleft()
+            row.in_flight, row.rounds_in_flight = row.in_flight - k - 1, row.rounds_in_flight - 1
+            row.length += tokens
+            if row.first_in_flight:
+                row.first_in_flight, tokens = False, tokens + 1
+            if not row.request.finish_reason:
+                row.request.take([5] * tokens)
+        if row.first_in_flight and not row.decoding:
+            row.first_in_flight = False
+            row.request.take([5])
+    assert len(row.request.token_ids) == limit

@@ -1,5 +1,6 @@
 """Text while its tokens arrive: whole characters, cut before a stop."""
 
+import os.path
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,43 +9,17 @@ import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.runtime.text import RESYNC_TOKENS, TextStream, Tokenizer
+from dflash_aot.runtime.characters import RESYNC_TOKENS, CharacterStream
+from dflash_aot.runtime.text import TextStream, Tokenizer
+from tests.runtime.tokenizer_kinds import END, KINDS, VOCABULARY, byte_fallback, byte_level, stripped_byte_fallback
 
-END = "<|end|>"
-CORPUS = [
-    "the cat ate the 🎉 at the café, 東京東京タワー 🎉🎊🎉🎊 naïve été\n",
-    "a b c aaa bbb abab 東京 👩‍👩‍👧 ok\n",
-] * 20
-ALPHABET = "ab c\né東京タ🎉🎊👩‍👧\x00\ufffd"
-VOCABULARY = 400
-
-
-def train() -> tokenizers.Tokenizer:
-    """Byte-level BPE without splitting at words: some of its tokens end or begin inside a character."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    return backend
-
-
-def byte_fallback() -> Tokenizer:
-    """One token per byte, decoded as Gemma and Llama 2 do."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return Tokenizer(backend)
-
-
-BACKEND = train()
+ALPHABET = "ab c\né東京タ🎉🎊👩‍👧e\u0301\x00\ufffd"
+BACKEND = byte_level()
 TOKENIZER = Tokenizer(BACKEND)
+every_kind = pytest.mark.parametrize("backend", [make() for make in KINDS], ids=[make.__name__ for make in KINDS])
 
 
 def byte_ids(data: bytes) -> list[int]:
@@ -72,15 +47,23 @@ def run(stream: TextStream, pushes: Sequence[Sequence[int]]) -> str:
     return "".join([*shown, stream.flush()])
 
 
-def obvious(ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int, bool]:
+def obvious(ids: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer = TOKENIZER) -> tuple[str, int, bool]:
     """Text, tokens kept, stopped: everything decoded again after each token."""
     for count in range(1, len(ids) + 1):
-        text = TOKENIZER.decode(ids[:count])
+        if END in stops and ids[count - 1] in tokenizer.encode(END, add_special_tokens=False):
+            return tokenizer.decode(ids[: count - 1]), count, True
+        text = tokenizer.decode(ids[:count])
         for end in range(len(text) + 1):
             starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
             if starts:
                 return text[: min(starts)], count, True
-    return TOKENIZER.decode(ids), len(ids), False
+    return tokenizer.decode(ids), len(ids), False
+
+
+def added(prompt: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """What `ids` add to the text of `prompt`."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    return whole[len(os.path.commonprefix([before, whole])) :]
 
 
 texts = st.text(st.sampled_from(ALPHABET), max_size=60) | st.text(max_size=40)
@@ -90,6 +73,10 @@ broken_ids = st.lists(st.sampled_from(byte_ids(b"\xe2\x82\xac\xf0\x9f\x8e\xff\xc
 many_ids = any_ids | broken_ids | texts.map(TOKENIZER.encode)
 sizes = st.lists(st.integers(0, 9), max_size=12)
 stop_texts = st.text(st.sampled_from(ALPHABET.replace("\ufffd", "")), min_size=1, max_size=4)
+
+
+def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=30)
 
 
 @given(texts, sizes)
@@ -199,31 +186,115 @@ def test_an_empty_stop_string_is_refused():
         TextStream(TOKENIZER, ["a", ""])
 
 
-@given(st.text(st.sampled_from("aé東🎉"), max_size=40), sizes)
+@every_kind
+@given(data=st.data())
+def test_every_kind_adds_up_and_stops_where_the_obvious_path_does(backend, data):
+    """Ids of no token among them."""
+    tokenizer, ids = Tokenizer(backend), data.draw(ids_of(backend))
+    assert run(TextStream(tokenizer, []), chunked(ids, data.draw(sizes))) == tokenizer.decode(ids)
+    stops = data.draw(st.lists(stop_texts | st.just(END), max_size=3))
+    stream = TextStream(tokenizer, stops)
+    text = run(stream, chunked(ids, data.draw(sizes)))
+    assert (text, stream.tokens_kept, stream.finished) == obvious(ids, stops, tokenizer)
+
+
+@every_kind
+@given(data=st.data())
+def test_every_kind_goes_on_where_the_prompt_ends(backend, data):
+    tokenizer, prompt, ids = Tokenizer(backend), data.draw(ids_of(backend)), data.draw(ids_of(backend))
+    assert run(TextStream(tokenizer, [], prompt), [ids]) == added(prompt, ids, tokenizer)
+
+
+@given(broken_ids, broken_ids, st.sampled_from([0, 1, 2, 200]))
+def test_a_prompt_that_ends_in_mid_character_is_gone_on_with(prompt, ids, silent):
+    prompt = prompt + [BACKEND.token_to_id(END)] * silent
+    assert run(TextStream(TOKENIZER, [], prompt), [ids]) == added(prompt, ids, TOKENIZER)
+
+
+def test_a_character_that_the_prompt_begins_comes_whole_in_the_answer():
+    start, end = byte_ids("a🎉".encode())[:3], byte_ids("🎉b".encode())[2:]
+    assert run(TextStream(TOKENIZER, [], start), [end]) == "🎉b"
+    # What is whole in the prompt is none of the answer's, though it looks like a character that is not.
+    assert run(TextStream(TOKENIZER, [], TOKENIZER.encode("a\ufffd")), [byte_ids(b"b")]) == "b"
+
+
+def test_the_space_between_prompt_and_answer_is_not_lost():
+    """A decoder takes it off the first token of a text, and an answer is none of its own."""
+    tokenizer = Tokenizer(stripped_byte_fallback())
+    prompt, answer = tokenizer.encode("the"), tokenizer.encode("cat")
+    assert run(TextStream(tokenizer, []), [answer]) == "cat"
+    assert run(TextStream(tokenizer, [], prompt), [answer]) == " cat"
+
+
+def test_byte_fallback_shows_broken_bytes_alone_as_broken():
+    tokenizer = Tokenizer(byte_fallback())
+    ids = [*"é".encode(), 0xFF, *b"a", *"🎉".encode()[:3], *"東".encode(), 0xC3]
+    assert tokenizer.decode(ids) == "é\ufffda\ufffd東\ufffd"
+    stream = TextStream(tokenizer, [])
+    assert [stream.push([token]) for token in ids] == ["", "é", "\ufffd", "a", "", "", "", "\ufffd", "", "東", ""]
+    assert stream.flush() == "\ufffd"
+
+
+@given(st.text(st.sampled_from("aé東🎉\u0301\ufffd"), max_size=40), sizes)
 def test_byte_fallback_keeps_characters_whole(text, sizes):
-    stream = TextStream(byte_fallback(), [])
+    stream = TextStream(Tokenizer(byte_fallback()), [])
     assert run(stream, chunked(list(text.encode()), sizes)) == text
 
 
-class MeteredTokenizer(Tokenizer):
-    """Counts the tokens it decodes."""
+@pytest.mark.parametrize("end", [0, 1, 2])
+def test_a_stop_that_is_a_special_token_ends_the_text_at_it(end):
+    """It has no text; what was held back, for another stop or a character that is not whole, belongs to the answer."""
+    token = BACKEND.token_to_id(END)
+    before = byte_ids("a st🎉".encode()[: -2 - end])
+    stream = TextStream(TOKENIZER, ["stop", END])
+    assert stream.push([*before, token, *byte_ids(b"more")]) + stream.flush() == TOKENIZER.decode(before)
+    assert (stream.finished, stream.tokens_kept) == (True, len(before) + 1)
+
+
+def test_a_special_token_that_is_written_out_in_letters_is_a_stop_too():
+    stream = TextStream(TOKENIZER, [END])
+    assert stream.push(byte_ids(f"a{END}b".encode())) == "a"
+    assert (stream.finished, stream.tokens_kept) == (True, len(f"a{END}"))
+
+
+def test_an_added_token_that_is_not_special_has_a_text_and_can_be_a_stop():
+    backend = byte_level()
+    backend.add_tokens([AddedToken("</think>", special=False)])
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("ab</think>c")
+    assert backend.token_to_id("</think>") in ids
+    assert run(TextStream(tokenizer, []), [ids]) == "ab</think>c"
+    assert run(TextStream(tokenizer, ["</think>"]), [ids]) == "ab"
+    assert run(TextStream(tokenizer, ["think"]), [ids]) == "ab</"
+
+
+class Meter:
+    """A decoder of bytes that counts what it decodes."""
 
     decoded = 0
     longest = 0
 
-    def decode(self, ids):
+    def decode(self, ids: Sequence[int]) -> str:
         self.decoded += len(ids)
         self.longest = max(self.longest, len(ids))
-        return super().decode(ids)
+        return bytes(ids).decode(errors="replace")
 
 
 @pytest.mark.parametrize("data", ["the cat 🎉".encode() * 100, b"\xff" * 1000, b"\x9f\xf0" * 500])
 def test_the_work_for_a_token_does_not_grow(data):
-    meter = MeteredTokenizer(BACKEND)
-    ids = byte_ids(data)
-    TextStream(meter, []).push(ids)
+    meter = Meter()
+    stream = CharacterStream(meter.decode, {}, [])
+    assert "".join([*map(stream.push, data), stream.flush()]) == data.decode(errors="replace")
     assert meter.longest <= 2 * RESYNC_TOKENS + 1
-    assert meter.decoded <= 3 * RESYNC_TOKENS * len(ids)
+    assert meter.decoded <= 3 * RESYNC_TOKENS * len(data)
+
+
+def test_a_decoder_that_panics_is_an_error_of_ours(capfd):
+    """What tokenizers raises is no Exception: it would end the engine's thread, and not one request."""
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+    with pytest.raises(BadCheckpoint, match=r"decoder of tokenizer\.json fails at tokens \[\]"):
+        Tokenizer(backend).decode([])
 
 
 def test_special_tokens_are_read_in_and_left_out():
@@ -233,7 +304,7 @@ def test_special_tokens_are_read_in_and_left_out():
 
 
 def test_the_tokenizers_own_frame_can_be_left_out():
-    backend = train()
+    backend = byte_level()
     frame = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
     backend.post_processor = frame
     tokenizer = Tokenizer(backend)
@@ -247,7 +318,7 @@ def test_a_lone_surrogate_is_refused():
 
 
 def test_a_stored_truncation_cuts_no_prompt(tmp_path):
-    backend = train()
+    backend = byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=50)
     backend.save(str(tmp_path / "tokenizer.json"))

@@ -1,0 +1,127 @@
+"""Sampled rounds on several devices, made of one processor: what one device says, token by token."""
+
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.architecture import Attention
+
+DEVICES = 4
+# A process of its own: how many devices a CPU is must be said before JAX starts.
+SERVE = """
+import json, sys
+import jax, msgspec, numpy as np
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.compile.lowering import input_arrays, jit_program
+from dflash_aot.compile.programs import Programs
+
+target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
+grid, vocab = parse_grid("batch=3 length=32 k=0,3 prefill=16", draft.block), target.decoder.vocab
+ASKED = (
+    {"temperature": 1.0},
+    {"temperature": 1.3, "top_k": 11, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+)
+
+class Server:
+    def __init__(self, devices):
+        self.devices = jax.devices()[:devices]
+        self.programs = Programs(target, draft, "float32", devices=devices, sampling=("greedy", "sample"))
+        self.signatures = {one.label: one for one in self.programs.signatures(grid)}
+        self.known, self.jitted = self.programs.known_arrays(grid), {}
+        rng = np.random.default_rng(3)
+        self.arrays = {array.name: np.zeros(array.shape, array.dtype) for array in self.known.values()}
+        for recipe in self.programs.recipes():
+            noise = rng.standard_normal(recipe.shape, np.float32)
+            self.arrays[recipe.name] = 1 + noise / 4 if "norm" in recipe.name else noise / 2
+
+    def run(self, label, **arguments):
+        signature = self.signatures[label]
+        if label not in self.jitted:
+            function = self.programs.function(signature)
+            self.jitted[label] = jit_program(signature, function, self.known, self.devices)
+        given = {one.name: np.array(arguments[one.name], one.dtype) for one in signature.arguments}
+        held = (*signature.weights, *signature.state)
+        outputs = self.jitted[label](*(self.arrays[name] for name in held), *given.values())
+        self.arrays.update(zip(signature.donated, outputs))
+        return {one.name: np.asarray(array) for one, array in zip(signature.results, outputs[len(signature.donated):])}
+
+    def admit(self, slot, asked):
+        prompt = [(7 * slot + 3 * place) % 40 for place in range(6)]
+        at = {"slots": [slot], "starts": [0]}
+        found = self.run("prefill prefill=16 length=32", tokens=[[*prompt[:-1], *[0] * 11]], counts=[5], **at)
+        self.run("kv_write rows=1 width=16", features=found["features"], **at)
+        columns, tokens = {**NEUTRAL, **asked}, np.arange(vocab)
+        self.run(
+            "admit", slots=[slot], starts=[5], anchor=[prompt[-1]],
+            slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]], slot_seeds=[[5, slot]],
+            slot_bias=np.sin(tokens)[None], slot_prompted=np.isin(tokens, prompt)[None], slot_tops=[1],
+        )
+
+    def round(self, k):
+        bucket = f"batch=3 length=32 k={k}"
+        block = self.run(f"draft {bucket}") if k else {}
+        found = self.run(f"sampled_verify {bucket}", **block, active=[True] * 3)
+        self.run(f"kv_write rows=3 width={k + 1}", features=found["features"], slots=[0, 1, 2], starts=found["starts"])
+        verdict = found["verdict"]
+        return {
+            "tokens": verdict[:, : 2 * k + 2].tolist(),
+            "logprobs": verdict[:, 2 * k + 2 :].view(np.float32).tolist(),
+            "top_tokens": found["top_tokens"].tolist(),
+            "top_logprobs": found["top_logprobs"].tolist(),
+        }
+
+def serve(devices):
+    server = Server(devices)
+    for slot, asked in enumerate(ASKED):
+        server.admit(slot, asked)
+    rounds = [server.round(k) for k in (3, 0, 3, 3)]
+    server.run("move", source=[1], destination=[0])
+    rounds.append(server.round(3))
+    state = {name: np.asarray(server.arrays[name]).tolist() for name in ("lengths", "anchors", "counts", "prompted")}
+    return {"rounds": rounds, "state": state}
+
+print(json.dumps({devices: serve(devices) for devices in (1, 2, 4)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def served(small_pair):
+    """By number of devices: what each round said, and the state it left."""
+    wide = {"attention": Attention(heads=8, kv_heads=4, head_dim=8)}
+    pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
+    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE],
+        input=msgspec.json.encode(pair).decode(),
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("devices", ["2", "4"])
+def test_several_devices_choose_what_one_chooses(served, devices):
+    alone, together = served["1"], served[devices]
+    assert together["state"] == alone["state"]
+    for one, other in zip(alone["rounds"], together["rounds"], strict=True):
+        assert (other["tokens"], other["top_tokens"]) == (one["tokens"], one["top_tokens"])
+        for name in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(other[name], one[name], atol=1e-4)
+
+
+def test_the_rounds_above_show_something(served):
+    rounds = served["1"]["rounds"]
+    tokens = {token for one in rounds for row in one["tokens"] for token in row[1:]}
+    assert len(tokens) > 20 and np.sum(served["1"]["state"]["counts"]) > 15
+    assert np.ptp([one["logprobs"][0][0] for one in rounds]) > 0.1

@@ -1,0 +1,433 @@
+"""The choice of a token from its logits: against sorting, counting and dividing in numpy, and against transformers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.compile.programs import accept
+from dflash_aot.compile.sampling import (
+    choose_tokens,
+    count_tokens,
+    describe_choice,
+    draw_bits,
+    find_threshold,
+    make_gumbel,
+)
+from dflash_aot.compile.shards import ALONE, find_largest
+
+ROWS = 8_000  # draws of a distribution, side by side
+SIGMAS = 3.1  # what chance exceeds once in a thousand times; the seeds are fixed
+
+choose = jax.jit(choose_tokens, static_argnames="shards")
+list_largest = jax.jit(find_largest, static_argnames="count")
+bisect = jax.jit(find_threshold, static_argnames="shards")
+
+
+def make_state(rows, vocab, seed=0, **asked):
+    """The batch's rows of the state: `asked` of each column one number, or one for every row."""
+    columns = {**NEUTRAL, **{name: asked.pop(name) for name in SAMPLING_COLUMNS if name in asked}}
+    sampling = np.stack([np.broadcast_to(np.float32(columns[name]), rows) for name in SAMPLING_COLUMNS], axis=1)
+    seeds = np.stack([np.full(rows, seed), np.arange(rows)], axis=1).astype(np.int32)
+    nothing = {"bias": np.float32, "prompted": np.bool_, "counts": np.int32}
+    rest = {name: asked.pop(name, np.zeros((rows, vocab), dtype)) for name, dtype in nothing.items()}
+    assert not asked
+    return {"sampling": sampling, "seeds": seeds, **rest}
+
+
+def choose_all(logits, state, positions=None, drafted=None):
+    """logits [B, T, V] → tokens [B, T], every row active; by default at positions 1 … T, with token 0 drafted."""
+    B, T, _ = logits.shape
+    positions = np.broadcast_to(1 + np.arange(T), (B, T)) if positions is None else positions
+    drafted = np.zeros((B, T - 1), np.int32) if drafted is None else drafted
+    active = np.ones(B, bool)
+    return np.asarray(choose(np.float32(logits), np.int32(positions), drafted, active, state, shards=ALONE))
+
+
+def softmax(logits):
+    odds = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
+    return odds / odds.sum(axis=-1, keepdims=True)
+
+
+def assert_drawn_from(tokens, probabilities):
+    """Chi-square (Pearson 1900), whose cube root is nearly normal (Wilson and Hilferty 1931).
+
+    What has no probability was never drawn.
+    """
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0
+    expected, freedom = probabilities[possible] * len(tokens), possible.sum() - 1
+    if freedom:
+        spread = 2 / (9 * freedom)
+        score = ((counts[possible] - expected) ** 2 / expected).sum()
+        assert ((score / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5 < SIGMAS
+
+
+# -- thresholds
+
+
+NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+VALUES = st.one_of(NUMBERS, st.sampled_from([0.0, -0.0, 1.0, 1.0, -np.inf, -2.5, 3e38, -3e38]))
+
+
+def find_threshold_slowly(values, weights, wanted):
+    for value in sorted(set(values), reverse=True):
+        if weights[values >= value].sum() >= wanted:
+            return value
+    return -np.inf
+
+
+@given(st.lists(st.tuples(VALUES, st.integers(0, 9)), min_size=12, max_size=12), st.integers(1, 60))
+@settings(max_examples=300)
+def test_a_threshold_is_found_as_by_sorting(pairs, wanted):
+    values, weights = np.float32([value for value, _ in pairs]), np.int32([weight for _, weight in pairs])
+    found = bisect(values, weights, np.int32(wanted), shards=ALONE)
+    expected = find_threshold_slowly(values, weights, wanted)
+    assert (values >= np.asarray(found)).tolist() == (values >= expected).tolist()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted", "threshold"),
+    [
+        ([1.0, 3.0, 2.0, 3.0], 1, 3.0),
+        ([1.0, 3.0, 2.0, 3.0], 2, 3.0),
+        ([1.0, 3.0, 2.0, 3.0], 3, 2.0),
+        ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # there are not so many
+        ([2.0, 2.0, 2.0, 2.0], 1, 2.0),
+        ([0.0, -0.0, -1.0, -np.inf], 1, 0.0),
+        ([-1.0, -np.inf, -np.inf, -np.inf], 2, -np.inf),
+        ([-3e38, -2.0, -np.inf, -3e38], 2, -3e38),
+    ],
+)
+def test_a_threshold_keeps_so_many_and_their_equals(values, wanted, threshold):
+    assert bisect(np.float32(values), np.int32(1), np.int32(wanted), shards=ALONE) == np.float32(threshold)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
+def test_the_largest_are_those_of_a_stable_sort(values, count):
+    values = np.float32(values)
+    found, places = list_largest(values[None], count)
+    expected = np.argsort(-values, kind="stable")[:count]
+    assert places[0].tolist() == expected.tolist()
+    assert found[0].tolist() == values[expected].tolist()
+
+
+# -- noise
+
+
+def test_noise_is_what_jax_draws_for_the_whole_vocabulary():
+    """So that a share of it can be drawn alone."""
+    seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
+    found = draw_bits(seeds, positions, jnp.arange(37))
+    for row, of_row in enumerate(positions):
+        key = jax.random.wrap_key_data(seeds[row].view(np.uint32), impl="threefry2x32")
+        for column, position in enumerate(of_row):
+            expected = jax.random.bits(jax.random.fold_in(key, position), (37,), jnp.uint32)
+            np.testing.assert_array_equal(found[row, column], expected)
+    np.testing.assert_array_equal(draw_bits(seeds, positions, jnp.arange(10, 20)), found[..., 10:20])
+
+
+def test_noise_is_finite_and_reaches_far_up():
+    lowest, highest = (float(make_gumbel(jnp.uint32(bits))) for bits in (2**32 - 1, 0))
+    assert (lowest, highest) == pytest.approx((-np.log(24 * np.log(2)), 33 * np.log(2)), rel=1e-6)
+    evenly = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint32)
+    falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function, back to even steps
+    np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
+
+
+def test_every_bit_of_a_seed_counts_and_so_does_the_position():
+    logits = np.zeros((1, 1, 1000))
+
+    def draw(high, low, position):
+        state = {**make_state(1, 1000, temperature=1), "seeds": np.int32([[high, low]])}
+        return choose_all(logits, state, positions=[[position]]).item()
+
+    seeds = [(0, 0), (1, 0), (0, 1), (-(2**31), 0), (0, -(2**31)), (1, 1), (-1, -1)]
+    draws = [draw(*seed, position) for seed in seeds for position in (1, 2)]
+    assert len(set(draws)) > len(draws) - 2 and draw(1, 0, 2) == draw(1, 0, 2)
+
+
+# -- distributions
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_from_the_softmax(temperature):
+    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5])
+    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 6, temperature=temperature))
+    assert_drawn_from(tokens[:, 0], softmax(logits / temperature))
+
+
+def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities after min_p, top_k and top_p, token by token down a sorted list; no two logits are equal."""
+    left = softmax(logits / temperature)
+    left = np.where(left >= min_p * left.max(), left, 0)
+    order = np.argsort(-left)
+    if top_k:
+        left[order[top_k:]] = 0
+    left, mass, kept = left / left.sum(), 0.0, []
+    for token in order:
+        if mass < top_p:
+            kept.append(token)
+        mass += left[token]
+    left = np.where(np.isin(np.arange(len(left)), kept), left, 0)
+    return left / left.sum()
+
+
+LIMITS = [
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 100},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 4, "top_p": 0.8, "min_p": 0.05},
+    {"top_k": 2, "top_p": 0.9, "temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("asked", LIMITS, ids=str)
+def test_what_limits_leave_is_drawn_as_likely_as_before(asked):
+    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
+    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
+    assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
+
+
+def test_equal_tokens_are_kept_together():
+    logits = np.tile(np.float32([2, 2, 2, 0, -1]), (ROWS, 1, 1))
+    for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        tokens = choose_all(logits, make_state(ROWS, 5, temperature=1, **asked))
+        assert_drawn_from(tokens[:, 0], np.float64([1, 1, 1, 0, 0]) / 3)
+
+
+def test_each_row_is_limited_by_itself():
+    logits = np.tile(np.float32([0.5, 0.4, 0.3, 0.2]), (ROWS, 1, 1))
+    top_k, top_p = np.arange(ROWS) % 4, np.where(np.arange(ROWS) % 4 == 0, 0.3, 1.0)  # by rows of four
+    tokens = choose_all(logits, make_state(ROWS, 4, temperature=1, top_k=top_k, top_p=top_p))[:, 0]
+    for row, asked in enumerate(({"top_p": 0.3}, {"top_k": 1}, {"top_k": 2}, {"top_k": 3})):
+        assert_drawn_from(tokens[row::4], keep_slowly(logits[0, 0], **asked))
+
+
+def test_large_vocabularies_keep_their_mass():
+    """A flat half of the mass: summed up in float32 one by one it would be off by a percent."""
+    vocab = 100_000
+    logits = np.zeros((1, 1, vocab), np.float32)
+    logits[0, 0, :100] = np.log(999)  # half of the mass, in a thousandth of the tokens
+    drawn = [choose_all(logits, make_state(1, vocab, seed, temperature=1)).item() < 100 for seed in range(300)]
+    assert abs(sum(drawn) - 150) < SIGMAS * (300 / 4) ** 0.5
+    for top_p, several in ((0.49, False), (0.51, True)):
+        found = [choose_all(logits, make_state(1, vocab, seed, temperature=1, top_p=top_p)) for seed in range(60)]
+        assert any(token.item() >= 100 for token in found) == several
+
+
+# -- speculation
+
+
+TABLE = np.random.default_rng(5).normal(size=(4, 4)).astype(np.float32)  # of a chain: logits behind each token
+DRAFTS = {
+    "right": lambda rng, anchors, ahead: ahead,
+    "wrong": lambda rng, anchors, ahead: (ahead + 1) % 4,
+    "mixed": lambda rng, anchors, ahead: rng.integers(0, 4, ahead.shape),
+    "likely": lambda rng, anchors, ahead: np.tile(TABLE[anchors].argmax(axis=-1)[:, None], ahead.shape[1]),
+}
+
+
+def follow_chain(steps, k, draft, known):
+    """At least `steps` tokens of every row behind token 0, in rounds that verify `k` drafted ones.
+
+    A draft is given the tokens that are `known` to come [ROWS, ..]. Also returns what each round accepted of the rows
+    that were not done.
+    """
+    state, rng, places = make_state(ROWS, 4, seed=11, temperature=1), np.random.default_rng(1), np.arange(k + 1)
+    written = np.full((ROWS, steps + k), -1)
+    anchors, lengths, history = np.zeros(ROWS, int), np.zeros(ROWS, int), []
+    while (going := lengths < steps).any():
+        ahead = np.take_along_axis(known, lengths[:, None] + places[:k], axis=1)
+        block = np.concatenate([anchors[:, None], draft(rng, anchors, ahead)], axis=1).astype(np.int32)
+        chosen = choose_all(TABLE[block], state, lengths[:, None] + 1 + places, block[:, 1:])
+        accepted, bonus = (np.asarray(one) for one in accept(jnp.asarray(block), jnp.asarray(chosen)))
+        rows, columns = np.nonzero(going[:, None] & (places <= accepted[:, None]))
+        written[rows, lengths[rows] + columns] = chosen[rows, columns]
+        anchors, lengths = np.where(going, bonus, anchors), np.where(going, lengths + accepted + 1, lengths)
+        history.append(accepted[going])
+    return written[:, :steps], np.concatenate(history)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Tokens of every row without speculation: three, and what a block may draft behind them."""
+    return follow_chain(20, 0, DRAFTS["right"], np.zeros((ROWS, 0), int))[0]
+
+
+def test_without_speculation_tokens_follow_the_chain(plain):
+    first, later = softmax(TABLE[0]), softmax(TABLE)
+    joint = first[:, None, None] * later[:, :, None] * later[None]
+    assert_drawn_from(np.ravel_multi_index(plain[:, :3].T, (4, 4, 4)), joint.ravel())
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_no_draft_changes_a_token(plain, draft, k):
+    """Not only the distribution stays: the tokens themselves do."""
+    written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
+    np.testing.assert_array_equal(written, plain[:, :3])
+    least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
+    assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
+
+
+# -- greedy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-30, 1e-6])
+def test_without_temperature_the_first_of_the_largest_is_chosen(temperature):
+    logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
+    assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
+    tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
+    greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
+    assert greedy.tolist() == [[1, 0]] == np.asarray(ALONE.choose(jnp.asarray(tied))).tolist()
+
+
+def test_a_greedy_row_does_not_mind_its_neighbours():
+    logits = np.random.default_rng(0).normal(size=(3, 2, 50)).astype(np.float32)
+    asked = {"temperature": [0, 1, 0], "top_k": [0, 5, 0], "repetition_penalty": [1, 2, 1], "top_p": [1, 0.4, 1]}
+    counts = np.ones((3, 50), np.int32)
+    tokens = choose_all(logits, make_state(3, 50, counts=counts, **asked))
+    assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(axis=-1).tolist()
+
+
+def test_a_row_that_is_not_active_may_hold_anything():
+    """Zeros, as a slot holds that nobody was admitted to, even as a divisor."""
+    logits = np.float32([[[1, 2, 0]], [[1, 2, 0]]])
+    state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))
+    state["sampling"][1] = 0
+    active = np.array([True, False])
+    tokens = choose(logits, np.ones((2, 1), np.int32), np.zeros((2, 0), np.int32), active, state, shards=ALONE)
+    assert tokens[0].tolist() == [1]
+
+
+# -- penalties
+
+
+def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequency):
+    """One row of logits, token by token."""
+    found = np.float64(logits) + bias
+    for token in {*prompt, *output}:
+        found[token] = found[token] / repetition if found[token] > 0 else found[token] * repetition
+    for token in set(output):
+        found[token] -= frequency * output.count(token) + presence
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"repetition": 2.0}, [1.5, -2.0, 1.0, 0.9]),  # token 0 is in the prompt, 1 and 2 in the output
+        ({"presence": 0.5}, [3.0, -1.5, 1.5, 0.9]),
+        ({"frequency": 0.5}, [3.0, -1.5, 1.0, 0.9]),  # token 2 twice
+        ({"repetition": 2.0, "presence": 0.25, "frequency": 0.5}, [1.5, -2.75, -0.25, 0.9]),
+    ],
+)
+def test_penalties_by_hand(asked, expected):
+    neutral = {"bias": np.zeros(4), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    found = penalise_slowly([3.0, -1.0, 2.0, 0.9], [0], [1, 2, 2], **{**neutral, **asked})
+    assert found.tolist() == pytest.approx(expected)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_each_row_of_a_block_sees_what_was_drafted_before_it(seed):
+    """Greedy, where every penalty shows at once: against one token after the other."""
+    rng = np.random.default_rng(seed)
+    B, T, V = 3, 5, 6
+    logits, bias = rng.normal(size=(B, T, V)).astype(np.float32), rng.normal(size=(B, V)).astype(np.float32)
+    drafted, counts = rng.integers(0, V, (B, T - 1)), rng.integers(0, 3, (B, V)).astype(np.int32)
+    prompted = rng.random((B, V)) < 0.3
+    asked = {
+        "repetition_penalty": rng.uniform(0.5, 2, B),
+        "presence_penalty": rng.uniform(-1, 1, B),
+        "frequency_penalty": rng.uniform(-1, 1, B),
+    }
+    state = make_state(B, V, bias=bias, counts=counts, prompted=prompted, **asked)
+    tokens = choose_all(logits, state, drafted=drafted.astype(np.int32))
+    for row in range(B):
+        before = np.repeat(np.arange(V), counts[row]).tolist()
+        wanted = {name.removesuffix("_penalty"): values[row] for name, values in asked.items()}
+        for column in range(T):
+            output = before + drafted[row, :column].tolist()
+            expected = penalise_slowly(
+                logits[row, column], np.flatnonzero(prompted[row]).tolist(), output, bias[row], **wanted
+            )
+            best, second = np.sort(expected)[:-3:-1]
+            assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
+
+
+def test_counting_is_that_of_bincount():
+    rng = np.random.default_rng(0)
+    tokens, counted = rng.integers(0, 7, (4, 9)), rng.random((4, 9)) < 0.6
+    found = count_tokens(jnp.asarray(tokens), jnp.asarray(counted), jnp.arange(2, 7))
+    expected = [np.bincount(row[mask], minlength=7)[2:] for row, mask in zip(tokens, counted, strict=True)]
+    np.testing.assert_array_equal(found, expected)
+
+
+# -- log-probabilities
+
+
+def test_log_probabilities_are_those_of_the_logits_as_they_are():
+    rng = np.random.default_rng(2)
+    logits = (rng.normal(size=(2, 3, 40)) * 8).astype(np.float32)
+    chosen = rng.integers(0, 40, (2, 3))
+    of_chosen, tokens, tops = describe_choice(jnp.asarray(logits), jnp.asarray(chosen), jnp.array(True), 5, ALONE)
+    expected = np.log(softmax(logits))
+    np.testing.assert_allclose(of_chosen, np.take_along_axis(expected, chosen[..., None], -1)[..., 0], atol=1e-5)
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
+
+
+def test_the_likeliest_are_zeros_where_nobody_wants_them():
+    _, tokens, tops = describe_choice(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ALONE)
+    assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
+
+
+# -- transformers
+
+
+PROCESSORS = [
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 1.3, "temperature": 1.4, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("asked", PROCESSORS, ids=str)
+def test_transformers_leaves_the_same_tokens_as_likely(asked):
+    """Their processors one after the other, each by its sort; ours by what is drawn in the end."""
+    rng, vocab, prompt = np.random.default_rng(4), 24, [3, 3, 17]
+    logits = (rng.normal(size=vocab) * 1.5).astype(np.float32)
+    processors = {
+        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+    }
+    scores = torch.from_numpy(logits)[None]
+    for name, make in processors.items():
+        if name in asked:
+            scores = make(asked[name])(torch.tensor([prompt]), scores)
+    expected = torch.softmax(scores.double(), dim=-1)[0].numpy()
+    prompted = np.zeros((ROWS, vocab), bool)
+    prompted[:, prompt] = True
+    state = make_state(ROWS, vocab, seed=9, prompted=prompted, **{"temperature": 1.0, **asked})
+    assert_drawn_from(choose_all(np.tile(logits, (ROWS, 1, 1)), state)[:, 0], expected)

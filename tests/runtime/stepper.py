@@ -1,0 +1,90 @@
+"""Engines a step at a time, so that tests of moments need no luck; not collected by pytest."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from dflash_aot.runtime import Delta, Engine, SamplingParams
+from dflash_aot.runtime.counters import Counters
+
+LONG = 120.0  # seconds: longer than anything takes that does not hang
+T = TypeVar("T")
+
+
+class Stepper:
+    """A request with a slot, at each of whose tokens the engine's thread stands still until it is told to go on.
+
+    Meanwhile nothing is scheduled, dropped or dispatched. With K = 0 it gets one token per step of the loop.
+    """
+
+    def __init__(self, engine: Engine, prompt: Sequence[int]):
+        self._stands, self._permits, self._over = threading.Semaphore(0), threading.Semaphore(0), False
+        self.request = engine._prepare_request(list(prompt), SamplingParams(stop_token_ids=()), self._hold)
+        engine._submit(self.request, wait=False)
+        self._wait()
+        self.advance()  # the first token and the first round's are read in one step
+
+    def _hold(self, delta: Delta) -> None:
+        self._stands.release()
+        if not (self._over or delta.finish_reason):
+            self._permits.acquire()
+
+    def _wait(self) -> None:
+        assert self._stands.acquire(timeout=LONG), "the engine's loop does not go on"
+
+    def advance(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self._permits.release()
+            self._wait()
+
+    def let_go(self) -> None:
+        self._over = True
+        self.request.cancel()
+        self._permits.release()
+
+
+@contextmanager
+def hold(engine: Engine, prompt: Sequence[int] = (1,)) -> Iterator[Stepper]:
+    """The engine, idle before, stands still inside, but for the steps that it is told to make."""
+    wait_until(lambda: engine.stats().running == engine.stats().waiting == 0)
+    stepper = Stepper(engine, prompt)
+    try:
+        yield stepper
+    finally:
+        stepper.let_go()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what another thread is about to do."""
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.001)
+
+
+def settle(engine: Engine, ended: int) -> Counters:
+    """The counters once so many requests have ended: callers hear of an end before the step is over."""
+    wait_until(lambda: sum(engine.stats().finished.values()) >= ended)
+    return engine.stats()
+
+
+def finish(work: Callable[[], T]) -> T:
+    """Its result; what hangs is a failure, and stays behind in a thread of its own."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=LONG)
+    if errors:
+        raise errors[0]
+    assert results, "it hangs"
+    return results[0]

@@ -1,0 +1,172 @@
+"""Programs that fail in mid-round, really: who was in a slot hears why, who was in line is served, and it goes on."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dflash_aot.cache.errors import EngineFailed
+from dflash_aot.runtime import Delta, Engine, SamplingParams
+from dflash_aot.runtime.request import Request
+from tests.runtime.stepper import finish, hold, wait_until
+
+K, SLOTS = 7, 3
+FAILED = r"a program failed in mid-round: \w+Error: .*deleted"
+
+
+def up_to(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, stop_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def engine(bundle):
+    """One that recovers, again and again."""
+    with Engine.open(bundle("tied"), k=K) as engine:
+        yield engine
+        assert engine.failure is None and engine.stats().compile_events == 0
+
+
+def delete_state(engine: Engine, name: str) -> None:
+    """What the next program that reads it finds spent. After a fault callers hear of it before there is a new one."""
+    arrays = engine._loop._state._arrays
+    wait_until(lambda: name in arrays and not arrays[name].is_deleted())
+    arrays[name].delete()
+
+
+def submit_saboteur(engine: Engine, prompt: list[int], name: str) -> Request:
+    """A request at whose third delta, on the engine's thread and with a round on its way, an array goes."""
+    told: list[Delta] = []
+
+    def emit(delta: Delta) -> None:
+        told.append(delta)
+        if len(told) == 3:
+            delete_state(engine, name)
+
+    request = engine._prepare_request(prompt, up_to(60), emit)
+    engine._submit(request, wait=False)
+    return request
+
+
+@pytest.mark.parametrize("name", ["target_k", "target_v", "draft_k", "draft_v", "lengths", "anchors"])
+def test_a_fault_in_mid_round_ends_those_in_slots_and_serves_those_in_line(engine, cases, caplog, name):
+    failures, case = engine.stats().failures, cases["len5"]
+    with caplog.at_level(logging.ERROR):
+        saboteur = submit_saboteur(engine, cases["len70"].prompt, name)
+        beside = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS - 1)]
+        waiting = [engine.stream(case.prompt, up_to(30)) for _ in range(4)]
+        for stream in beside:
+            with pytest.raises(EngineFailed, match=FAILED):
+                stream.result()
+    assert [stream.result().token_ids for stream in waiting] == [case.answer[:30]] * len(waiting)
+    assert saboteur.finish_reason == "error" and FAILED.split(":")[0] in saboteur.error
+    assert saboteur.token_ids == cases["len70"].answer[: len(saboteur.token_ids)] and len(saboteur.token_ids) >= 3
+    assert engine.stats().failures == failures + 1 and engine.failure is None
+    assert [record.levelname for record in caplog.records if "failed in mid-round" in record.message] == ["ERROR"]
+
+
+def test_a_fault_before_the_first_token_ends_that_request_and_the_next_is_answered(engine, cases):
+    failures, case = engine.stats().failures, cases["len131"]
+    wait_until(lambda: engine.stats().running == 0)
+    delete_state(engine, "target_k")
+    with pytest.raises(EngineFailed, match=FAILED):
+        engine.generate(case.prompt, up_to(10))
+    assert engine.generate(case.prompt, up_to(10)).token_ids == case.answer[:10]
+    assert engine.stats().failures == failures + 1
+
+
+def test_what_a_stream_and_an_event_loop_hear_of_a_fault(engine, cases):
+    case = cases["len5"]
+    wait_until(lambda: engine.stats().running == 0)
+
+    async def read() -> list[Delta]:
+        return [delta async for delta in engine.astream(case.prompt, up_to(10))]
+
+    for ask in (lambda: list(engine.stream(case.prompt, up_to(10))), lambda: asyncio.run(read())):
+        delete_state(engine, "target_k")
+        (last,) = ask()
+        assert (last.token_ids, last.finish_reason) == ((), "error") and "failed in mid-round" in last.error
+
+
+def test_a_cancelled_request_is_no_error_though_its_programs_failed(engine, cases):
+    """It was dropped before anything was read again."""
+    stream = engine.stream(cases["len70"].prompt, up_to(60))
+    saboteur = submit_saboteur(engine, cases["len5"].prompt, "lengths")
+    stream.close()
+    assert stream.result().finish_reason == "cancelled"
+    wait_until(lambda: saboteur.finish_reason is not None)
+    assert saboteur.finish_reason == "error"
+
+
+def test_faults_with_success_between_them_are_never_too_many(engine, cases):
+    case, failures = cases["len30"], engine.stats().failures
+    for tokens in (1, 1, 1, 5, 5):  # the first token is read without a round
+        wait_until(lambda: engine.stats().running == 0)
+        delete_state(engine, "target_v")
+        with pytest.raises(EngineFailed, match=FAILED):
+            engine.generate(case.prompt, up_to(tokens))
+        assert engine.generate(case.prompt, up_to(tokens)).token_ids == case.answer[:tokens]
+    assert engine.stats().failures == failures + 5
+
+
+def test_a_text_that_cannot_be_made_ends_that_request_alone(engine, cases):
+    class BrokenText:
+        finished = False
+
+        def push(self, tokens: list[int]) -> str:
+            raise ValueError("no such character")
+
+    told: list[Delta] = []
+    request = engine._prepare_request(cases["len5"].prompt, up_to(60), told.append)
+    request.text = BrokenText()
+    other = engine.stream(cases["len70"].prompt, up_to(60))
+    failures = engine.stats().failures
+    engine._submit(request, wait=False)
+    assert other.result().token_ids == cases["len70"].answer[:60]
+    wait_until(lambda: bool(told))
+    assert "text of this request cannot be made: ValueError: no such character" in told[-1].error
+    assert engine.stats().failures == failures
+
+
+def break_weights(engine: Engine) -> None:
+    for executable in engine._bundle._executables.values():
+        for weight in executable._weights:
+            weight.delete()
+
+
+def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, cases):
+    engine, prompt = Engine.open(bundle("tiny"), k=0, max_waiting=3), cases["len1"].prompt
+    with ThreadPoolExecutor(2) as pool:
+        with hold(engine) as stepper:  # the first failure is its own
+            waiting = [engine.stream(prompt, up_to(5)) for _ in range(3)]
+            outside = [pool.submit(engine.generate, prompt, wait=True) for _ in range(2)]
+            wait_until(lambda: len(engine._line._outside) == 2)
+            break_weights(engine)
+            stepper.advance()
+        assert stepper.request.finish_reason == "error"
+        for stream in waiting[:2]:
+            with pytest.raises(EngineFailed, match=FAILED):
+                finish(stream.result)
+        last = r"the engine's loop failed: 3 rounds failed in a row; the last one: " + FAILED
+        for ask in (waiting[2].result, *(one.result for one in outside), lambda: engine.generate(prompt)):
+            with pytest.raises(EngineFailed, match=last):
+                finish(ask)
+    with pytest.raises(EngineFailed, match=last):
+        finish(lambda: engine.generate(prompt, wait=True))
+    assert engine.failure is not None and "3 rounds failed in a row" in engine.failure
+    stats = engine.stats()
+    assert (stats.failures, stats.running, stats.waiting, stats.compile_events) == (3, 0, 0, 0)
+    assert sum(stats.finished.values()) == stats.finished["error"]
+    finish(engine.close)
+    assert "3 rounds failed in a row" in engine.failure  # closing hides no cause
+
+
+def test_an_engine_that_failed_lies_beside_one_that_serves(bundle, serve, cases):
+    with Engine.open(bundle("tiny"), k=0) as broken:
+        break_weights(broken)
+        for _ in range(3):
+            with pytest.raises(EngineFailed, match=FAILED):
+                broken.generate([1])
+        wait_until(lambda: broken.failure is not None)
+        case = cases["len5"]
+        assert serve("tiny", 3).generate(case.prompt, up_to(10)).token_ids == case.answer[:10]

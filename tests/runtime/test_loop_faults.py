@@ -1,0 +1,77 @@
+"""Programs that fail in mid-round, on a toy device: who is ended, who is served."""
+
+import pytest
+
+from dflash_aot.cache.errors import EngineFailed
+from tests.runtime.toy import (
+    SAMPLED,
+    ToyEngine,
+    always,
+)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "read prefill", "read verify"]
+    + ["read sampled_verify"],
+)
+@pytest.mark.parametrize("steps", range(3))
+def test_a_program_that_fails_ends_who_is_in_a_slot_and_those_in_line_are_served(program, steps):
+    engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
+    asked = SAMPLED if program in ("sampled_verify", "admit", "read sampled_verify") else {}
+    for _ in range(steps):
+        engine.ask([1], 9)
+        engine.step()
+    for number in range(2, 8):
+        engine.ask([number], 9, **(asked if number % 2 else {}))
+    engine.bundle.fail(program)
+    engine.run()
+    failed = [request for request in engine.requests if request.finish_reason == "error"]
+    assert 1 <= len(failed) <= 2
+    for request in failed:
+        assert request.error == f"a program failed in mid-round: Fault: {program} was told to fail"
+    for request in engine.requests:
+        engine.check(request)
+    assert {request.finish_reason for request in engine.requests if request not in failed} == {"length"}
+    assert (engine.state.resets, engine.counters.failures) == (1, 1)
+    assert engine.counters.finished["error"] == len(failed)
+
+
+def test_a_move_that_fails_is_a_fault_like_any_other():
+    engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
+    gone, moved = engine.ask([1], 9), engine.ask([2], 9)
+    engine.step()
+    engine.step()
+    gone.cancel()
+    engine.bundle.fail("move")
+    engine.step()
+    assert moved.error == "a program failed in mid-round: Fault: move was told to fail"
+    after = engine.ask([3], 9)
+    engine.run()
+    engine.check(after)
+
+
+def test_three_failures_in_a_row_are_the_end():
+    engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
+    requests = [engine.ask([number], 9) for number in range(5)]
+    engine.bundle.fail("verify", 3)
+    engine.step()
+    engine.step()
+    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last one: .*Fault: verify was told to fail"):
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["error"] * 3 + [None] * 2
+    engine.loop.end_all("the engine's loop failed")
+    assert [request.error for request in requests[3:]] == ["the engine's loop failed"] * 2
+    assert engine.loop.idle
+    assert engine.counters.finished == {"error": 5}
+
+
+@pytest.mark.parametrize("tokens", [1, 3], ids=["no round", "rounds"])
+def test_failures_with_a_success_between_them_are_not_in_a_row(tokens):
+    """Requests for one token have no round, and the reading of a first token is a success too."""
+    engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
+    for _ in range(3):
+        requests = [engine.ask([number], tokens) for number in range(3)]
+        engine.bundle.fail("prefill", 2)
+        engine.run()
+        assert [request.finish_reason for request in requests] == ["error", "error", "length"]

@@ -1,0 +1,122 @@
+"""Sampled and greedy rows together, on a toy device that knows what each was asked for."""
+
+import pytest
+
+from dflash_aot.cache.grid import Chunk
+from dflash_aot.runtime.request import TokenLogprob
+from tests.runtime.toy import (
+    SAMPLED,
+    VOCAB,
+    ToyEngine,
+    always,
+    continue_alone,
+    programs,
+)
+
+
+def test_sampled_and_greedy_rows_share_a_round_and_each_stays_as_it_is():
+    engine = ToyEngine(pick=3, right=always(3))
+    greedy = engine.ask([1, 2, 3], 12)
+    engine.step()
+    assert programs(engine.steps[0]) == ["prefill", "kv_write", "draft", "verify", "kv_write"]
+    sampled = engine.ask([4, 5, 6], 9, **SAMPLED)
+    engine.step()
+    assert programs(engine.steps[1])[2:6] == ["admit", "admit", "draft", "sampled_verify"]
+    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), -1), ((1,), 6)]
+    engine.run()
+    assert len(engine.calls("admit")) == 2
+    engine.check(greedy)
+    engine.check(sampled)
+    assert sampled.token_ids != continue_alone(sampled.prompt, 9)
+
+
+def test_rounds_are_sampled_only_while_somebody_in_them_samples():
+    engine = ToyEngine(pick=0)
+    engine.ask([1], 9)
+    engine.ask([2], 2, **SAMPLED)
+    engine.run()
+    assert [call.program for call in engine.rounds] == ["sampled_verify"] * 2 + ["verify"] * 6
+    assert [call.heads for call in engine.rounds] == [(1, 2)] * 2 + [(1,)] * 6
+    counted = engine.counters.bucket_rounds.items()
+    assert [sum(rounds for (_, kind), rounds in counted if kind == sampled) for sampled in (True, False)] == [2, 6]
+
+
+def test_a_sampled_prompt_is_prefilled_but_for_its_last_token():
+    engine = ToyEngine(pick=0)
+    request = engine.ask([1, 2, 3, 4, 5], 3, **SAMPLED)
+    engine.run()
+    assert [call.bucket for call in engine.calls("prefill")] == [Chunk(4, 16)]
+    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 5)]
+    assert not engine.calls("read prefill")
+    engine.check(request)
+
+
+def test_a_sampled_prompt_of_one_token_needs_no_prefill():
+    engine = ToyEngine(pick=3)
+    before, request = engine.ask([1] * 9, 1), engine.ask([5], 4, **SAMPLED)
+    engine.step()
+    assert programs(engine.steps[0]) == ["prefill", "kv_write", "admit", "draft", "sampled_verify", "kv_write"]
+    assert engine.rounds[0].heads == (5,)
+    engine.run()
+    engine.check(before)
+    engine.check(request)
+
+
+def test_what_a_slot_was_asked_for_never_reaches_the_next_request():
+    """One slot: its greedy requests come behind sampled ones, and the rounds of both bundles' kinds are sampled."""
+    for sampling in (("greedy", "sample"), ("sample",)):
+        engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, sampling=sampling, right=always(2))
+        asked = ({"logit_bias": {9: 50.0}}, {}, SAMPLED, {}, {"repetition_penalty": 2.0}, {"logprobs": 1}, SAMPLED)
+        requests = [engine.ask([number, 2], 8, **one) for number, one in enumerate(asked)]
+        engine.run()
+        for request in requests:
+            engine.check(request)
+        assert requests[0].token_ids == [9] * 8
+
+
+def test_a_greedy_row_in_the_slot_of_a_sampled_one_stays_greedy_when_the_next_sampled_one_joins():
+    engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
+    forced = engine.ask([1], 1, logit_bias={9: 50.0})
+    engine.run()
+    greedy = engine.ask([2], 9)
+    engine.step()
+    assert engine.rounds[-1].slots == (0,)
+    sampled = engine.ask([3], 4, **SAMPLED)
+    engine.run()
+    assert forced.token_ids == [9]
+    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 1), ((0,), -1), ((1,), 3)]
+    engine.check(greedy)
+    engine.check(sampled)
+
+
+@pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "logprobs": 2}], ids=["sampled", "logprobs"])
+def test_a_sampled_row_that_moves_takes_all_it_asked_for_along(asked):
+    """Its seed, its counts and what it wants to be told of."""
+    engine = ToyEngine(pick=3, right=always(1))
+    gone, kept = engine.ask([1], 2), engine.ask([2, 3], 14, **asked)
+    engine.run()
+    assert gone.finish_reason == "length"
+    assert engine.counters.moves == 1
+    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((1,), 3)]
+    engine.check(kept)
+    if "logprobs" in asked:
+        assert kept.logprobs == [describe(token, 2) for token in kept.token_ids]
+
+
+def describe(token: int, count: int) -> TokenLogprob:
+    """As the toy has it: -token / 4, and the likeliest are the token itself and those above it."""
+    tops = [(token + above) % VOCAB for above in range(count)]
+    return TokenLogprob(token, -token / 4, tuple((top, -top / 4) for top in tops))
+
+
+def test_log_probabilities_are_those_of_each_row_s_own_tokens_as_many_as_it_wants():
+    engine = ToyEngine(pick=3, right=always(2))
+    counts = {1: 0, 2: 3, 3: None, 4: 20}
+    requests = {first: engine.ask([first], 9, logprobs=count) for first, count in counts.items()}
+    requests[5] = engine.ask([5], 7, logprobs=1, stop_ids=[continue_alone([5], 5)[-1]])
+    engine.run()
+    for first, count in {**counts, 5: 1}.items():
+        request = requests[first]
+        engine.check(request)
+        expected = [] if count is None else [describe(token, count) for token in request.token_ids]
+        assert request.logprobs == expected

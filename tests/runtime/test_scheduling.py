@@ -1,0 +1,520 @@
+"""Continuous batching on a toy device: each text by hand, each step by its calls."""
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.runtime.acceptance import Acceptance
+from dflash_aot.runtime.depth import Decision, Voter
+from dflash_aot.runtime.request import Request
+from tests.runtime.toy import (
+    CHUNK,
+    COSTS,
+    LONG,
+    ROUND,
+    SAMPLED,
+    VOCAB,
+    ToyEngine,
+    always,
+    by_first_token,
+    continue_alone,
+    gaps,
+    programs,
+    rounds_of,
+)
+
+# -- the same text as alone
+
+
+class AnyDepth:
+    """A chooser whose every choice is somebody else's."""
+
+    decisions: tuple[Decision, ...] = ()
+
+    def __init__(self, choices: Sequence[int]):
+        self._choices = itertools.cycle(choices)
+
+    def start(self) -> Acceptance:
+        return Acceptance()
+
+    def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
+        """It learns nothing."""
+
+    def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
+        return buckets[next(self._choices) % len(buckets)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request and its fate: the step at which it comes, and the one at which it is cancelled or expires, if any."""
+
+    first: int  # the prompt's first token: how many drafted tokens are right
+    length: int
+    tokens: int
+    arrival: int
+    priority: int = 0
+    asked: dict[str, Any] = field(default_factory=dict)
+    stop: int | None = None  # the index of the token that is to be the last
+    cancelled: int | None = None
+    expired: int | None = None
+
+    def ask(self, engine: ToyEngine) -> Request:
+        prompt = [self.first, *((self.first * 7 + place * 3) % VOCAB for place in range(1, self.length))]
+        room = engine.grid.capacity + 1 - len(prompt)
+        stops = [] if self.stop is None else continue_alone(prompt, self.stop + 1)[-1:]
+        return engine.ask(prompt, min(self.tokens, room), self.priority, stop_ids=stops, **self.asked)
+
+    def meet_fate(self, request: Request, step: int) -> None:
+        if step == self.cancelled:
+            request.cancel()
+        if step == self.expired:
+            request.deadline = request.submitted
+
+
+def plans(asked: Sequence[dict[str, Any]], priorities: int = 2, most: int = 10) -> st.SearchStrategy[list[Plan]]:
+    step = st.none() | st.integers(0, 30)
+    plan = st.builds(
+        Plan,
+        first=st.integers(0, 8),
+        length=st.integers(1, 16),
+        tokens=st.integers(1, 12),
+        arrival=st.integers(0, 25),
+        priority=st.integers(0, priorities),
+        asked=st.sampled_from(asked),
+        stop=st.none() | st.integers(0, 8),
+        cancelled=step,
+        expired=step,
+    )
+    return st.lists(plan, min_size=1, max_size=most)
+
+
+def serve(engine: ToyEngine, planned: Sequence[Plan]) -> list[Request]:
+    """Each arrives, and meets its fate, between two steps; until nothing is left to do."""
+    requests: dict[int, Request] = {}
+    last = max(plan.arrival for plan in planned)
+    work = sum(plan.length + plan.tokens + 2 for plan in planned)
+    for step in range(last + work + 2):
+        for number, plan in enumerate(planned):
+            if plan.arrival == step:
+                requests[number] = plan.ask(engine)
+            if number in requests:
+                plan.meet_fate(requests[number], step)
+        if not engine.loop.idle:
+            engine.step()
+    assert engine.loop.idle, "requests are left, and with them nothing happens"
+    return [requests[number] for number in range(len(planned))]
+
+
+GRIDS = (
+    "batch=1 length=16 k=0,7 prefill=4",
+    "batch=3 length=17,24 k=0,3,5,7 prefill=3,16",
+    "batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16",
+    "batch=2,5 length=8,40 k=0,1,2,7 prefill=8",
+)
+ASKED = (
+    {},
+    {},
+    {"k": 0},
+    {"k": 7},
+    {"temperature": 0.5, "seed": 3},
+    {"temperature": 1.0, "seed": -(1 << 63), "k": 7},
+    {"frequency_penalty": 0.5},
+    {"temperature": 0.1, "seed": 1 << 40, "repetition_penalty": 1.5},
+    {"logit_bias": {11: 5.0}},
+    {"logprobs": 2},
+)
+
+
+@settings(derandomize=True, max_examples=150)
+@given(
+    buckets=st.sampled_from(GRIDS),
+    planned=plans(ASKED),
+    choices=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    sampling=st.sampled_from([("greedy", "sample"), ("sample",)]),
+)
+def test_whatever_comes_and_goes_each_gets_what_it_gets_alone(buckets, planned, choices, sampling):
+    engine = ToyEngine(buckets, depth=AnyDepth(choices), sampling=sampling, right=by_first_token)
+    for request in serve(engine, planned):
+        engine.check(request)
+        assert request.finish_reason in ("stop", "length", "cancelled")
+    assert engine.counters.failures == 0
+    assert sum(engine.counters.finished.values()) == len(planned)
+    assert engine.counters.output_tokens == sum(len(request.token_ids) for request in engine.requests)
+
+
+@settings(derandomize=True, max_examples=60)
+@given(k=st.sampled_from([0, 3, 7]), planned=plans(({}, {"k": 0})))
+def test_greedy_executables_alone_serve_greedy_requests_at_every_k(k, planned):
+    engine = ToyEngine(k=k, sampling=("greedy",), right=by_first_token)
+    for request in serve(engine, planned):
+        engine.check(request)
+    assert engine.counters.failures == 0
+    assert not engine.calls("admit", "sampled_verify")
+    assert k or not engine.calls("draft", "kv_write")
+
+
+def test_requests_join_between_rounds_and_leave_as_soon_as_they_have_what_they_want():
+    engine = ToyEngine(pick=0)
+    first = engine.ask([1], 6)
+    engine.step()
+    second = engine.ask([2], 2)
+    engine.step()
+    engine.step()
+    assert [call.heads for call in engine.rounds] == [(1,), (1, 2), (1,)]  # two tokens are certain after one round
+    engine.run()
+    assert [call.heads for call in engine.rounds] == [(1,)] + [(1, 2)] + [(1,)] * 3
+    engine.check(first)
+    engine.check(second)
+
+
+def test_the_next_round_is_on_its_way_before_the_last_one_is_read():
+    engine = ToyEngine(pick=3, right=always(0))
+    engine.ask([1], 20)
+    engine.step()
+    assert programs(engine.steps[0]) == ["prefill", "kv_write", "draft", "verify", "kv_write"]
+    assert programs(engine.step()) == ["draft", "verify", "kv_write", "read prefill", "read verify"]
+    for _ in range(5):
+        assert programs(engine.step()) == ["draft", "verify", "kv_write", "read verify"]
+
+
+def test_all_that_a_block_brings_behind_the_limit_or_a_stop_is_dropped():
+    engine = ToyEngine(pick=7)
+    limited, stopped = engine.ask([1], 3), engine.ask([5], 20, stop_ids=[continue_alone([5], 6)[-1]])
+    engine.run()
+    assert (limited.accepted, len(limited.token_ids), limited.finish_reason) == ([7], 3, "length")
+    assert (stopped.accepted, len(stopped.token_ids), stopped.finish_reason) == ([7], 6, "stop")
+    assert len(engine.rounds) > engine.counters.row_rounds / 2  # the round that was lost is not counted as theirs
+    engine.check(limited)
+    engine.check(stopped)
+
+
+# -- long prompts
+
+
+def test_a_long_prompt_goes_in_chunk_by_chunk_between_the_rounds_of_the_others():
+    engine = ToyEngine(pick=0, costs=COSTS)
+    running = engine.ask([1], 12)
+    engine.step()
+    engine.step()
+    long = engine.ask(LONG, 2)
+    engine.run()
+    chunks = [call.bucket for call in engine.calls("prefill")[1:]]
+    assert chunks == [Chunk(16, 16), Chunk(16, 64), Chunk(16, 64)]
+    for step in engine.steps[2:5]:
+        assert programs(step) == ["prefill", "kv_write", "verify", "kv_write", *programs(step)[4:]]
+    # No draft at K = 0: a round is verify and kv_write, 4 s; three of them wait for a chunk of 6 s.
+    assert sorted(gaps(engine, running)) == [3.0 + 1.0] + [4.0] * 7 + [4.0 + CHUNK] * 3
+    engine.check(long)
+
+
+@settings(derandomize=True, max_examples=60)
+@given(planned=plans(ASKED, priorities=0), k=st.sampled_from([0, 3, 7]))
+def test_no_token_waits_longer_than_for_a_round_and_a_chunk(planned, k):
+    engine = ToyEngine(pick=k, right=by_first_token, costs=COSTS)
+    for request in serve(engine, planned):
+        assert max(gaps(engine, request), default=0.0) <= ROUND + CHUNK
+    for step in engine.steps:
+        assert programs(step).count("prefill") <= 1
+
+
+def test_prompts_that_wait_for_their_chunks_go_in_by_priority_then_by_arrival():
+    engine = ToyEngine(pick=0)
+    engine.ask([1] * 32, 1, priority=1)
+    engine.ask([2] * 32, 1, priority=1)
+    engine.step()
+    engine.ask([3] * 32, 1)
+    engine.run()
+    assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 1, 2, 2]
+
+
+# -- slots and buckets
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8)])
+def test_a_round_runs_in_the_smallest_bucket_that_holds_its_rows(rows, batch):
+    engine = ToyEngine(pick=3, right=always(0))
+    for number in range(rows):
+        engine.ask([number], 30)
+    for _ in range(rows):
+        engine.step()
+    assert engine.rounds[-1].bucket.batch == batch
+    assert engine.rounds[-1].slots == tuple(range(rows))
+    assert engine.loop.stats().running == rows
+
+
+@pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("gone", [set(left) for count in range(5) for left in itertools.combinations(range(4), count)])
+def test_whoever_leaves_the_others_move_together_and_go_on(gone, asked):
+    engine = ToyEngine("batch=1,2,4 length=64 k=0,3 prefill=4", k=3, right=by_first_token)
+    requests = [engine.ask([number, 3], 30, **asked) for number in range(4)]
+    for _ in range(5):
+        engine.step()
+    for number in gone:
+        requests[number].cancel()
+    engine.step()
+    left = 4 - len(gone)
+    if left:
+        assert engine.rounds[-1].bucket.batch == {1: 1, 2: 2, 3: 4, 4: 4}[left]
+        assert set(engine.rounds[-1].heads) == set(range(4)) - gone
+    # Three rows stay where they are, and of fewer only those behind the smaller bucket move.
+    expected = 0 if left >= 3 else len([number for number in set(range(4)) - gone if number >= left])
+    assert engine.counters.moves == expected
+    engine.run()
+    for request in requests:
+        engine.check(request)
+
+
+def test_a_prompt_that_is_half_in_moves_too():
+    engine = ToyEngine(pick=0)
+    short, long = engine.ask([1], 30), engine.ask(LONG, 4, **SAMPLED)
+    engine.step()
+    engine.step()
+    short.cancel()
+    assert programs(engine.step())[:2] == ["move", "prefill"]
+    engine.run()
+    assert engine.calls("prefill")[-1].slots == (0,)
+    engine.check(long)
+
+
+def test_a_new_request_fills_the_hole_before_anybody_moves():
+    engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
+    first, _ = engine.ask([1], 20), engine.ask([2], 20)
+    for _ in range(3):
+        engine.step()
+    first.cancel()
+    engine.ask([3], 20)
+    engine.step()
+    assert engine.rounds[-1].heads == (3, 2)
+    assert engine.counters.moves == 0
+
+
+def test_a_prompt_that_is_not_in_yet_makes_no_round_wider():
+    engine = ToyEngine(pick=0)
+    engine.ask([1], 12)
+    engine.step()
+    engine.ask(LONG, 2)
+    engine.step()
+    assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
+
+
+def test_a_row_whose_last_token_is_on_its_way_makes_no_round_wider():
+    engine = ToyEngine(pick=0)
+    engine.ask([1], 12)
+    engine.step()
+    engine.ask([2], 2)
+    engine.step()
+    engine.step()
+    assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
+
+
+# -- who is next
+
+
+def test_one_slot_serves_equal_requests_in_order_of_arrival_each_in_three_steps():
+    """Prefill and a round, the second round, the reading of what it gave."""
+    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
+    for number in range(5):
+        engine.ask([number], 3)
+    engine.run()
+    begins = [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)]
+    assert begins == [0, 3, 6, 9, 12]
+    assert [call.heads for call in engine.calls("prefill")] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_two_slots_serve_six_equal_requests_within_the_bounds_by_hand():
+    """One prompt per step, and each holds its slot for three steps, or four where it waits for its chunk."""
+    engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
+    for number in range(6):
+        engine.ask([number], 3)
+    engine.run()
+    begins = [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)]
+    assert begins == [0, 1, 3, 4, 6, 7]
+    assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
+
+
+def test_a_priority_overtakes_those_in_line_and_nobody_who_has_a_slot():
+    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
+    engine.ask([1], 5)
+    engine.step()
+    for number, priority in ((2, 0), (3, 0), (4, -1), (5, -1), (6, 1)):
+        engine.ask([number], 1, priority=priority)
+    engine.run()
+    assert [call.heads for call in engine.rounds] == [(1,)] * 4  # it was not interrupted
+    assert [call.heads[0] for call in engine.calls("prefill")] == [1, 4, 5, 2, 3, 6]
+
+
+@settings(derandomize=True, max_examples=60)
+@given(planned=plans(({}, SAMPLED)), buckets=st.sampled_from(GRIDS))
+def test_nobody_is_overtaken_by_a_later_request_of_its_own_priority(planned, buckets):
+    engine = ToyEngine(buckets, right=by_first_token)
+    serve(engine, planned)
+    for priority in range(3):
+        equal = [one for one in engine.requests if one.priority == priority and one.started is not None]
+        assert equal == sorted(equal, key=lambda request: request.started)
+
+
+def test_whoever_keeps_coming_nobody_of_equal_priority_starves():
+    """More come than go; as above, a prompt goes in at the steps 3n and 3n + 1."""
+    engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
+    for _ in range(40):
+        for _ in range(2):
+            engine.ask([5], 3)
+        engine.step()
+    assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == (
+        [step for step in range(40) if step % 3 < 2]
+    )
+    started = [request.started is not None for request in engine.requests]
+    assert started == sorted(started, reverse=True)
+
+
+# -- slots that fall free
+
+
+def cancel(request: Request) -> None:
+    request.cancel()
+
+
+def expire(request: Request) -> None:
+    request.deadline = request.submitted
+
+
+@pytest.mark.parametrize("end", [cancel, expire])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_the_slot_of_whoever_ends_early_is_the_next_one_s_within_two_rounds(end, steps):
+    engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4,16", k=3, right=always(1))
+    gone, waiting = engine.ask([8] * 30, 20), engine.ask([9], 5)
+    for _ in range(steps):
+        engine.step()
+    ended_at = len(engine.steps)
+    end(gone)
+    engine.run()
+    begun_at = next(at for at, step in enumerate(engine.steps) if (9,) in [call.heads for call in step])
+    between = rounds_of(engine.steps[ended_at:begun_at])
+    assert len(between) <= 2
+    assert begun_at == ended_at  # in fact at once: the round on its way is the old row's last
+    assert gone.finish_reason == "cancelled"
+    assert waiting.finish_reason == "length"
+    engine.check(gone)
+    engine.check(waiting)
+
+
+def test_a_deadline_says_so_and_a_cancelled_request_has_no_error():
+    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
+    late, gone, kept = engine.ask([1], 9), engine.ask([2], 9), engine.ask([3], 2)
+    engine.step()
+    expire(late)
+    gone.cancel()
+    engine.step()
+    assert late.error == "its deadline of 0 s has passed"
+    assert (late.finish_reason, gone.finish_reason, gone.error) == ("cancelled", "cancelled", None)
+    engine.run()
+    assert kept.finish_reason == "length"
+
+
+def test_a_deadline_passes_in_line_as_well():
+    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
+    engine.ask([1], 9)
+    late = engine.ask([2], 9, deadline=time.monotonic())
+    engine.step()
+    assert (late.finish_reason, late.token_ids, late.started) == ("cancelled", [], None)
+
+
+def test_a_slot_whose_request_is_done_is_the_next_one_s_in_the_following_step():
+    engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
+    stopped = engine.ask([1], 20, stop_ids=[continue_alone([1], 3)[-1]])
+    engine.ask([2], 1)
+    engine.step()
+    engine.step()  # reads the stop; the second round is on its way and lost
+    assert stopped.finish_reason == "stop"
+    assert programs(engine.step())[:2] == ["prefill", "kv_write"]
+    assert len(engine.rounds) == 2
+
+
+# -- K
+
+
+def test_k_shrinks_near_the_capacity_down_to_0():
+    """Nothing stands, so each round commits one position; the host knows of it two rounds later.
+
+    The K of a round is the largest for which length + what is in flight + 1 + K fits into 16.
+    """
+    engine = ToyEngine("batch=1 length=16 k=0,3,7 prefill=4", right=always(0))
+    request = engine.ask([1, 2, 3, 4], 13)
+    engine.run()
+    assert [call.bucket.k for call in engine.rounds] == [7, 3, 3, 3, 3, 3, 0, 3, 0, 0, 0, 0]
+    engine.check(request)
+
+
+def test_where_the_bound_is_too_loose_for_another_round_what_is_in_flight_is_read_first():
+    """8 positions, and a round of K = 7 may fill the other 8."""
+    engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
+    request = engine.ask([1] * 8, 9)
+    engine.step()
+    assert programs(engine.step())[:3] == ["read prefill", "read verify", "verify"]
+    assert [call.bucket.k for call in engine.rounds] == [7, 0]
+    engine.run()
+    engine.check(request)
+
+
+def test_nobody_who_looks_at_the_counters_waits_for_the_device():
+    """Not even near the capacity."""
+    engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
+    engine.ask([1] * 8, 9)
+    waits = []
+
+    def look() -> None:
+        if waits:
+            return
+        looker = threading.Thread(target=engine.loop.stats, daemon=True)
+        looker.start()
+        looker.join(5.0)  # it takes microseconds, or it waits for what we hold up
+        waits.append(looker.is_alive())
+
+    engine.bundle.on_read = look
+    engine.step()
+    engine.step()
+    assert waits == [False]
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 7])
+@pytest.mark.parametrize("prompt", range(1, 17))
+def test_every_prompt_can_be_continued_to_the_last_position(prompt, right):
+    engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
+    request, company = engine.ask([1] * prompt, 17 - prompt), engine.ask([2], 16, **SAMPLED)
+    engine.run()
+    engine.check(request)
+    engine.check(company)
+
+
+def test_a_round_s_k_is_the_largest_that_one_of_its_rows_asks_for():
+    engine = ToyEngine(pick=3, right=always(0))
+    own = engine.ask([1], 12, k=0)
+    engine.step()
+    assert [call.bucket.k for call in engine.rounds] == [0]  # alone it has its own
+    usual = engine.ask([2], 3)
+    engine.step()
+    large = engine.ask([3], 2, k=7)
+    engine.step()
+    engine.run()
+    assert [call.bucket.k for call in engine.rounds][:3] == [0, 3, 7]
+    assert {call.bucket.k for call in engine.rounds[3:]} == {0}
+    assert own.accepted == [0] * len(own.accepted)
+    for request in (own, usual, large):
+        engine.check(request)
+
+
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_k_is_what_was_asked_for_where_there_is_room(k):
+    engine = ToyEngine(k=k)
+    engine.ask([1], 40)
+    engine.step()
+    engine.step()
+    assert {call.bucket.k for call in engine.rounds} == {k}

@@ -1,0 +1,102 @@
+"""What the toy device notices: a loop that is wrong must not pass on it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_aot.cache.grid import Bucket, Chunk
+from tests.runtime.toy import (
+    Fault,
+    Misuse,
+    OnDevice,
+    ToyBundle,
+    ToyEngine,
+    ToyState,
+    always,
+    continue_alone,
+    guess,
+)
+
+
+def test_the_toy_s_texts_can_be_worked_out_by_hand():
+    assert continue_alone([5], 3) == [6, 18, 72]  # 1 + 5, 6 + 2·6, 18 + 3·18
+    assert guess([5], 2, 4)[:3] == [6, 18, 73]  # two are right, the third is not
+    engine = ToyEngine(right=always(1), k=3)
+    request = engine.ask([5], 5)
+    engine.run()
+    # The first token is the prefill's, each round brings one right guess and one of the target's own.
+    assert (request.token_ids, request.accepted[:2]) == ([6, 18, 72, 69, 26], [1, 1])
+
+
+def place(*values: object) -> list[OnDevice]:
+    return [OnDevice(np.array(value)) for value in values]
+
+
+def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
+    """Three tokens in slot 0 of a toy without a loop, and their features, which are not written yet."""
+    engine = ToyEngine("batch=1,2 length=16 k=0,3 prefill=4", k=3)
+    bundle, state = engine.bundle, engine.state
+    arguments = place([[5, 6, 7, 0]], [0], [0], [3])
+    features, _ = bundle.prefill(Chunk(4, 16))(state, *arguments)
+    return bundle, state, Bucket(1, 16, 3), features
+
+
+def test_the_toy_notices_a_draft_whose_context_was_never_written():
+    bundle, state, bucket, features = prefilled()
+    (block,) = bundle.draft(bucket)(state)
+    with pytest.raises(Misuse, match="has read what was never written"):
+        bundle.verify(bucket)(state, block, *place([True]))
+    bundle, state, bucket, features = prefilled()
+    bundle.kv_write(1, 4)(state, features, *place([0], [0]))
+    (block,) = bundle.draft(bucket)(state)
+    bundle.verify(bucket)(state, block, *place([True]))
+
+
+def test_the_toy_notices_features_that_are_written_elsewhere():
+    bundle, state, _, features = prefilled()
+    for slot, start in ((1, 0), (0, 1)):
+        with pytest.raises(Misuse, match="are written as those of"):
+            bundle.kv_write(1, 4)(state, features, *place([slot], [start]))
+        state.reset()
+
+
+def test_the_toy_notices_a_chunk_that_leaves_a_gap():
+    bundle, state, *_ = prefilled()
+    with pytest.raises(Misuse, match="starts at 4, and the one before it ended at 3"):
+        bundle.prefill(Chunk(4, 16))(state, *place([[8, 0, 0, 0]], [0], [4], [1]))
+
+
+def test_the_toy_notices_a_round_that_no_bucket_holds():
+    bundle, state, *_ = prefilled()
+    state.slots[0].length = 17
+    state.slots[0].target[:17] = range(17)
+    with pytest.raises(Misuse, match="1 positions behind 17 are not in"):
+        bundle.verify(Bucket(1, 16, 0))(state, *place([True]))
+    with pytest.raises(Misuse, match="no verification for"):
+        bundle.verify(Bucket(1, 32, 0))
+    state.reset()
+    state.slots[1].length = 17  # it rests, and its block would be written over what stands before it
+    with pytest.raises(Misuse, match="would slide back"):
+        bundle.verify(Bucket(2, 16, 3))(state, *place([[0] * 4] * 2, [False, False]))
+
+
+def test_the_toy_notices_a_row_that_was_never_admitted():
+    bundle, state, *_ = prefilled()
+    with pytest.raises(Misuse, match="nobody has admitted"):
+        bundle.sampled_verify(Bucket(1, 16, 0))(state, *place([True]))
+
+
+def test_the_toy_notices_spent_state_arrays_of_the_host_and_reads_of_what_was_not_sent():
+    bundle, state, _, features = prefilled()
+    with pytest.raises(Misuse, match="array of the host's"):
+        bundle.kv_write(1, 4)(state, features, np.array([0]), np.array([0]))
+    with pytest.raises(Misuse, match="was not sent"):
+        np.asarray(features)
+    bundle.fail("draft")
+    with pytest.raises(Fault):
+        bundle.draft(Bucket(1, 16, 3))(state)
+    with pytest.raises(Misuse, match="that a failed call has spent"):
+        bundle.draft(Bucket(1, 16, 3))(state)
+    state.reset()
+    bundle.draft(Bucket(1, 16, 3))(state)

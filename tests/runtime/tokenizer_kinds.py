@@ -1,0 +1,87 @@
+"""A small tokenizer of each kind that checkpoints come with: they differ in how tokens become text."""
+
+from collections.abc import Callable
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+END = "<|end|>"  # special in all of them
+VOCABULARY = 400
+CORPUS = [
+    "the cat ate the 🎉 at the café, 東京東京タワー 🎉🎊🎉🎊 naïve été\n",
+    "a b c aaa bbb abab 東京 👩‍👩‍👧 ok\n",
+] * 20
+PIECES = ["▁", "▁the", "the", "▁▁", "▁a▁b", "cat", "▁cat", "é", "e", "\u0301", "東", "a", "b", "▁a", "ab", "\ufffd"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """BPE of bytes (GPT-2, Llama 3, Qwen), not split at words: some tokens end or begin inside a character."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """Gemma: the token of a byte is its number; words of the vocabulary carry their spaces."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + PIECES
+    model = models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([END])
+    return backend
+
+
+def stripped_byte_fallback() -> tokenizers.Tokenizer:
+    """Llama 2: a space is put before every text, and taken off when it is decoded."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), backend.normalizer])
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """SentencePiece's unigrams (T5): the first token of a text loses its spaces."""
+    backend = tokenizers.Tokenizer(models.Unigram([("?", 0.0), *((piece, -1.0) for piece in PIECES)], 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([END])
+    return backend
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    """BERT: spaces come between words, not before what goes on with one, nor before a full stop."""
+    words = ["?", "the", "##the", "cat", "##s", ".", ",", "n't", "'", "s", "do", "##é", "東", "a", "##a"]
+    backend = tokenizers.Tokenizer(models.WordPiece({word: rank for rank, word in enumerate(words)}, unk_token="?"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens([END])
+    return backend
+
+
+def word_ends() -> tokenizers.Tokenizer:
+    """CLIP: a word's last token says so, and its space comes with the next word."""
+    words = ["the</w>", "the", "c", "at</w>", "a", "a</w>", "é", "東</w>", "🎉"]
+    model = models.BPE({word: rank for rank, word in enumerate(words)}, [], end_of_word_suffix="</w>")
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.BPEDecoder("</w>")
+    backend.add_special_tokens([END])
+    return backend
+
+
+def split_words() -> tokenizers.Tokenizer:
+    """Without a decoder, a space between any two."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"the": 0, "cat": 1, "é": 2, "東": 3, "a": 4}, "the"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_tokens([AddedToken(END, special=True)])
+    return backend
+
+
+BYTE_KINDS = (byte_level, byte_fallback, stripped_byte_fallback)
+KINDS: tuple[Callable[[], tokenizers.Tokenizer], ...] = (*BYTE_KINDS, metaspace, word_pieces, word_ends, split_words)

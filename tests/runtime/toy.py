@@ -1,0 +1,534 @@
+"""A device in plain Python with the interface of Bundle and DeviceState, whose answers can be worked out by hand.
+
+Its kv is the text: each position of a slot holds the token that was written there, or STALE. So it knows what a real
+device would not notice, and says so: a position that is read before it was written, a write that would slide back, an
+argument of the host's, state that a failed call has spent. Two clocks, the device's and the host's, give latencies.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
+from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS, count_tops
+from dflash_aot.runtime.counters import Counters
+from dflash_aot.runtime.depth import Depth, FixedDepth
+from dflash_aot.runtime.loop import Loop
+from dflash_aot.runtime.request import Delta, Request
+from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.waiting_line import WaitingLine
+
+VOCAB = 97
+STALE = -1  # nobody's text
+GRID = "batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16"
+BLOCK = 8
+NO_COSTS: Mapping[str, float] = {}
+GREEDY = SamplingParams()
+
+
+class Misuse(BaseException):
+    """What a real device would do silently and wrongly. No Exception: from those the loop recovers."""
+
+
+class Fault(Exception):
+    """A program that was told to fail."""
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Misuse(what)
+
+
+# -- the models
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a slot asks of the choice of its tokens. `forced`: the one token that has a bias."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    prompted: int = 0  # different tokens of the prompt
+    forced: int | None = None
+    tops: bool = False
+
+
+def next_token(text: Sequence[int]) -> int:
+    """The target's choice, 1 + Σ place · token modulo VOCAB: every token counts, and where it stands."""
+    return (1 + sum(place * token for place, token in enumerate(text, 1))) % VOCAB
+
+
+def pick(text: Sequence[int], wish: Wish, said: int) -> int:
+    """The next token as `wish` has it, after `said` tokens of output; the neutral wish is the target's own choice."""
+    if wish.forced is not None:
+        return wish.forced
+    token = next_token(text)
+    if wish.temperature and (len(text) + wish.seed) % 3 == 0:
+        token += round(10 * wish.temperature) + wish.seed
+    if wish.frequency:
+        token += said
+    if wish.repetition != 1:
+        token += wish.prompted
+    return token % VOCAB
+
+
+def continue_alone(prompt: Sequence[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
+    """The slow, obvious path: one request, one token at a time."""
+    wish = Wish(
+        params.temperature,
+        (params.seed or 0) % (1 << 64),
+        params.frequency_penalty,
+        params.repetition_penalty,
+        len(set(prompt)),
+        next(iter(params.logit_bias or ()), None),
+    )
+    text = [*prompt]
+    for said in range(count):
+        text.append(pick(text, wish, said))
+    return text[len(prompt) :]
+
+
+def guess(text: Sequence[int], right: int, k: int) -> list[int]:
+    """The draft: `right` greedy tokens, then wrong ones."""
+    guessed = [*text]
+    for place in range(k):
+        guessed.append((next_token(guessed) + (place >= right)) % VOCAB)
+    return guessed[len(text) :]
+
+
+Right = Callable[[Sequence[int]], int]  # of a text, how many tokens the draft gets right
+
+
+def all_right(text: Sequence[int]) -> int:
+    return BLOCK
+
+
+def always(count: int) -> Right:
+    """A draft that is right for `count` tokens, whatever the text."""
+    return lambda text: count
+
+
+def by_first_token(text: Sequence[int]) -> int:
+    """A draft that is right for as many tokens as the text's first one says."""
+    return text[0]
+
+
+# -- the device
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program, or "read" for what the host has read of one.
+
+    `slots`: those that it was for, of a verification the active ones. `heads`: the first token of each one's text.
+    `anchor`: of an admission.
+    """
+
+    program: str
+    bucket: Bucket | Chunk | tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    anchor: int | None = None
+
+
+@dataclass
+class Clock:
+    """Simulated seconds: what the host has waited for, and when the device is done with what is enqueued."""
+
+    host: float = 0.0
+    device: float = 0.0
+
+    def enqueue(self, cost: float) -> float:
+        """When a call that costs so much is done."""
+        self.device = max(self.device, self.host) + cost
+        return self.device
+
+
+@dataclass(eq=False)
+class OnDevice:
+    """An array of the device's: the host waits for it, and reads it only after it was sent."""
+
+    values: Any
+    on_read: Callable[[], None] = lambda: None
+    sent: bool = False
+
+    def copy_to_host_async(self) -> None:
+        self.sent = True
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        require(self.sent, "an array is read that was not sent to the host when it was made")
+        self.on_read()
+        return np.array(self.values)
+
+
+@dataclass
+class Slot:
+    """Tokens by position, of both kvs; what the next round starts with; what is asked of its choice."""
+
+    target: list[int]
+    draft: list[int]
+    length: int = 0
+    anchor: int = STALE
+    wish: Wish | None = None
+    said: int = 0
+
+    @property
+    def text(self) -> list[int]:
+        """What attention sees."""
+        text = self.target[: self.length]
+        require(STALE not in text, f"positions of {text} are read that were never written")
+        return text
+
+    def copy(self) -> "Slot":
+        return replace(self, target=[*self.target], draft=[*self.draft])
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of the tokens [rows, width] at `starts` of `slots`, as kv_write is to have them."""
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def write(kv: list[int], start: int, tokens: Sequence[int]) -> None:
+    require(start + len(tokens) <= len(kv), f"a write of {len(tokens)} positions at {start} would slide back")
+    kv[start : start + len(tokens)] = tokens
+
+
+class ToyState:
+    """As DeviceState: a call that fails has spent it."""
+
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        self.resets = -1
+        self.reset()
+
+    def reset(self) -> None:
+        positions = self._grid.capacity + self._grid.widest_write
+        self.slots = [Slot([STALE] * positions, [STALE] * positions) for _ in range(self._grid.slots)]
+        self._spent = False
+        self.resets += 1
+
+    def place(self, array: np.ndarray) -> OnDevice:
+        """No copy: on a CPU a device may go on reading the host's own memory."""
+        return OnDevice(array)
+
+    @contextmanager
+    def donate(self) -> Iterator[list[Slot]]:
+        require(not self._spent, "state is used that a failed call has spent")
+        self._spent = True
+        yield self.slots
+        self._spent = False
+
+
+Program = Callable[..., Sequence[OnDevice]]
+
+
+class ToyBundle:
+    """As Bundle. `costs`: simulated seconds per program."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        k: int,
+        sampling: Sequence[str] = ("greedy", "sample"),
+        right: Right = all_right,
+        costs: Mapping[str, float] = NO_COSTS,
+    ):
+        facts = SimpleNamespace(decoder=SimpleNamespace(vocab=VOCAB))
+        self.manifest = SimpleNamespace(grid=grid, sampling=tuple(sampling), target=SimpleNamespace(facts=facts))
+        self.k, self._right, self._costs = k, right, costs
+        self.log: list[Call] = []
+        self.clock = Clock()
+        self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
+        self._faults: Counter[str] = Counter()
+        self._widths = {(1, chunk.prefill) for chunk in grid.chunks()}
+        self._widths |= {(bucket.batch, bucket.k + 1) for bucket in grid.buckets()}
+
+    def fail(self, program: str, times: int = 1) -> None:
+        """The next calls of `program` fail; of "read verify" and the like, the host's reading of their results."""
+        self._faults[program] += times
+
+    def prefill(self, chunk: Chunk) -> Program:
+        require(chunk in self.manifest.grid.chunks(), f"there is no {chunk}")
+        return partial(self._call, "prefill", chunk, self._prefill)
+
+    def draft(self, bucket: Bucket) -> Program:
+        require(0 < bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no draft for {bucket}")
+        return partial(self._call, "draft", bucket, self._draft)
+
+    def verify(self, bucket: Bucket) -> Program:
+        self._require_verify("greedy", bucket)
+        return partial(self._call, "verify", bucket, self._verify)
+
+    def sampled_verify(self, bucket: Bucket) -> Program:
+        self._require_verify("sample", bucket)
+        return partial(self._call, "sampled_verify", bucket, self._sampled_verify)
+
+    def kv_write(self, rows: int, width: int) -> Program:
+        require(self.k > 0 and (rows, width) in self._widths, f"no kv_write for {rows} rows of {width}")
+        return partial(self._call, "kv_write", (rows, width), self._kv_write)
+
+    def admit(self) -> Program:
+        require("sample" in self.manifest.sampling, "nothing samples")
+        return partial(self._call, "admit", (), self._admit)
+
+    def move(self) -> Program:
+        require(self.manifest.grid.slots > 1, "there is one slot")
+        return partial(self._call, "move", (), self._move)
+
+    def _require_verify(self, kind: str, bucket: Bucket) -> None:
+        require(kind in self.manifest.sampling, f"no {kind} verification")
+        require(bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no verification for {bucket}")
+
+    def _call(
+        self, program: str, bucket: Any, run: Callable[..., Any], state: ToyState, *arguments: OnDevice
+    ) -> list[OnDevice]:
+        """`run` gets the slots and what is in the arguments; returns what the log says of it, and results."""
+        require(all(isinstance(one, OnDevice) for one in arguments), f"{program} is given an array of the host's")
+        done = self.clock.enqueue(self._costs.get(program, 0.0))
+        with state.donate() as slots:
+            self._break(program)
+            used, results, *anchor = run(bucket, slots, *(one.values for one in arguments))
+        heads = tuple(slots[slot].target[0] for slot in used)
+        self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
+        return [OnDevice(result, partial(self._read, program, bucket, tuple(used), heads, done)) for result in results]
+
+    def _read(self, program: str, bucket: Any, slots: tuple[int, ...], heads: tuple[int, ...], done: float) -> None:
+        self.on_read()
+        self.clock.host = max(self.clock.host, done)
+        self._break(f"read {program}")
+        self.log.append(Call(f"read {program}", bucket, slots, heads))
+
+    def _break(self, what: str) -> None:
+        if self._faults[what]:
+            self._faults[what] -= 1
+            raise Fault(f"{what} was told to fail")
+
+    # -- programs: of the bucket, the slots and the arguments
+
+    def _prefill(self, chunk: Chunk, slots: list[Slot], tokens: Any, at: Any, starts: Any, counts: Any) -> Any:
+        slot, start, count = slots[at[0]], int(starts[0]), int(counts[0])
+        require(start in (0, slot.length), f"a chunk starts at {start}, and the one before it ended at {slot.length}")
+        require(0 < count <= chunk.prefill and start + count <= chunk.length, f"{count} at {start} are too many")
+        part = [*map(int, tokens[0, :count])]
+        padded = (*part, *[STALE] * (chunk.prefill - count))
+        write(slot.target, start, padded)
+        slot.length = start + count
+        slot.anchor = next_token(slot.text)
+        return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
+
+    def _draft(self, bucket: Bucket, slots: list[Slot]) -> Any:
+        return range(bucket.batch), ([[slot.anchor, *self._guess(slot, bucket.k)] for slot in slots[: bucket.batch]],)
+
+    def _guess(self, slot: Slot, k: int) -> list[int]:
+        """A row that is not active may hold anything; whether it is, only the verification knows."""
+        text = slot.target[: slot.length]
+        if STALE in (*text, slot.anchor) or slot.draft[: slot.length] != text:
+            return [STALE] * k
+        text = [*text, slot.anchor]
+        return guess(text, self._right(text), k)
+
+    def _verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any, sampled: bool = False) -> Any:
+        slots, active = slots[: bucket.batch], arguments[-1]
+        block = arguments[0] if bucket.k else [[slot.anchor] for slot in slots]
+        require(len(active) == len(block) == bucket.batch, f"{len(block)} rows, {len(active)} flags in {bucket}")
+        starts = tuple(slot.length for slot in slots)
+        wishes = [slot.wish if sampled else Wish() for slot in slots]
+        judged = [_judge(bucket, *row) for row in zip(slots, block, active, wishes, strict=True)]
+        written, verdict = zip(*judged, strict=True)
+        features = Features(tuple(range(bucket.batch)), starts, written)
+        return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(verdict, np.int32))
+
+    def _sampled_verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any) -> Any:
+        used, (features, starts, verdict) = self._verify(bucket, slots, *arguments, sampled=True)
+        chosen, count = verdict[:, bucket.k + 1 :], count_tops(VOCAB)
+        tokens = (chosen[..., None] + np.arange(count)) % VOCAB
+        wanted = any(slots[slot].wish.tops for slot in used)
+        tops = [array * wanted for array in (tokens, logprob(tokens))]
+        bits = logprob(chosen).view(np.int32)
+        return used, (features, starts, np.concatenate([verdict, bits], axis=1), *tops)
+
+    def _kv_write(self, sizes: tuple[int, int], slots: list[Slot], features: Any, at: Any, starts: Any) -> Any:
+        named = Features(tuple(map(int, at)), tuple(map(int, starts)), features.tokens)
+        require(named == features, f"features of {features} are written as those of {named}")
+        require(sizes == (len(at), len(features.tokens[0])), f"features of another shape than {sizes}")
+        for slot, start, tokens in zip(named.slots, named.starts, named.tokens, strict=True):
+            write(slots[slot].draft, start, tokens)
+        return named.slots, ()
+
+    def _admit(
+        self, _: Any, slots: list[Slot], at: Any, starts: Any, anchor: Any, asked: Any, seeds: Any, *rest: Any
+    ) -> Any:
+        slot, given = slots[at[0]], int(anchor[0])
+        slot.wish, slot.said = read_wish(asked[0], seeds[0], *(one[0] for one in rest)), 0
+        if given >= 0:
+            slot.length, slot.anchor = int(starts[0]), given
+            require(STALE not in slot.text, "it starts behind what was prefilled")
+        return [int(at[0])], (), given
+
+    def _move(self, _: Any, slots: list[Slot], source: Any, destination: Any) -> Any:
+        slots[destination[0]] = slots[source[0]].copy()
+        return [int(source[0]), int(destination[0])], ()
+
+
+def _judge(
+    bucket: Bucket, slot: Slot, block: Sequence[int], active: bool, wish: Wish | None
+) -> tuple[tuple[int, ...], list[int]]:
+    """One row of a verification: what it leaves in the kv, and its verdict. What a row that rests gives is no text."""
+    start, width = slot.length, bucket.k + 1
+    if not active:
+        write(slot.target, start, [STALE] * width)
+        return (STALE,) * width, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
+    text = slot.text
+    require(wish is not None, "a row is sampled that nobody has admitted")
+    require(start + width <= bucket.length, f"{width} positions behind {start} are not in {bucket}")
+    require(STALE not in block, f"the draft of {block} has read what was never written")
+    assert wish is not None
+    chosen = [pick([*text, *block[: row + 1]], wish, slot.said + row) for row in range(width)]
+    accepted = next((row for row in range(bucket.k) if block[row + 1] != chosen[row]), bucket.k)
+    written = (*block[: accepted + 1], *[STALE] * (bucket.k - accepted))
+    write(slot.target, start, written)
+    slot.length, slot.anchor, slot.said = start + accepted + 1, chosen[accepted], slot.said + accepted + 1
+    return written, [accepted, *block[1:], *chosen]
+
+
+def read_wish(asked: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int) -> Wish:
+    """What an admission has placed."""
+    columns = {name: round(float(value), 5) for name, value in zip(SAMPLING_COLUMNS, asked, strict=True)}
+    require(columns.keys() == NEUTRAL.keys(), "sampling has other columns")
+    high, low = (int(half) & 0xFFFFFFFF for half in seeds)
+    return Wish(
+        columns["temperature"],
+        high << 32 | low,
+        columns["frequency_penalty"],
+        columns["repetition_penalty"],
+        int(prompted.sum()),
+        int(bias.argmax()) if bias.any() else None,
+        bool(tops),
+    )
+
+
+def logprob(tokens: np.ndarray) -> np.ndarray:
+    """-token / 4, exact in float32."""
+    return (tokens / np.float32(-4)).astype(np.float32)
+
+
+# -- the engine
+
+
+class ToyEngine:
+    """The loop on a toy device, step by step. `pick`: the engine's K where it is less than the largest loaded."""
+
+    def __init__(
+        self,
+        buckets: str = GRID,
+        k: int = BLOCK - 1,
+        pick: int | None = None,
+        depth: Depth | None = None,
+        max_waiting: int = 1024,
+        **device: Any,
+    ):
+        self.grid = parse_grid(buckets, BLOCK)
+        self.bundle, self.state = ToyBundle(self.grid, k, **device), ToyState(self.grid)
+        self.line, self.counters = WaitingLine(max_waiting), Counters()
+        depth = depth or FixedDepth(k if pick is None else pick)
+        self.loop = Loop(self.bundle, self.state, self.counters, self.line, depth)
+        self.news: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
+        self.asked_at: dict[Request, float] = {}  # the host's time
+        self.requests: list[Request] = []
+        self.steps: list[list[Call]] = []
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        priority: int = 0,
+        deadline: float | None = None,
+        stop_ids: Sequence[int] = (),
+        **params: Any,
+    ) -> Request:
+        """A request that joins the line."""
+        assert len(prompt) + tokens <= self.grid.capacity + 1, "the engine refuses it"
+        news: list[tuple[float, Delta]] = []
+        request = Request(
+            prompt=[*prompt],
+            params=SamplingParams(max_tokens=tokens, **params),
+            limit=tokens,
+            stop_ids=frozenset(stop_ids),
+            text=None,
+            emit=lambda delta: news.append((self.bundle.clock.host, delta)),
+            priority=priority,
+            deadline=deadline,
+            on_cancel=self.line.note_cancel,
+        )
+        self.line.join(request)
+        self.news[request], self.asked_at[request] = news, self.bundle.clock.host
+        self.requests.append(request)
+        return request
+
+    def step(self) -> list[Call]:
+        """What the device was called for meanwhile, and what was read."""
+        before = len(self.bundle.log)
+        try:
+            self.loop.step()
+        finally:
+            self.steps.append(self.bundle.log[before:])
+        return self.steps[-1]
+
+    def run(self, most: int = 1000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(most):
+            if self.loop.idle:
+                return
+            self.step()
+        raise AssertionError(f"after {most} steps there is still something to do")
+
+    def calls(self, *programs: str) -> list[Call]:
+        return [call for call in self.bundle.log if call.program in programs]
+
+    @property
+    def rounds(self) -> list[Call]:
+        return self.calls("verify", "sampled_verify")
+
+    def check(self, request: Request) -> None:
+        """It has what it gets alone: all of it, or as far as it came before it was ended."""
+        alone = continue_alone(request.prompt, request.limit, request.params)
+        stops = (place + 1 for place, token in enumerate(alone) if token in request.stop_ids)
+        whole = alone[: next(stops, request.limit)]
+        assert request.finish_reason is not None, "it has no end"
+        ended = request.finish_reason in ("cancelled", "error")
+        assert request.token_ids == (whole[: len(request.token_ids)] if ended else whole)
+        assert request.token_ids == [token for _, delta in self.news[request] for token in delta.token_ids]
+        assert [delta.finish_reason for _, delta in self.news[request]].count(None) == len(self.news[request]) - 1
+
+
+SAMPLED: dict[str, Any] = {"temperature": 0.5, "seed": 3, "frequency_penalty": 1.0}
+COSTS = {"prefill": 5.0, "draft": 1.0, "verify": 3.0, "sampled_verify": 3.0, "kv_write": 1.0}
+ROUND, CHUNK = 5.0, 6.0  # with their kv_write
+LONG = [7] * 40  # chunks of 16, 16 and 8
+
+
+def programs(step: Sequence[Call]) -> list[str]:
+    return [call.program for call in step]
+
+
+def rounds_of(steps: Sequence[Sequence[Call]]) -> list[Call]:
+    return [call for step in steps for call in step if call.program in ("verify", "sampled_verify")]
+
+
+def gaps(engine: ToyEngine, request: Request) -> list[float]:
+    """Simulated seconds between news of one request."""
+    times = [at for at, delta in engine.news[request] if delta.token_ids]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
