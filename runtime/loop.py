@@ -4,7 +4,6 @@ Everything a round decides stays on the device. The host reads one packed array 
 works with upper bounds of the lengths in between.
 """
 
-import functools
 import logging
 import threading
 import time
@@ -22,6 +21,7 @@ from dflash_aot.runtime.advice import ROUNDS, advise_on_acceptance
 from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.depth import Depth
+from dflash_aot.runtime.dispatch import Dispatch
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.logprobs import RoundLogprobs, TokenLogprob
 from dflash_aot.runtime.request import Delta, FinishReason, Request
@@ -60,8 +60,7 @@ class Loop:
     """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
     def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
-        self._bundle, self._state, self._counters = bundle, state, counters
-        self._line, self._depth = line, depth
+        self._state, self._counters, self._line, self._depth = state, counters, line, depth
         self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
@@ -69,10 +68,7 @@ class Loop:
         self._failures = 0  # since a verdict was read
         self._between = True  # something else was enqueued since the last round
         self._last_verdict = 0.0
-        self._place = place = state.place
-        # By the mask of active rows. The loop's own, and nothing of the loop in it: an engine that is closed is gone.
-        self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
-        self._slot_ranges = {batch: self._place(np.arange(batch, dtype=np.int32)) for batch in self._grid.batch}
+        self._dispatch = Dispatch(bundle, state)
         vocab = bundle.manifest.target.facts.decoder.vocab
         self._admission = Admission(bundle.admit(), state, vocab) if "sample" in self._sampling else None
         self._unsent: list[tuple[Request, Delta]] = []
@@ -175,8 +171,7 @@ class Loop:
         while self._slots and self._batch(self._slots.span) > self._batch(len(self._slots)):
             move = self._slots.take_move()
             assert move is not None
-            source, destination = (self._place(np.array([slot], np.int32)) for slot in move)
-            self._bundle.move()(self._state, source, destination)
+            self._dispatch.move(*move)
             self._counters.moves += 1
             self._between = True
 
@@ -192,13 +187,7 @@ class Loop:
             return 0
         chunk = self._grid.fit_chunk(row.written, row.unwritten)
         part = row.request.prompt[row.written : row.written + min(chunk.prefill, row.unwritten)]
-        tokens = np.zeros((1, chunk.prefill), np.int32)
-        tokens[0, : len(part)] = part
-        numbers = (self._slots.slot_of(row), row.written, len(part))
-        slots, starts, counts = (self._place(np.array([number], np.int32)) for number in numbers)
-        features, first = self._bundle.prefill(chunk)(self._state, self._place(tokens), slots, starts, counts)
-        if self._ks[-1]:
-            self._bundle.kv_write(1, chunk.prefill)(self._state, features, slots, starts)
+        first = self._dispatch.prefill(chunk, self._slots.slot_of(row), row.written, part)
         row.written = row.length = row.written + len(part)
         self._between = True
         with self._lock:
@@ -242,16 +231,11 @@ class Loop:
         sampled = any(row.sampled for row in takers)
         if sampled:
             self._admit(takers)
-        active = self._active(tuple(row is not None for row in rows))
-        block = self._bundle.draft(bucket)(self._state) if bucket.k else ()
-        verify = self._bundle.sampled_verify(bucket) if sampled else self._bundle.verify(bucket)
-        features, starts, verdict, *tops = verify(self._state, *block, active)
+        active = [row is not None for row in rows]
+        verdict, *tops = self._dispatch.round(bucket, active, sampled)
         tops = tops if any(row.request.params.logprobs for row in takers) else []
         for array in (verdict, *tops):
             array.copy_to_host_async()
-        if self._ks[-1]:
-            write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
-            write(self._state, features, self._slot_ranges[bucket.batch], starts)
         with self._lock:
             self._counters.note_round(bucket, sampled, len(takers))
         next_to, self._between = not self._between and bool(self._unread), False

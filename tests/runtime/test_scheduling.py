@@ -48,6 +48,9 @@ class AnyDepth:
     def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
         """It learns nothing."""
 
+    def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
+        """Nor how long that takes."""
+
     def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
 
