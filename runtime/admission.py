@@ -32,13 +32,19 @@ class Admission:
             place(np.array([slot], np.int32)),
             place(np.array([len(prompt) - 1], np.int32)),
             place(np.array([anchor], np.int32)),
-            place(np.array([[getattr(params, name) for name in SAMPLING_COLUMNS]], np.float32)),
+            place(self._columns(params)),
             place(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
             self._bias(params),
             self._no_tokens if params.repetition_penalty == 1 else self._tokens(prompt),
             place(np.array([bool(params.logprobs)], np.int32)),
         )
         row.admitted = True
+
+    def _columns(self, params: SamplingParams) -> np.ndarray:
+        """A top_k of all tokens and more is no limit, and may be too large for a float."""
+        asked = {name: getattr(params, name) for name in SAMPLING_COLUMNS}
+        asked["top_k"] = 0 if params.top_k >= self._vocab else params.top_k
+        return np.array([list(asked.values())], np.float32)
 
     def _bias(self, params: SamplingParams) -> jax.Array:
         if not params.logit_bias:

@@ -140,8 +140,17 @@ class Loop:
             self._end(row.request, "error", error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
-        self._unsent.append((request, request.end(reason, error)))
+        try:
+            delta = request.end(reason, error)
+        except Exception as failure:  # of the text layer, which still held something back
+            delta = self._end_without_text(request, failure)
+        self._unsent.append((request, delta))
         self._counters.note_end(request)
+
+    def _end_without_text(self, request: Request, failure: Exception) -> Delta:
+        """The text layer's fault is that of one request alone."""
+        request.text = None
+        return request.end("error", f"the text of this request cannot be made: {type(failure).__name__}: {failure}")
 
     def _send(self) -> None:
         """Tells callers what happened, after it was counted."""
@@ -322,9 +331,8 @@ class Loop:
         before = len(request.token_ids)
         try:
             delta = request.take(tokens, logprobs)
-        except Exception as error:  # of the text layer: it is this request's alone
-            request.text = None
-            delta = request.end("error", f"the text of this request cannot be made: {type(error).__name__}: {error}")
+        except Exception as failure:
+            delta = self._end_without_text(request, failure)
         self._unsent.append((request, delta))
         self._counters.note_tokens(request, before)
         if request.finish_reason:

@@ -1,5 +1,7 @@
 """What a request asks of the choice of its tokens, and how far it goes."""
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +9,8 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.sampling import MOST_TOP_LOGPROBS
 
 MOST_BIAS = 100.0  # as OpenAI's interface has it: enough to ban a token or to force it
+# All of these are float32 on the device: what stands beyond changes nothing, or is no number there.
+MOST, LEAST_TOP_P = 1e4, 1e-6
 SEEDS = 1 << 63
 
 
@@ -49,46 +53,31 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Raises BadInput."""
         whole, number = _is_whole, _is_number
-        at_least_1 = "a whole number of at least 1 is needed"
-        at_least_0 = "a whole number of at least 0 is needed"
-        self._check("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1), at_least_1)
-        self._check("temperature", number(self.temperature, 0, 1e4), "a number of at least 0 is needed")
-        self._check("top_k", whole(self.top_k, 0), f"{at_least_0}, 0 for no limit")
-        self._check(
-            "top_p", number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and at most 1 is needed, 1 for all"
-        )
-        self._check("min_p", number(self.min_p, 0, 1), "a number from 0 to 1 is needed, 0 for no limit")
-        self._check(
-            "seed",
-            self.seed is None or whole(self.seed, -SEEDS) and self.seed < SEEDS,
-            "a whole number of 64 bits is needed",
-        )
+        self._check("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1), "a whole number of at least 1")
+        self._check("temperature", number(self.temperature, 0, MOST), f"a number from 0 to {MOST:g}, 0 for greedy")
+        self._check("top_k", whole(self.top_k, 0), "a whole number of at least 0, 0 for no limit")
+        self._check("top_p", number(self.top_p, LEAST_TOP_P, 1), f"a number from {LEAST_TOP_P:g} to 1, 1 for no limit")
+        self._check("min_p", number(self.min_p, 0, 1), "a number from 0 to 1, 0 for no limit")
         self._check(
             "repetition_penalty",
-            number(self.repetition_penalty, 0, 1e4) and self.repetition_penalty > 0,
-            "a number above 0 is needed, 1 for none",
+            number(self.repetition_penalty, 1 / MOST, MOST),
+            f"a number from {1 / MOST:g} to {MOST:g}, 1 for none",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, number(getattr(self, name), -1e4, 1e4), "a number is needed, 0 for none")
+            good = number(getattr(self, name), -MOST, MOST)
+            self._check(name, good, f"a number from -{MOST:g} to {MOST:g}, 0 for none")
         self._check("logit_bias", _is_bias(self.logit_bias), f"token ids with numbers from -{MOST_BIAS:g} to 100")
-        self._check(
-            "logprobs",
-            self.logprobs is None or whole(self.logprobs, 0) and self.logprobs <= MOST_TOP_LOGPROBS,
-            f"a whole number from 0 to {MOST_TOP_LOGPROBS} is needed",
-        )
-        self._check(
-            "stop", _is_list(self.stop, str) and all(self.stop), "a list of texts is needed, none of them empty"
-        )
-        self._check(
-            "stop_token_ids",
-            self.stop_token_ids is None or _is_list(self.stop_token_ids, int),
-            "a list of token ids is needed",
-        )
-        self._check("k", self.k is None or whole(self.k, 0), at_least_0)
+        tops = self.logprobs is None or whole(self.logprobs, 0, MOST_TOP_LOGPROBS)
+        self._check("logprobs", tops, f"a whole number from 0 to {MOST_TOP_LOGPROBS}")
+        self._check("seed", self.seed is None or whole(self.seed, -SEEDS, SEEDS - 1), "a whole number of 64 bits")
+        self._check("stop", _is_list(self.stop, str) and all(self.stop), "a list of texts, none of them empty")
+        ends = self.stop_token_ids is None or _is_list(self.stop_token_ids, int)
+        self._check("stop_token_ids", ends, "a list of token ids")
+        self._check("k", self.k is None or whole(self.k, 0), "a whole number of at least 0")
 
     def _check(self, name: str, good: bool, needed: str) -> None:
         if not good:
-            raise BadInput(f"{name} is {getattr(self, name)!r}: {needed}")
+            raise BadInput(f"{name} is {reprlib.repr(getattr(self, name))}: {needed} is needed")
 
     @property
     def plain(self) -> bool:
@@ -109,8 +98,8 @@ class SamplingParams:
         return tuple(name for name, given in asked.items() if given)
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
+def _is_whole(value: object, least: int, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
@@ -119,7 +108,11 @@ def _is_number(value: object, least: float, most: float) -> bool:
 
 
 def _is_list(values: object, kind: type) -> bool:
-    return isinstance(values, Sequence) and not isinstance(values, str) and all(type(one) is kind for one in values)
+    return (
+        isinstance(values, Sequence)
+        and not isinstance(values, str | bytes | bytearray)
+        and all(type(one) is kind for one in values)
+    )
 
 
 def _is_bias(bias: object) -> bool:

@@ -171,3 +171,9 @@ def test_an_admission_reaches_its_slot_and_no_other():
     admission.admit(row(sampled=False), 2)
     assert slots[2].wish is not None and slots[2].wish.temperature == 0
     assert (slots[2].length, slots[2].anchor) == (3, 96)  # both stay
+
+
+@pytest.mark.parametrize(("top_k", "placed"), [(0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, 0), (10**400, 0)])
+def test_a_top_k_of_all_tokens_or_more_is_no_limit(top_k, placed):
+    (call,) = admit(row(temperature=1.0, top_k=top_k)).calls
+    assert call["sampling"][0, SAMPLING_COLUMNS.index("top_k")] == placed
