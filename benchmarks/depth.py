@@ -5,7 +5,8 @@
 The bundle needs --sampling greedy,sample. Easy prompts are windows of files that the embedded pair was trained on,
 continued greedily; hard ones are random tokens, continued at a high temperature, since greedily they end in loops
 that are easy to draft. Each prompt is answered by every engine in turn, so that noise of the machine meets all of
-them; all must give the same tokens. Seconds per token leave out the time to the first one.
+them; all must give the same tokens. Seconds per token leave out the time to the first one. An engine opened with K = 0
+has no draft; "0 kept" is K = 0 with the draft's kv kept up to date, as whoever may draft again has to.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from corpus import read_split, token_stream, windows  # the split lives with the
 
 WIDTH = 64  # tokens of a prompt
 AUTO = "auto"
+KEPT = "0 kept"  # every request asks for K = 0 of an engine that could draft
 Runs = dict[str, dict[int | str, list[list[Result]]]]  # by kind and K: for each prompt, its repeats
 
 
@@ -53,6 +56,7 @@ def main() -> None:
     start_jax(manifest.environment.platform)
     with ExitStack() as stack:
         engines = {k: stack.enter_context(Engine.open(options.bundle, k=k)) for k in (*manifest.grid.k, AUTO)}
+        engines[KEPT] = stack.enter_context(Engine.open(options.bundle, k=AUTO))
         prompts = make_prompts(engines[AUTO], options.prompts)
         runs: Runs = {kind: {k: [[] for _ in own] for k in engines} for kind, own in prompts.items()}
         for _ in range(options.repeats):
@@ -73,7 +77,7 @@ def run_prompt(
     number: int,
 ) -> None:
     for k, engine in engines.items():
-        by_k[k][number].append(engine.generate(prompt, params))
+        by_k[k][number].append(engine.generate(prompt, replace(params, k=0) if k == KEPT else params))
     if len({tuple(by_k[k][number][-1].token_ids) for k in engines}) != 1:
         sys.exit(f"void: the Ks do not agree on the tokens behind {prompt}")
 
@@ -88,7 +92,7 @@ def print_kind(kind: str, by_k: dict[int | str, list[list[Result]]]) -> None:
         k: statistics.mean(statistics.median(map(seconds_per_token, repeats)) for repeats in by_prompt)
         for k, by_prompt in by_k.items()
     }
-    best = min((k for k in times if k != AUTO), key=times.__getitem__)
+    best = min((k for k in times if isinstance(k, int)), key=times.__getitem__)
     print(f"{kind}: best fixed K = {best}; auto takes {times[AUTO] / times[best]:.3f} of its time per token")
     print("     K  ms/token  of best     τ")
     for k, by_prompt in by_k.items():

@@ -48,7 +48,7 @@ class GridMiss(DflashError):
 
 
 class EngineFailed(DflashError):
-    """The device loop died; the engine cannot serve any more."""
+    """A request ended in an error that is not its own, or the engine cannot serve any more: the message says which."""
 
 
 class QueueFull(DflashError):

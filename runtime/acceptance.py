@@ -6,7 +6,7 @@ from operator import mul
 
 PRIOR = 0.8  # optimistic: what was never tried is tried
 WINDOW = 32  # rounds after which a verdict counts for 1/e of a new one
-LEAST = 1.0  # new verdicts that the past weighs at least, however long ago: one verdict alone says little
+LEAST = 2.0  # new verdicts that the past weighs at least, however long ago: one verdict alone says little
 LARGEST = 1e30
 
 

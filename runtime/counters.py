@@ -16,8 +16,7 @@ class Counters:
     host_seconds: what its thread worked. host_wall_seconds: what passed meanwhile, waits for the device left out; on
     a CPU, that also counts what the device does on the same cores.
     bucket_rounds: rounds by bucket and whether they sampled. padded_rows: rows of those buckets that no request had.
-    padded_prefill: positions of prefill chunks behind their prompts. prompt_tokens: what was prefilled; the last token
-    of a sampled request's prompt is not.
+    padded_prefill: positions of prefill chunks behind their prompts.
     waiting, running, slots: requests in line, requests in slots, and slots, at the moment of the copy.
     """
 

@@ -12,10 +12,11 @@ from dflash_aot.runtime.service_times import ServiceTimes
 MARGIN = 0.03  # by which another K must be better per token
 TRIAL_SHARE = 0.015  # of the time, for rounds with a K that is not expected to pay
 TRIAL_SPACING = 8  # rounds between two of these at least
-FIRST_TRIALS = 3  # of a row, on credit: one miss says little
+TRIAL_DISTANCE = 16  # rounds from one trial of a text to the next, which double with each
+TRIAL_DEBT = 3  # trials that may run before time has paid for them
 FIRST_ROUNDS = 16  # of each request, which new requests are judged by
 ENGINE_WINDOW = 256  # such rounds
-MOST_ROUNDS = 4  # between two decisions
+LOOK_ROUNDS = 3  # between two decisions
 KEPT = 512  # decisions
 
 Why = Literal["worth", "trial", "request", "room"]
@@ -99,31 +100,36 @@ class FixedDepth:
 class _Plan(NamedTuple):
     """What to do until the next look; times in seconds.
 
-    `earned`: what a round of the pick adds to the credit for trials. `trial`: a larger K, run as soon as the credit
-    is `trial_at`, at `trial_cost`: what it is expected to take above its tokens at the pick's rate.
+    `rate`: of a token at the pick. `earned`: what a round of the pick adds to the credit for trials. `trial`: a larger
+    K. `trial_price`: what a round of it takes above one token per row at the pick's rate, `trial_cost` above those
+    that are expected.
     """
 
     pick: Bucket
     why: Why
     seconds: Mapping[int, float]
+    rate: float = 0.0
     earned: float = 0.0
     trial: Bucket | None = None
-    trial_at: float = 0.0
+    trial_price: float = 0.0
     trial_cost: float = 0.0
 
 
 class AdaptiveDepth:
-    """The K with the least expected seconds per token, from measured rounds and running acceptance.
+    """The K with the least expected seconds per token, from times of rounds and running acceptance.
 
-    times: seconds of a whole round of a bucket, sampled or not.
+    times: seconds of a whole round of a bucket, sampled or not, as measured at load; rounds that are served correct
+    them.
 
     Expected are seconds(K) / Σ_rows E(K), E being the tokens that a row's acceptance lets expect. They are looked at
     anew every few rounds, and when rows or buckets change. Hysteresis: the K stays unless another one is better by
     MARGIN; so Ks of nearly equal worth don't alternate, at a price below MARGIN.
 
-    Verifying K says all about smaller Ks and nothing about larger ones. So now and then one round runs with the
-    larger K that is cheapest to try: what these rounds are expected to lose stays within TRIAL_SHARE of the time. A
-    new row is tried at once, up to FIRST_TRIALS times on credit; nothing else is until time has paid for it.
+    Verifying K says all about smaller Ks and nothing about larger ones. So now and then one round, a trial, runs with
+    the larger K that is cheapest to try: at once where a row is new, then after TRIAL_DISTANCE rounds and at distances
+    that double, as after each fall of K; and whenever TRIAL_SHARE of the time has paid for one. The former may run on
+    debt, at most TRIAL_DEBT of them, which no new row inherits. What a trial gains is credit again, and one that paid
+    for itself is repeated at once.
     """
 
     def __init__(self, times: Mapping[tuple[Bucket, bool], float]):
@@ -131,7 +137,9 @@ class AdaptiveDepth:
         self._deepest = max((bucket.k for bucket, _ in times), default=0)
         self._seen = Acceptance(window=ENGINE_WINDOW)
         self._decisions: deque[Decision] = deque(maxlen=KEPT)
-        self._round, self._next_look, self._credit = 0, 0, 0.0
+        self._round, self._next_look = 0, 0
+        self._credit, self._trial_due, self._trial_distance = 0.0, TRIAL_DISTANCE, TRIAL_DISTANCE
+        self._unpaid, self._awaited = 0.0, 0  # of the last trial, so far: seconds, and rows without a verdict
         self._buckets: Sequence[Bucket] = ()
         self._sampled = False
         self._voters: list[Acceptance] = []
@@ -151,6 +159,17 @@ class AdaptiveDepth:
         acceptance.note(k, accepted)
         if k and acceptance.rounds <= FIRST_ROUNDS:
             self._seen.note(k, accepted)
+        # What a larger K verified before it fell comes in a round late, and is no trial's.
+        if self._awaited and self._plan and k > self._plan.pick.k:
+            self._awaited -= 1
+            self._note_gain(accepted * self._plan.rate)
+
+    def _note_gain(self, seconds: float) -> None:
+        """Of one row of a trial, by the drafted tokens that stood."""
+        self._credit += seconds
+        self._unpaid -= seconds
+        if seconds and self._unpaid <= 0:
+            self._begin_trials(0)
 
     def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
         """As `Depth.note_round`. KeyError for a bucket without times."""
@@ -161,17 +180,28 @@ class AdaptiveDepth:
         self._round += 1
         voters = [row.acceptance for row in rows]
         moved = buckets != self._buckets or sampled != self._sampled
-        if moved:
-            self._buckets, self._sampled = buckets, sampled
         if self._plan is None or moved or self._round >= self._next_look or voters != self._voters:
-            self._plan, self._voters = self._look(rows), voters
-            self._next_look = self._round + min(1 + len(rows), MOST_ROUNDS)
+            if voters != self._voters and not all(one.rounds for one in voters):
+                self._begin_trials(0)
+                self._credit = max(self._credit, 0.0)
+            self._buckets, self._sampled, self._voters = buckets, sampled, voters
+            self._plan = self._look(rows)
+            self._next_look = self._round + LOOK_ROUNDS
         plan = self._plan
         self._credit = min(self._credit + plan.earned, plan.trial_cost)
-        if plan.trial is None or self._credit < plan.trial_at:
+        if plan.trial is None or not self._may_try(plan.trial_cost):
             return self._turn(plan.pick, plan.why, plan.seconds)
-        self._credit -= plan.trial_cost
+        self._credit -= plan.trial_price
+        self._unpaid, self._awaited = plan.trial_price, len(rows)
+        self._trial_due, self._trial_distance = self._round + self._trial_distance, 2 * self._trial_distance
         return self._turn(plan.trial, "trial", plan.seconds)
+
+    def _may_try(self, cost: float) -> bool:
+        due = self._round >= self._trial_due
+        return self._credit >= ((1 - TRIAL_DEBT) * cost if due else cost)
+
+    def _begin_trials(self, wait: int) -> None:
+        self._trial_due, self._trial_distance = self._round + wait, TRIAL_DISTANCE
 
     def _look(self, rows: Sequence[Voter]) -> _Plan:
         wanted = max((row.wanted_k for row in rows if row.wanted_k is not None), default=0)
@@ -179,19 +209,28 @@ class AdaptiveDepth:
         if not free:
             return _Plan(_hold(self._buckets, wanted), "request", {})
         tokens = self._expect(free)
-        choices = [(bucket, self._times[bucket, self._sampled]) for bucket in self._buckets]
-        seconds = {bucket.k: time / tokens[bucket.k] for bucket, time in choices}
-        why: Why = "worth" if self._settled is None or self._settled in seconds else "room"
-        self._settled = _settle(self._settled, seconds)
+        times = [self._times[bucket, self._sampled] for bucket in self._buckets]
+        seconds = {bucket.k: time / tokens[bucket.k] for bucket, time in zip(self._buckets, times, strict=True)}
+        before, self._settled = self._settled, _settle(self._settled, seconds)
+        if before is not None and self._settled < before:
+            self._begin_trials(TRIAL_DISTANCE)
         pick = _hold(self._buckets, max(wanted, self._settled))
-        if pick.k > self._settled:
-            why = "request"
-        new = any(one.rounds < FIRST_TRIALS for one in free)
-        return _plan_trial(_Plan(pick, why, seconds), choices, tokens, new)
+        rate = seconds[pick.k]
+        earned = TRIAL_SHARE * tokens[pick.k] * rate
+        larger = [(time, bucket) for bucket, time in zip(self._buckets, times, strict=True) if bucket.k > pick.k]
+        why: Why = "request" if pick.k > self._settled else "worth" if before is None or before in seconds else "room"
+        if not larger:
+            return _Plan(pick, why, seconds, rate, earned)
+        time, trial = min(larger, key=lambda one: one[0] - tokens[one[1].k] * rate)
+        # Where a larger K costs next to nothing, trials keep their distance all the same.
+        least = TRIAL_SPACING * earned
+        price, cost = max(time - len(free) * rate, least), max(time - tokens[trial.k] * rate, least)
+        return _Plan(pick, why, seconds, rate, earned, trial, price, cost)
 
     def _expect(self, rows: Sequence[Acceptance]) -> list[float]:
         """Tokens of a round by K, summed over rows."""
-        return [*map(sum, zip(*(one.expected_tokens(self._deepest) for one in rows), strict=True))]
+        each = [one.expected_tokens(self._deepest) for one in rows]
+        return each[0] if len(each) == 1 else [*map(sum, zip(*each, strict=True))]
 
     def _turn(self, bucket: Bucket, why: Why, seconds: Mapping[int, float]) -> Bucket:
         if bucket.k != self._last:
@@ -199,19 +238,6 @@ class AdaptiveDepth:
             self._decisions.append(decision)
             self._last = bucket.k
         return bucket
-
-
-def _plan_trial(plan: _Plan, choices: Sequence[tuple[Bucket, float]], tokens: Sequence[float], new: bool) -> _Plan:
-    """The plan with a trial of the larger K that loses least; without one where there is no larger K."""
-    rate = plan.seconds[plan.pick.k]
-    earned = TRIAL_SHARE * tokens[plan.pick.k] * rate
-    losses = [(time - tokens[bucket.k] * rate, bucket) for bucket, time in choices if bucket.k > plan.pick.k]
-    if not losses:
-        return plan._replace(earned=earned)
-    loss, trial = min(losses)
-    cost = max(loss, TRIAL_SPACING * earned)
-    least_credit = (1 - FIRST_TRIALS) * cost if new else cost
-    return plan._replace(earned=earned, trial=trial, trial_at=least_credit, trial_cost=cost)
 
 
 def _settle(before: int | None, seconds: Mapping[int, float]) -> int:

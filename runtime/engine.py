@@ -6,10 +6,11 @@ import logging
 import math
 import os
 import queue
+import reprlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from dflash_aot.runtime.opening import Opened, open_bundle
 from dflash_aot.runtime.pair import read_end_tokens
 from dflash_aot.runtime.request import Delta, Request, Result
 from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.stream import Stream
+from dflash_aot.runtime.stream import Stream, check_process
 from dflash_aot.runtime.waiting_line import WaitingLine
 
 if TYPE_CHECKING:
@@ -112,15 +113,20 @@ class Engine:
         wait: bool | float = True,
     ) -> list[Result]:
         """Continues all prompts, together; results in their order. A bad prompt raises before any is started."""
-        if isinstance(prompts, str | bytes):
-            raise BadInput(f"prompts is {prompts[:40]!r}: a list of prompts is needed")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise BadInput(f"prompts is {reprlib.repr(prompts)}: a list of prompts is needed")
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
         prepared = [self._prepare(prompt, one, priority, deadline) for prompt, one in zip(prompts, each, strict=True)]
-        for stream in prepared:
-            self._submit(stream._request, wait)
-        return [stream.result() for stream in prepared]
+        try:
+            for stream in prepared:
+                self._submit(stream._request, wait)
+            return [stream.result() for stream in prepared]
+        except BaseException:  # whoever keeps it keeps its frames, and the streams in them
+            for stream in prepared:
+                stream.close()
+            raise
 
     def stream(
         self,
@@ -149,12 +155,14 @@ class Engine:
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
         def hand_over(delta: Delta) -> None:
-            with suppress(RuntimeError):  # the event loop is gone, and with it the reader
+            try:
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
+            except RuntimeError:  # the event loop is gone, and with it the reader
+                request.cancel()
 
-        # In a thread: the first text loads the tokenizer, and a long one takes its time.
-        prepare = partial(self._prepare_request, prompt, params, hand_over, priority, deadline)
-        request = await asyncio.to_thread(prepare) if isinstance(prompt, str) else prepare()
+        # In a thread: the first request loads the tokenizer, and a long text takes its time.
+        prepare = partial(self._prepare_request, prompt, params, hand_over, priority, deadline, time.monotonic())
+        request = await asyncio.to_thread(prepare)
         try:
             await self._asubmit(request, wait)
             while True:
@@ -167,6 +175,7 @@ class Engine:
 
     def stats(self) -> Counters:
         """A snapshot of what was counted since the engine was opened, with all that anybody was told of."""
+        check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._watch.events
         return copied
@@ -200,6 +209,7 @@ class Engine:
     @property
     def tokenizer(self) -> "Tokenizer":
         """The target's, loaded at its first use. Raises BadCheckpoint."""
+        check_process(self._process)
         return self._intake.tokenizer
 
     # -- life
@@ -213,7 +223,9 @@ class Engine:
         """Takes no more requests and stops the thread; what has not ended within `drain_seconds` ends as an error."""
         if os.getpid() != self._process:
             return  # a fork: the thread is in the other process
-        self._drain_until = time.monotonic() + drain_seconds
+        if not drain_seconds >= 0:
+            raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")
+        self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
         self._line.close("the engine was closed")
         self._thread.join()
         atexit.unregister(self.close)
@@ -246,37 +258,40 @@ class Engine:
         return self._line.closed is None or time.monotonic() < self._drain_until
 
     def _submit(self, request: Request, wait: bool | float) -> None:
-        self._check_process()
+        check_process(self._process)
+        patience = _patience(wait, request)
         if wait is False:
             self._line.join(request)
             return
-        try:
-            self._line.ask(request).result(_patience(wait, request))
-        except BaseException as error:
-            self._line.withdraw(request)
-            if isinstance(error, TimeoutError):
-                raise _no_place(self._line) from error
-            raise
+        with self._outside(request):
+            self._line.ask(request).result(patience)
 
     async def _asubmit(self, request: Request, wait: bool | float) -> None:
-        self._check_process()
+        check_process(self._process)
+        patience = _patience(wait, request)
         if wait is False:
             self._line.join(request)
             return
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._line.ask(request)), _patience(wait, request))
-        except BaseException as error:
-            self._line.withdraw(request)
-            if isinstance(error, TimeoutError):
-                raise _no_place(self._line) from error
-            raise
+        with self._outside(request):
+            place = self._line.ask(request)
+            if place.done():
+                return place.result()
+            async with asyncio.timeout(patience):  # `wait_for` may swallow a cancel of the task
+                await asyncio.wrap_future(place)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise EngineFailed(
-                f"the engine was opened in process {self._process}, and this is its fork {os.getpid()}: threads and "
-                "devices do not survive a fork. Open it in the process that uses it (multiprocessing: 'spawn')"
-            )
+    @contextmanager
+    def _outside(self, request: Request) -> Iterator[None]:
+        """While its caller waits for a place. Raises QueueFull for one who waited in vain."""
+        try:
+            yield
+        except TimeoutError as error:
+            self._line.withdraw(request, in_vain=True)
+            raise QueueFull(
+                f"no place came free in time: {len(self._line)} requests are waiting, as many as may (max_waiting)"
+            ) from error
+        except BaseException:
+            self._line.withdraw(request)
+            raise
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, deadline: float | None) -> Stream:
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
@@ -289,8 +304,11 @@ class Engine:
         emit: Callable[[Delta], None],
         priority: int = 0,
         deadline: float | None = None,
+        submitted: float | None = None,
     ) -> Request:
-        return self._intake.prepare(prompt, params, emit, self._line.note_cancel, priority, deadline)
+        check_process(self._process)
+        submitted = time.monotonic() if submitted is None else submitted
+        return self._intake.prepare(prompt, params, emit, self._line.note_cancel, priority, deadline, submitted)
 
 
 def _patience(wait: bool | float, request: Request) -> float | None:
@@ -299,8 +317,5 @@ def _patience(wait: bool | float, request: Request) -> float | None:
         raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
     limits = [] if wait is True else [wait]
     limits += [] if request.deadline is None else [request.deadline - time.monotonic()]
-    return max(min(limits), 0.0) if limits else None
-
-
-def _no_place(line: WaitingLine) -> QueueFull:
-    return QueueFull(f"no place came free in time: {len(line)} requests are waiting, as many as may (max_waiting)")
+    patience = min(limits, default=math.inf)
+    return None if patience > threading.TIMEOUT_MAX else max(patience, 0.0)

@@ -1,9 +1,9 @@
 """From what a caller asks to a request that the loop can serve: all that can be wrong with it is found here."""
 
-import math
+import reprlib
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
+LONGEST = 1e9  # seconds
 
 
 class Intake:
@@ -48,10 +49,11 @@ class Intake:
         on_cancel: Callable[[], None],
         priority: int,
         deadline: float | None,
+        submitted: float,
     ) -> Request:
-        """`deadline` in seconds from now. Raises BadInput, BadCheckpoint, GridMiss."""
-        submitted = time.monotonic()
+        """`deadline` in seconds from `submitted`, a monotonic time. Raises BadInput, BadCheckpoint, GridMiss."""
         _check_order(priority, deadline)
+        params = _copy(params)
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
@@ -69,8 +71,9 @@ class Intake:
         )
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, bytes | bytearray):  # a sequence of numbers too, and hardly of tokens
-            raise BadInput(f"the prompt is {bytes(prompt[:40])!r}: a text or a list of token ids is needed")
+        # Bytes are a sequence of numbers too, and hardly of tokens.
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise BadInput(f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise BadInput("the prompt is empty: at least one token is needed to continue from")
@@ -135,5 +138,15 @@ def _check_order(priority: int, deadline: float | None) -> None:
     if type(priority) is not int:
         raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
     number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-    if deadline is not None and not (number and 0 < deadline < math.inf):
-        raise BadInput(f"deadline is {deadline!r}: seconds from now are needed, more than 0")
+    if deadline is not None and not (number and 0 < deadline <= LONGEST):
+        raise BadInput(f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {LONGEST:g}")
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
+    """Checked once more, and nobody's but the request's: a mapping of the caller's may change while it is served.
+
+    Raises BadInput.
+    """
+    if not isinstance(params, SamplingParams):
+        raise BadInput(f"params is {reprlib.repr(params)}: SamplingParams are needed")
+    return replace(params, logit_bias=dict(params.logit_bias)) if params.logit_bias else params

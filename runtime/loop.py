@@ -65,7 +65,7 @@ class Loop:
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
         self._unread: deque[FirstToken | Round] = deque()
-        self._failures = 0  # since a verdict was read
+        self._failures = 0  # since something was read that all programs of a round had to run for
         self._between = True  # something else was enqueued since the last round
         self._last_verdict = 0.0
         self._dispatch = Dispatch(bundle, state)
@@ -112,8 +112,9 @@ class Loop:
     def _advance(self) -> None:
         with self._lock:
             self._drop_ended()
-            self._schedule()
+            moves = self._schedule()
         self._send()
+        self._move(moves)
         news = self._prefill() + self._decode()
         self._read(keep=news)
 
@@ -170,8 +171,9 @@ class Loop:
         for request, why in self._line.drop_ended(now):
             self._end(request, "cancelled", why or None)
 
-    def _schedule(self) -> None:
-        """Waiting requests into free slots; then the rows together, if a smaller batch holds them."""
+    def _schedule(self) -> list[tuple[int, int]]:
+        """Waiting requests into free slots; then the rows together, if a smaller batch holds them, by these moves."""
+        moves = []
         while not self._slots.full and (request := self._line.take()):
             request.started = time.monotonic()
             self._counters.note_start(request)
@@ -180,18 +182,23 @@ class Loop:
         while self._slots and self._batch(self._slots.span) > self._batch(len(self._slots)):
             move = self._slots.take_move()
             assert move is not None
-            self._dispatch.move(*move)
-            self._counters.moves += 1
-            self._between = True
+            moves.append(move)
+        self._counters.moves += len(moves)
+        return moves
 
     def _batch(self, rows: int) -> int:
         return self._grid.fit(rows, 1, 0).batch
 
     # -- enqueue
 
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        for move in moves:
+            self._dispatch.move(*move)
+            self._between = True
+
     def _prefill(self) -> int:
-        """The next chunk of the prompt that is served first. Returns how many tokens it will tell of."""
-        row = self._slots.next_prefill()
+        """The next chunk of the prompt whose turn it is. Returns how many tokens it will tell of."""
+        row = self._slots.take_prefill()
         if row is None:
             return 0
         chunk = self._grid.fit_chunk(row.written, row.unwritten)
@@ -257,6 +264,8 @@ class Loop:
             if not row.admitted:
                 self._admission.admit(row, self._slots.slot_of(row))
                 self._between = True
+                with self._lock:
+                    self._counters.prompt_tokens += row.sampled  # its last one, which its first round takes in
 
     # -- commit
 
@@ -266,9 +275,10 @@ class Loop:
             news = self._unread.popleft()
             arrays = (news.token,) if isinstance(news, FirstToken) else (news.verdict, *news.tops)
             values = self._fetch(arrays)
-            self._failures = 0
             if isinstance(news, Round):
                 self._time(news)
+            if isinstance(news, Round) or news.row.request.limit == 1:  # which has no round
+                self._failures = 0
             with self._lock:
                 if isinstance(news, FirstToken):
                     self._commit_first(news, *values)

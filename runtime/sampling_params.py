@@ -66,7 +66,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             good = number(getattr(self, name), -MOST, MOST)
             self._check(name, good, f"a number from -{MOST:g} to {MOST:g}, 0 for none")
-        self._check("logit_bias", _is_bias(self.logit_bias), f"token ids with numbers from -{MOST_BIAS:g} to 100")
+        self._check(
+            "logit_bias", _is_bias(self.logit_bias), f"token ids with numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+        )
         tops = self.logprobs is None or whole(self.logprobs, 0, MOST_TOP_LOGPROBS)
         self._check("logprobs", tops, f"a whole number from 0 to {MOST_TOP_LOGPROBS}")
         self._check("seed", self.seed is None or whole(self.seed, -SEEDS, SEEDS - 1), "a whole number of 64 bits")

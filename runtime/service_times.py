@@ -1,15 +1,25 @@
 """Seconds of a round, as they are while serving. Pure: no arrays, no clock."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import exp, log
 
 from dflash_aot.cache.grid import Bucket
 
 PACE_ROUNDS = 16  # that the pace is a mean of
-OWN_ROUNDS = 64  # that a bucket's own factor is a mean of, at most
-CLIP = 2.0  # what a round differs by beyond that, from what was expected, says something else
+OWN_ROUNDS = 128  # that a bucket's own factor is a mean of, at most
+CLIP = log(2.0)  # what a round differs by beyond that, from what was expected, says something else
 
 Kind = tuple[Bucket, bool]
+
+
+@dataclass(slots=True)
+class _Own:
+    """Of one kind: seconds at load, and the logarithm of its own factor after so many rounds."""
+
+    at_load: float
+    factor: float = 0.0
+    rounds: int = 0
 
 
 class ServiceTimes:
@@ -22,18 +32,19 @@ class ServiceTimes:
     """
 
     def __init__(self, times: Mapping[Kind, float]):
-        self._at_load = times
-        self._pace = 0.0  # logarithms, as the own factors are
-        self._own = dict.fromkeys(times, 0.0)
-        self._rounds = dict.fromkeys(times, 0)
+        self._own = {kind: _Own(seconds) for kind, seconds in times.items()}
+        self._pace = 0.0  # a logarithm
 
     def note(self, kind: Kind, seconds: float) -> None:
-        """A round of that kind took `seconds`. KeyError for a kind without times."""
-        surprise = log(min(max(seconds / self[kind], 1 / CLIP), CLIP))
-        self._rounds[kind] = rounds = min(self._rounds[kind] + 1, OWN_ROUNDS)
-        self._own[kind] += surprise / (1 + rounds)
+        """A round of that kind took `seconds`, above 0. KeyError for a kind without times."""
+        own = self._own[kind]
+        surprise = log(seconds / own.at_load) - self._pace - own.factor
+        surprise = min(max(surprise, -CLIP), CLIP)
+        own.rounds = min(own.rounds + 1, OWN_ROUNDS)
+        own.factor += surprise / (1 + own.rounds)
         self._pace += surprise / PACE_ROUNDS
 
     def __getitem__(self, kind: Kind) -> float:
         """Seconds of a round. KeyError for a kind without times."""
-        return self._at_load[kind] * exp(self._pace + self._own[kind])
+        own = self._own[kind]
+        return own.at_load * exp(self._pace + own.factor)

@@ -1,5 +1,6 @@
 """Which request holds which slot. Pure bookkeeping of numbers: no arrays, no device."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,13 +15,14 @@ class Row:
     `written` counts prompt tokens whose kv is enqueued; `length` the committed kv positions that the host has read
     of; `in_flight` sums K+1 over the rounds it has not read of, each of which commits 1 … K+1 tokens.
     `sampled`: its tokens are chosen by sampled rounds, from the first on, which starts at the prompt's last token.
-    `admitted`: the device knows what it asks of the choice.
+    `admitted`: the device knows what it asks of the choice. `turn`: by which prompts go in, see `Slots.take_prefill`.
     """
 
     request: Request
     acceptance: Acceptance = field(default_factory=Acceptance)
     sampled: bool = False
     admitted: bool = False
+    turn: int = 0
     written: int = 0
     length: int = 0
     in_flight: int = 0
@@ -58,6 +60,7 @@ class Slots:
 
     def __init__(self, count: int):
         self._rows: list[Row | None] = [None] * count
+        self._turns = itertools.count()
 
     def __iter__(self) -> Iterator[Row]:
         return (row for row in self._rows if row)
@@ -75,7 +78,8 @@ class Slots:
         return None not in self._rows
 
     def add(self, row: Row) -> None:
-        """Into the first free slot."""
+        """Into the first free slot; behind all others in turn."""
+        row.turn = next(self._turns)
         self._rows[self._rows.index(None)] = row
 
     def free(self, row: Row) -> None:
@@ -100,7 +104,13 @@ class Slots:
             rows.pop()
         return rows
 
-    def next_prefill(self) -> Row | None:
-        """Of the rows whose prompt is not in yet the one to serve earliest, then the oldest."""
+    def take_prefill(self) -> Row | None:
+        """Of the rows whose prompt is not in yet the one whose turn it is; the next turn is another's.
+
+        By priority; equal ones take turns, so that a prompt of many chunks holds none up by more than one at a time.
+        """
         waiting = [row for row in self if not row.prefilled]
-        return min(waiting, key=lambda row: (row.request.priority, row.request.submitted), default=None)
+        row = min(waiting, key=lambda row: (row.request.priority, row.turn), default=None)
+        if row:
+            row.turn = next(self._turns)
+        return row

@@ -1,5 +1,6 @@
 """The deltas of one request, for a caller that may wait."""
 
+import os
 import queue
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ class Stream:
 
     def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
         self._request, self._deltas, self._ended = request, deltas, False
+        self._process = os.getpid()
 
     def __iter__(self) -> Iterator[Delta]:
         try:
@@ -25,7 +27,12 @@ class Stream:
             self.close()
 
     def _next(self) -> Delta:
-        delta = self._deltas.get()
+        check_process(self._process)
+        try:
+            delta = self._deltas.get()
+        except BaseException:  # a signal's; whoever keeps it keeps its frames, and this in them
+            self.close()
+            raise
         self._ended = delta.finish_reason is not None
         return delta
 
@@ -43,3 +50,12 @@ class Stream:
         if self._request.finish_reason == "error":
             raise EngineFailed(self._request.error)
         return self._request.result()
+
+
+def check_process(process: int) -> None:
+    """Raises EngineFailed in a fork of it."""
+    if os.getpid() != process:
+        raise EngineFailed(
+            f"the engine was opened in process {process}, and this is its fork {os.getpid()}: threads and "
+            "devices do not survive a fork. Open it in the process that uses it (multiprocessing: 'spawn')"
+        )

@@ -61,11 +61,15 @@ class WaitingLine:
                 self._outside.append((request, place))
         return place
 
-    def withdraw(self, request: Request) -> None:
-        """Whoever asked for it waits no longer; if it has got a place meanwhile, it is cancelled there."""
+    def withdraw(self, request: Request, in_vain: bool = False) -> None:
+        """Whoever asked for it waits no longer; if it has got a place meanwhile, it is cancelled there.
+
+        in_vain: no place came in time, which counts as refused.
+        """
         with self._changed:
             request.cancel()
             self._outside = deque(one for one in self._outside if one[0] is not request)
+            self.refused += in_vain
 
     def note_cancel(self) -> None:
         """One of the requests was cancelled. Takes no lock: a signal handler may say so."""
@@ -129,7 +133,8 @@ class WaitingLine:
 
     def _append(self, request: Request) -> None:
         heapq.heappush(self._line, (request.priority, next(self._numbers), request))
-        self._cancels |= request.cancelled  # while it stood outside
+        if request.cancelled:  # while it stood outside
+            self._cancels = True
         if request.deadline is not None:
             self._deadline = min(self._deadline, request.deadline)
         self._changed.notify()

@@ -7,7 +7,17 @@ import pytest
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.acceptance import Acceptance
-from dflash_aot.runtime.depth import FIRST_TRIALS, MARGIN, TRIAL_SHARE, TRIAL_SPACING, AdaptiveDepth, Depth, FixedDepth
+from dflash_aot.runtime.depth import (
+    LOOK_ROUNDS,
+    MARGIN,
+    TRIAL_DEBT,
+    TRIAL_DISTANCE,
+    TRIAL_SHARE,
+    TRIAL_SPACING,
+    AdaptiveDepth,
+    Depth,
+    FixedDepth,
+)
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
 # Tokens expected at K = 0, 3, 7: of a hopeless row 1, 1, 1; of a fair one 1, 2.53, 3.14; of a sure one 1, 4, 8.
@@ -21,8 +31,8 @@ class Row:
 
 
 def row(share: float, wanted_k: int | None = None) -> Row:
-    """With a past: nothing is tried on its account alone."""
-    return Row(Acceptance([share] * 15, rounds=FIRST_TRIALS), wanted_k)
+    """With a past: nothing is tried because it is new."""
+    return Row(Acceptance([share] * 15, rounds=1), wanted_k)
 
 
 def make_buckets(ks: Sequence[int], batch: int = 1, length: int = 256) -> list[Bucket]:
@@ -91,6 +101,17 @@ def test_a_batch_has_times_of_its_own():
     assert [ask(depth, rows[:1], (0, 7)), ask(depth, rows, (0, 7), batch=4), ask(depth, rows[:1], (0, 7))] == [7, 0, 7]
 
 
+def test_rounds_that_are_served_correct_the_times():
+    """K = 7 looked dear at load: it was a bad moment."""
+    depth = AdaptiveDepth(make_times({0: 1.0, 7: 9.0}))
+    one = row(SURE)
+    assert ask(depth, [one], (0, 7)) == 0
+    for _ in range(400):
+        k = ask(depth, [one], (0, 7))
+        depth.note_round(Bucket(1, 256, k), False, {0: 1.0, 7: 2.0}[k])
+    assert ask_often(depth, [one], 20, (0, 7)) == [7] * 20
+
+
 def test_so_have_longer_rows_and_sampled_ones():
     buckets = [Bucket(1, 256, 0), Bucket(1, 512, 7)]  # the larger K reaches into the longer bucket
     times = {(bucket, sampled): 1.0 for bucket in buckets for sampled in (False, True)}
@@ -154,7 +175,7 @@ def test_beyond_the_margin_it_changes():
     one = row(0.0)
     ask(depth, [one], (0, 3))
     one.acceptance.shares[:2] = [1.0, 2.2 * MARGIN]  # E(3) = 2 + 2.2 MARGIN
-    assert ask_often(depth, [one], 2, (0, 3))[-1] == 3
+    assert ask_often(depth, [one], LOOK_ROUNDS, (0, 3))[-1] == 3
 
 
 # -- trials
@@ -165,7 +186,7 @@ def test_a_k_that_does_not_pay_is_tried_for_a_small_share_of_the_time():
     ks = ask_often(depth, [row(HOPELESS)], 2000)
     assert set(ks) == {0, 3}  # what K = 3 costs less of than K = 7
     lost = ks.count(3) * (TIMES[3] - 1.0)
-    assert 0.5 * TRIAL_SHARE < lost / 2000 <= TRIAL_SHARE
+    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + TRIAL_DEBT
 
 
 def test_a_k_that_costs_nothing_is_not_tried_all_the_time():
@@ -174,12 +195,41 @@ def test_a_k_that_costs_nothing_is_not_tried_all_the_time():
     assert 0 < ks.count(3) <= 1600 / TRIAL_SPACING
 
 
-def test_a_new_row_is_tried_on_credit_but_not_for_ever():
+def trials(ks: Sequence[int]) -> list[int]:
+    """Rounds, counted from 0, that were run with a K above 0."""
+    return [number for number, k in enumerate(ks) if k]
+
+
+def test_a_new_row_is_tried_at_once_then_at_distances_that_double():
+    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    first = TRIAL_DISTANCE
+    assert trials(ask_often(depth, [new], 16 * first))[:5] == [0, first, 3 * first, 7 * first, 15 * first]
+
+
+def test_a_new_row_does_not_inherit_debt():
+    """Each is tried twice at once by its distances, which time has not nearly paid for."""
     depth = AdaptiveDepth(make_times(TIMES))
-    new, next_one = (Row(Acceptance([HOPELESS] * 7)) for _ in range(2))
-    assert ask_often(depth, [new], 8) == [3] * FIRST_TRIALS + [0] * (8 - FIRST_TRIALS)
-    assert ask_often(depth, [next_one], 8) == [0] * 8  # until the first ones are paid for
-    assert 3 in ask_often(depth, [next_one], round(1 / TRIAL_SHARE))
+    for _ in range(20):
+        new = Row(Acceptance([HOPELESS] * 7))
+        assert trials(ask_often(depth, [new], TRIAL_DISTANCE + 1)) == [0, TRIAL_DISTANCE]
+
+
+def test_debt_ends_somewhere():
+    """Each takes 49 rounds' time, of which one round earns 0.015: a further one is paid for after 3000 rounds."""
+    depth, new = AdaptiveDepth(make_times({0: 1.0, 3: 50.0})), Row(Acceptance([HOPELESS] * 7))
+    first = TRIAL_DISTANCE
+    assert trials(ask_often(depth, [new], 3000, (0, 3))) == [0, first, 3 * first][:TRIAL_DEBT]
+
+
+@pytest.mark.parametrize(("stood", "then"), [(0, 0), (1, 3), (3, 3)])
+def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
+    """K = 3 takes one second more than K = 0, which is one token's time."""
+    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    assert ask(depth, [new]) == 3
+    depth.note(new.acceptance, 3, stood)
+    assert ask(depth, [new]) == then
+    assert {one.why for one in depth.decisions} <= {"trial", "worth"}
+    assert depth.decisions[0].why == "trial"
 
 
 def test_text_that_becomes_easy_is_noticed():

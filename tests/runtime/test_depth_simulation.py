@@ -10,13 +10,15 @@ from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.acceptance import Acceptance
 from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
 
-# Seconds per round by K: a CPU's, where each token costs, and an accelerator's, where they are nearly free.
+# Seconds per round by K: a CPU's, where each token costs, idle or busy; an accelerator's, where they are nearly free.
 CPU = {0: 1.0, 1: 1.5, 3: 1.9, 7: 2.6}
+BUSY_CPU = {0: 1.0, 3: 2.7, 7: 2.95}
 ACCELERATOR = {0: 1.0, 3: 1.32, 7: 1.38}
 EASY, FAIR, HARD = 0.95, 0.6, 0.1
+HOPELESS, LATE = 0.05, 0.94  # LATE: easy, after a start that no drafting pays for
 LIMIT = 1.05
-# Over ten seeds hard requests of 256 tokens between easy ones took 1.049 to 1.054 of their best K's time on the CPU's
-# times, 1.040 on the accelerator's: to find out that one is hard takes rounds, and they don't shrink with the answer.
+# Over eight seeds hard requests of 256 tokens between easy ones took 1.054 to 1.059 of their best K's time on the CPU's
+# times, 1.046 on the accelerator's: to find out that one is hard takes rounds, and they don't shrink with the answer.
 MIX_LIMIT = 1.06
 
 Phases = Sequence[tuple[int, float]]  # tokens, and how often a drafted one stands
@@ -89,11 +91,20 @@ def test_one_kind_of_text(times, batch, share):
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("seed", [100, 101, 102])
-def test_each_kind_of_a_mix_in_one_run(times, seed):
+def test_each_kind_of_a_mix_in_one_run_within_six_percent(times, seed):
     texts = [[(256, EASY)], [(256, HARD)]] * 48
     spent = simulate(adaptive(times, 1), times, texts, 1, seed)
     for share in (EASY, HARD):
         assert spent[share] <= MIX_LIMIT * best_fixed(times, [[(256, share)]] * 48, 1)
+
+
+@pytest.mark.parametrize("times", [CPU, BUSY_CPU, ACCELERATOR], ids=["cpu", "busy_cpu", "accelerator"])
+@pytest.mark.parametrize("seed", [100, 101, 102])
+def test_texts_that_become_easy_late_between_hopeless_ones(times, seed):
+    late, hopeless = [(48, 0.4), (272, LATE)], [(320, HOPELESS)]
+    spent = simulate(adaptive(times, 1), times, [late, hopeless] * 48, 1, seed)
+    assert spent[0.4] + spent[LATE] <= LIMIT * best_fixed(times, [late] * 48, 1)
+    assert spent[HOPELESS] <= LIMIT * best_fixed(times, [hopeless] * 48, 1)
 
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])

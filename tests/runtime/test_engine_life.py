@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflash_aot.cache.errors import EngineFailed
+from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.stepper import LONG, finish, hold, wait_until
 
@@ -231,13 +231,16 @@ FORK = """
     running = engine.stream([1, 2], SamplingParams(stop_token_ids=()))
     child = os.fork()
     if child == 0:
-        for ask in (engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt], wait=True)):
+        asks = (
+            engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt], wait=True),
+            lambda _: engine.stats(),
+        )
+        for ask in asks:
             try:
                 ask([1, 2])
             except EngineFailed as error:
                 print(error, flush=True)
         engine.close()
-        print(engine.stats().failures, engine.failure, flush=True)
         {end}
     _, status = os.waitpid(child, 0)
     print(os.waitstatus_to_exitcode(status), engine.generate([1, 2], params).token_ids == answer)
@@ -246,12 +249,20 @@ FORK = """
 """
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan")])
+def test_a_drain_of_no_time_at_all_is_refused_and_the_engine_goes_on(serve, case, seconds):
+    engine = serve("tiny", 3)
+    with pytest.raises(BadInput, match="drain_seconds is .*at least 0"):
+        engine.close(drain_seconds=seconds)
+    assert engine.generate(case.prompt, up_to(5)).token_ids == case.answer[:5]
+
+
 @pytest.mark.parametrize("end", ["sys.exit()", "os._exit(0)"])
 def test_a_fork_is_told_that_it_has_no_engine_and_the_parent_goes_on(run_script, end):
     code, output, errors = run_script(FORK.replace("{end}", end))
-    *told, child, own, last = output.splitlines()
-    assert len(told) == 3 and all("threads and devices do not survive a fork" in line for line in told)
-    assert (code, child, own, last, errors) == (0, "0 None", "0 True", "True", "")
+    *told, own, last = output.splitlines()
+    assert len(told) == 4 and all("threads and devices do not survive a fork" in line for line in told)
+    assert (code, own, last, errors) == (0, "0 True", "True", "")
 
 
 def test_a_fork_that_reads_what_its_parent_asked_for_is_told_too(run_script):

@@ -4,6 +4,7 @@ import pytest
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput, GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
+from tests.runtime.stepper import hold
 
 CAPACITY = 208
 VOCABULARY = 512
@@ -16,6 +17,8 @@ BAD_PROMPTS = {
     "huge token": ([2**80], BadInput, "0 to 511"),
     "fraction": ([1.0], BadInput, "1.0.*0 to 511"),
     "truth value": ([True], BadInput, "True.*0 to 511"),
+    "nothing": (None, BadInput, "None: a text or a list of token ids"),
+    "a number": (5, BadInput, "5: a text or a list of token ids"),
     "bytes": (b"ab", BadInput, "b'ab': a text or a list of token ids"),
     "text among tokens": (["1"], BadInput, "'1'.*0 to 511"),
     "too long": ([1] * (CAPACITY + 1), GridMiss, "length=209.*grid ends at.*length=208.*dflash-precompile --buckets"),
@@ -73,6 +76,34 @@ def test_one_bad_prompt_of_several_is_refused_before_any_is_started(serve, cases
         engine.generate_all([[1], [2]], [SamplingParams()])
     assert engine.generate([1], SamplingParams(max_tokens=1)).finish_reason == "length"
     assert engine.stats().prefill_chunks == before + 1
+
+
+@pytest.mark.parametrize("params", [None, {"max_tokens": 3}, "greedy"])
+def test_parameters_that_are_none_of_ours_are_refused(serve, params):
+    for ask in (serve("tied", 7).generate, lambda prompt, params: serve("tied", 7).generate_all([prompt], [params])):
+        with pytest.raises(BadInput, match="SamplingParams are needed"):
+            ask([1], params)
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, 10**400, float("nan"), "soon", True])
+def test_a_deadline_that_is_none_is_refused(serve, deadline):
+    with pytest.raises(BadInput, match="deadline is .*seconds from now"):
+        serve("tied", 7).generate([1], deadline=deadline)
+
+
+def test_prompts_that_can_be_gone_through_only_once_are_refused(serve):
+    with pytest.raises(BadInput, match="a list of prompts is needed"):
+        serve("tied", 7).generate_all(iter([[1]]))
+
+
+def test_what_a_caller_changes_later_harms_nobody(serve, cases):
+    """A bias is checked when it is asked for, and needed when a slot is free."""
+    engine, case, bias = serve("sampled", 3), cases["len70"], {5: 1.0}
+    with hold(engine):
+        later = engine.stream([1], SamplingParams(max_tokens=4, logit_bias=bias))
+        bias[10**6] = 1.0
+    other = engine.generate(case.prompt, SamplingParams(max_tokens=len(case.answer), stop_token_ids=()))
+    assert (other.token_ids, len(later.result().token_ids)) == (case.answer, 4)
 
 
 def test_no_prompts_give_no_results(serve):

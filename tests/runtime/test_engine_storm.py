@@ -20,6 +20,7 @@ from tests.runtime.stepper import settle, wait_until
 
 THREADS, SLOTS = 8, 3
 NAMES = ("len1", "len_eq_block", "len5", "len30", "len70", "len131", "random12")
+SHORT = ("len1", "len_eq_block", "len5", "len30", "random12", "len_block_plus1", "len70")  # the last one: two chunks
 
 
 def up_to(tokens: int) -> SamplingParams:
@@ -152,8 +153,8 @@ class Traffic:
         # Told once, alone: the same seed gives the same text in any company.
         self._sampled = []
         for number, spice in enumerate(SPICES):
-            case = cases[NAMES[number]]
-            params = SamplingParams(max_tokens=6, stop_token_ids=(), seed=number, **spice)
+            case = cases[SHORT[number]]
+            params = SamplingParams(max_tokens=5, stop_token_ids=(), seed=number, **spice)
             self._sampled.append((case.prompt, params, engine.generate(case.prompt, params)))
 
     @property
@@ -171,8 +172,8 @@ class Traffic:
         return tally
 
     def _draw(self, rng: random.Random) -> tuple[list[int], SamplingParams, list[int]]:
-        case = self._cases[rng.choice(NAMES)].later(rng.randrange(30))
-        answer = case.answer[: rng.randint(1, 6)]
+        case = self._cases[rng.choice(SHORT)].later(rng.randrange(30))
+        answer = case.answer[: rng.randint(1, 5)]
         stops = rng.sample(range(512), 3) + ([rng.choice(answer)] if rng.random() < 0.3 else [])
         ends = [answer.index(stop) + 1 for stop in stops if stop in answer]
         k = rng.choice((None, None, None, 0, 3, 7))
@@ -243,7 +244,7 @@ class Memory:
             resident=read_resident(),
             arrays=len(arrays),
             array_bytes=sum(array.nbytes for array in arrays),
-            requests=sum(isinstance(one, Request) for one in gc.get_objects()),
+            requests=sum(type(one) is Request for one in gc.get_objects()),
         )
 
 
@@ -263,7 +264,6 @@ def test_ten_thousand_random_requests_are_all_answered_and_accounted_for(bundle,
             tally += run_threads(lambda rng: traffic.send(rng, 1000 // THREADS), seed=thousand)
             check_accounts(engine, tally)
             measured.append(Memory.measure())
-            print(time.time(), measured[-1], tally)
         assert tally.ends.total() + tally.refused + tally.bad == count + len(SPICES)
         assert min(tally.ends["cancelled"], tally.ends["stop"], tally.bad, tally.refused) > 100
         stats = engine.stats()
@@ -272,5 +272,5 @@ def test_ten_thousand_random_requests_are_all_answered_and_accounted_for(bundle,
     second, last = measured[1], measured[-1]
     assert (last.arrays, last.array_bytes) <= (second.arrays + 8, second.array_bytes + 1024)  # masks of rows
     assert last.requests <= len(SPICES) + SLOTS
-    assert last.blocks - second.blocks < 4000  # an object left by every second request would be that many
-    assert last.resident - second.resident < 32 << 20
+    assert last.blocks - second.blocks < 2000  # of 8,000 requests, each of hundreds
+    assert last.resident - second.resident < 16 << 20

@@ -66,6 +66,17 @@ def test_three_failures_in_a_row_are_the_end():
     assert engine.counters.finished == {"error": 5}
 
 
+def test_rounds_that_never_give_a_verdict_are_failures_in_a_row_though_their_prompts_went_in():
+    """A device reports most faults when a result is read, and the first token of each request is sound."""
+    engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
+    for number in range(20):
+        engine.ask([number], 9)
+    engine.bundle.fail("read verify", 1000)
+    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last one: .*read verify was told to fail"):
+        engine.run()
+    assert engine.counters.failures == 3
+
+
 @pytest.mark.parametrize("tokens", [1, 3], ids=["no round", "rounds"])
 def test_failures_with_a_success_between_them_are_not_in_a_row(tokens):
     """Requests for one token have no round, and the reading of a first token is a success too."""

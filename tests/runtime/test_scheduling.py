@@ -228,14 +228,25 @@ def test_no_token_waits_longer_than_for_a_round_and_a_chunk(planned, k):
         assert programs(step).count("prefill") <= 1
 
 
-def test_prompts_that_wait_for_their_chunks_go_in_by_priority_then_by_arrival():
+def test_prompts_that_wait_for_their_chunks_go_in_by_priority_and_equal_ones_take_turns():
     engine = ToyEngine(pick=0)
     engine.ask([1] * 32, 1, priority=1)
     engine.ask([2] * 32, 1, priority=1)
     engine.step()
     engine.ask([3] * 32, 1)
     engine.run()
-    assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 1, 2, 2]
+    assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 2, 1, 2]
+
+
+def test_a_long_prompt_holds_a_short_one_up_by_one_chunk():
+    engine = ToyEngine("batch=2 length=64 k=0 prefill=4", k=0)
+    engine.ask([1] * 60, 1)
+    engine.step()
+    short = engine.ask([2], 1)
+    for _ in range(3):
+        engine.step()
+    assert short.finish_reason == "length"
+    assert [call.heads[0] for call in engine.calls("prefill")][:3] in ([1, 2, 1], [1, 1, 2])
 
 
 # -- slots and buckets

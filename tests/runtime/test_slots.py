@@ -149,16 +149,25 @@ def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
     assert slots.decoding() == [a, None, None, d]
 
 
-def test_prompts_go_in_by_priority_then_by_age_whatever_their_slot():
+def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
     slots = Slots(4)
-    requests = [request(submitted=at, priority=priority) for at, priority in ((2.0, 0), (1.0, 0), (4.0, -1), (3.0, 1))]
-    rows = [Row(one) for one in requests]
+    rows = [Row(request(priority=priority)) for priority in (0, 0, -1, 1)]
     for row in rows:
         slots.add(row)
-    for slot in (2, 1, 0, 3):
-        assert slots.next_prefill() is rows[slot]
-        rows[slot].written = 4
-    assert slots.next_prefill() is None
+    for slot in (2, 2):
+        assert slots.take_prefill() is rows[slot]
+    rows[2].written = 4
+    for slot in (0, 1, 0):
+        assert slots.take_prefill() is rows[slot]
+    rows[0].written = 4
+    late = Row(request())
+    slots.free(rows[0])
+    slots.add(late)
+    assert [slots.take_prefill() for _ in range(3)] == [rows[1], late, rows[1]]
+    rows[1].written = late.written = 4
+    assert slots.take_prefill() is rows[3]
+    rows[3].written = 4
+    assert slots.take_prefill() is None
 
 
 def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
@@ -170,7 +179,7 @@ def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
     assert one.prefilled and one.decoding
     slots = Slots(1)
     slots.add(one)
-    assert slots.next_prefill() is None
+    assert slots.take_prefill() is None
 
 
 def test_a_sampled_row_has_no_first_token_on_its_way():

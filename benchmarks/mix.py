@@ -1,0 +1,182 @@
+"""What a long prompt does to short ones: the pauses in their answers, with it and without it.
+
+    python benchmarks/mix.py [--bundle DIR] [--short 1,3,7] [--max_tokens 128] [--repeats 3] [--json FILE]
+
+Short callers send prompts of one prefill chunk, one after the other; the long one sends prompts of seven chunks, one
+after the other too, and asks for little, so that some chunk of it is nearly always being prefilled: the worst that one
+caller can do. A pause is the time between two deltas as the caller's own thread sees them; a delta holds the tokens of
+one round. With and without run in turn. The tokens of the short callers must be the same in both.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from decode import held_out_prompts
+from traffic import Prompt, build_bundle, deal, make_params, percentile
+
+from dflash_aot.bin.command import format_table, start_jax
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime import Engine
+
+BUCKETS = "batch=1,2,4,8 length=256,512 k=0,3,7 prefill=64"
+SHORT, LONG, LONG_TOKENS = 64, 448, 8  # tokens of the prompts, and of the long ones' answers
+PER_CALLER = 4
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One answer: its tokens, and the seconds from the prompt's submission to each delta."""
+
+    token_ids: list[int]
+    times: list[float]
+
+    @property
+    def pauses(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The short callers, all repeats, in milliseconds: median, 95th percentile, most. long: answers meanwhile."""
+
+    short: int
+    beside: str
+    pause_ms: tuple[float, float, float]
+    first_ms: tuple[float, float, float]
+    tokens_per_second: float
+    long: int
+    long_first_ms: float | None
+
+
+def listen(engine: Engine, prompt: Prompt, tokens: int) -> Heard:
+    began, times, token_ids = time.perf_counter(), [], []
+    for delta in engine.stream(prompt, make_params(tokens)):
+        times.append(time.perf_counter() - began)
+        token_ids += delta.token_ids
+    return Heard(token_ids, times)
+
+
+def listen_in_turn(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[Heard]:
+    return [listen(engine, prompt, tokens) for prompt in prompts]
+
+
+def listen_until(engine: Engine, prompts: Sequence[Prompt], ended: threading.Event) -> list[Heard]:
+    """The long caller; what it has not finished when the others have is not counted."""
+    heard: list[Heard] = []
+    while not ended.is_set():
+        one = listen(engine, prompts[len(heard) % len(prompts)], LONG_TOKENS)
+        heard += [] if ended.is_set() else [one]
+    return heard
+
+
+def run_mix(
+    engine: Engine, lists: Sequence[Sequence[Prompt]], tokens: int, long: Sequence[Prompt]
+) -> tuple[list[list[Heard]], list[Heard], float]:
+    """What the short callers heard, what the long one did, and the seconds that the short ones took."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(len(lists) + 1) as callers:
+        beside = callers.submit(listen_until, engine, long, ended) if long else None
+        began = time.perf_counter()
+        try:
+            heard = list(callers.map(partial(listen_in_turn, engine, tokens=tokens), lists))
+        finally:
+            ended.set()
+        seconds = time.perf_counter() - began
+    return heard, beside.result() if beside else [], seconds
+
+
+def measure(
+    engine: Engine, lists: Sequence[Sequence[Prompt]], tokens: int, long: Sequence[Prompt], repeats: int
+) -> list[Figures]:
+    kinds: dict[str, Sequence[Prompt]] = {"alone": [], "a long prompt": long}
+    samples: dict[str, list] = {kind: [] for kind in kinds}
+    answers = set()
+    for repeat in range(-1, repeats):  # the first one warms up
+        for kind, prompts in kinds.items():
+            run = run_mix(engine, lists, tokens, prompts)
+            answers.add(tuple(tuple(one.token_ids) for caller in run[0] for one in caller))
+            samples[kind] += [run] if repeat >= 0 else []
+    if len(answers) != 1:
+        sys.exit(f"void: {len(lists)} short callers get other tokens beside a long prompt")
+    return [describe(len(lists), kind, runs) for kind, runs in samples.items()]
+
+
+def describe(short: int, beside: str, runs: Sequence[tuple[list[list[Heard]], list[Heard], float]]) -> Figures:
+    heard = [one for callers, _, _ in runs for caller in callers for one in caller]
+    long = [one for _, answers, _ in runs for one in answers]
+    return Figures(
+        short=short,
+        beside=beside,
+        pause_ms=_spread([pause for one in heard for pause in one.pauses]),
+        first_ms=_spread([one.times[0] for one in heard]),
+        tokens_per_second=sum(len(one.token_ids) for one in heard) / sum(seconds for _, _, seconds in runs),
+        long=len(long),
+        long_first_ms=1e3 * percentile([one.times[0] for one in long], 50) if long else None,
+    )
+
+
+def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    return 1e3 * percentile(seconds, 50), 1e3 * percentile(seconds, 95), 1e3 * max(seconds)
+
+
+def print_figures(figures: Sequence[Figures]) -> None:
+    names = (
+        "short callers",
+        "beside",
+        "pause ms",
+        "p95",
+        "most",
+        "first ms",
+        "p95",
+        "most",
+        "tokens/s",
+        "long answers",
+    )
+    rows = [
+        (
+            f"{one.short}",
+            one.beside,
+            *(f"{value:.1f}" for value in (*one.pause_ms, *one.first_ms)),
+            f"{one.tokens_per_second:.0f}",
+            f"{one.long}",
+            "" if one.long_first_ms is None else f"{one.long_first_ms:.0f}",
+        )
+        for one in figures
+    ]
+    print(format_table((*names, "their first ms"), rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", help=f"of the embedded pair; without it, one is built: {BUCKETS}")
+    parser.add_argument("--short", default="1,3,7")
+    parser.add_argument("--max_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    figures = []
+    with ExitStack() as stack:
+        bundle = options.bundle or build_bundle(f"{stack.enter_context(tempfile.TemporaryDirectory())}/bundle", BUCKETS)
+        start_jax(read_manifest(Path(bundle)).environment.platform)
+        engine = stack.enter_context(Engine.open(bundle))
+        long = held_out_prompts(engine, PER_CALLER, LONG)
+        for short in map(int, options.short.split(",")):
+            lists = deal(held_out_prompts(engine, short * PER_CALLER, SHORT), short)
+            figures += measure(engine, lists, options.max_tokens, long, options.repeats)
+    print_figures(figures)
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(one) for one in figures], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

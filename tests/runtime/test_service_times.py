@@ -1,0 +1,68 @@
+"""Times of rounds that follow what is served, by hand and against known truths."""
+
+import math
+import random
+
+import pytest
+
+from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime.service_times import ServiceTimes
+
+PLAIN, DEEP = (Bucket(1, 64, 0), False), (Bucket(1, 64, 7), False)
+
+
+def test_at_first_they_are_those_at_load():
+    times = ServiceTimes({PLAIN: 1.0, DEEP: 3.0})
+    assert (times[PLAIN], times[DEEP]) == (1.0, 3.0)
+
+
+def test_one_round_by_hand():
+    """Half of the difference, as a ratio, is put down to the kind, a sixteenth to the pace of all kinds."""
+    times = ServiceTimes({PLAIN: 1.0, DEEP: 3.0})
+    times.note(PLAIN, 1.5)
+    assert times[PLAIN] == pytest.approx(1.5 ** (1 / 2 + 1 / 16))
+    assert times[DEEP] == pytest.approx(3.0 * 1.5 ** (1 / 16))
+
+
+def test_an_error_at_load_is_mended_by_ten_rounds():
+    """K = 7 takes twice as long as K = 0, and was measured in a bad moment."""
+    times = ServiceTimes({PLAIN: 1.0, DEEP: 4.0})
+    for turn in range(120):
+        times.note(*((DEEP, 2.0) if turn % 12 == 0 else (PLAIN, 1.0)))
+    assert times[DEEP] / times[PLAIN] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
+    times = ServiceTimes({PLAIN: 1.0, DEEP: 2.0})
+    for seconds in [1.0] * 300 + [1.6] * 300:
+        times.note(PLAIN, seconds)
+    assert times[PLAIN] == pytest.approx(1.6, rel=0.01)
+    assert times[DEEP] > 2.0 * 1.5
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e3])
+def test_one_round_that_is_far_off_says_little(seconds):
+    times = ServiceTimes({PLAIN: 1.0})
+    for _ in range(100):
+        times.note(PLAIN, 1.0)
+    times.note(PLAIN, seconds)
+    assert times[PLAIN] == pytest.approx(1.0, rel=0.06)
+
+
+def test_noise_is_averaged():
+    rng, times = random.Random(2), ServiceTimes({PLAIN: 1.0, DEEP: 1.0})
+    ratios = []
+    for turn in range(4000):
+        kind, truth = (DEEP, 2.0) if turn % 8 == 0 else (PLAIN, 1.0)
+        times.note(kind, truth * math.exp(rng.gauss(0, 0.15)) * (3 if rng.random() < 0.02 else 1))
+        ratios.append(times[DEEP] / times[PLAIN])
+    assert min(ratios[500:]) > 1.8
+    assert max(ratios[500:]) < 2.2
+
+
+def test_a_kind_without_times_is_not_guessed():
+    times = ServiceTimes({PLAIN: 1.0})
+    with pytest.raises(KeyError):
+        times.note(DEEP, 1.0)
+    with pytest.raises(KeyError):
+        times[DEEP]
