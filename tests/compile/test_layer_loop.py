@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.architecture import Experts
+from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.compile.programs import Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
@@ -24,7 +25,7 @@ class Stacked:
     """Models whose programs are loops; their weights are the unrolled ones, laid upon each other."""
 
     def __init__(self, models):
-        self.programs = Programs(models.target, models.draft, "float32", stacked=True)
+        self.programs = Programs(models.target, models.draft, "float32", stacked=True, sampling=SAMPLINGS)
         self.weights = {}
         for recipe in self.programs.recipes():
             layers = range(recipe.shape[0] if ".layers." in recipe.name else 0)
