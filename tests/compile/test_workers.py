@@ -136,7 +136,7 @@ def test_a_worker_that_is_still_starting_is_ended_too(order, signatures):
             workers.start(signature)
         while len(children() - before) < 2:
             time.sleep(0.01)
-    assert children() == before
+    assert not children() - before  # one of an earlier test may be gone only now
 
 
 def test_workers_make_room_for_new_ones(first, order, signatures, monkeypatch):
@@ -147,7 +147,7 @@ def test_workers_make_room_for_new_ones(first, order, signatures, monkeypatch):
             seen.append(children() - before)
             workers.start(signature).result()
     assert seen[0] == seen[1] != set() and seen[2] == set()  # the third is begun when it is needed
-    assert children() == before
+    assert not children() - before  # one of an earlier test may be gone only now
 
 
 def test_flags_that_the_compiler_does_not_know_are_told_in_its_words(order, logs, monkeypatch):
