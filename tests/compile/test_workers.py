@@ -61,7 +61,9 @@ def logs(tmp_path, monkeypatch) -> Path:
 def children() -> set[int]:
     """Processes that this one has started and that have not been waited for."""
     while True:
-        with suppress(FileNotFoundError):  # a thread ended meanwhile, and another one has its children
+        with suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # a thread ended meanwhile, and another one has its children
             tasks = Path("/proc/self/task").iterdir()
             return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
