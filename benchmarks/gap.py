@@ -29,7 +29,8 @@ from jit_loop import JitLoop, Jitted
 from random_pair import write_pair
 from traffic import Prompt, Served, build_bundle, gather, percentile, serve_engine
 
-from dflash_aot.bin.command import format_table, start_jax
+from dflash_aot.bin.command import format_table
+from dflash_aot.bin.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 

@@ -12,6 +12,7 @@ import jax
 from dflash_aot.bin.command import seconds_since_process_start
 from dflash_aot.cache.checkpoint import locate_checkpoint
 from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.compile.lowering import jit_program
 from dflash_aot.compile.programs import Programs
 from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once
@@ -36,7 +37,8 @@ def open_engine(path: Path) -> Engine:
     known, executables = manifest.known_arrays(), []
     for entry in manifest.entries:
         signature = entry.signature
-        executable = Executable(signature, jit_program(signature, programs.function(signature), known, devices))
+        jitted = jit_program(signature, programs.function(signature), known, make_mesh(devices))
+        executable = Executable(signature, jitted)
         executable.bind(weights)
         call_once(executable, state)
         executables.append(executable)

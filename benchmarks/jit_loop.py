@@ -19,6 +19,7 @@ from traffic import Answer, Prompt, Served
 
 from dflash_aot.cache.grid import Chunk
 from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.lowering import jit_program
 from dflash_aot.compile.programs import Programs
@@ -49,7 +50,7 @@ class Jitted:
         if (name := (program, sizes)) not in self._ready:
             signature = self._signatures[name]
             known = self.manifest.known_arrays()
-            jitted = jit_program(signature, self._programs.function(signature), known, self.devices)
+            jitted = jit_program(signature, self._programs.function(signature), known, make_mesh(self.devices))
             executable = Executable(signature, jitted)
             executable.bind(self._weights)
             call_once(executable, self.state)

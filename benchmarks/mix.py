@@ -24,7 +24,8 @@ from pathlib import Path
 from decode import held_out_prompts
 from traffic import Prompt, build_bundle, deal, make_params, percentile
 
-from dflash_aot.bin.command import format_table, start_jax
+from dflash_aot.bin.command import format_table
+from dflash_aot.bin.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 

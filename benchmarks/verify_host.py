@@ -21,7 +21,7 @@ import msgspec
 from agreement import Golden, Prompt, Run, Verdict, check_golden, compare, is_exact, read_golden
 from tokenizers import Tokenizer
 
-from dflash_aot.bin.command import start_jax
+from dflash_aot.bin.jax_platform import start_jax
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.manifest import Manifest, read_manifest
 from dflash_aot.runtime.compile_watch import CompileWatch

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
 from dflash_aot.bin.command import format_bytes, format_table
+from dflash_aot.bin.reproducibility import Comparison
 from dflash_aot.cache.manifest import Entry
+from dflash_aot.cache.shared_store import StoreReport
 from dflash_aot.compile.footprint import read_measured
 from dflash_aot.compile.manager import Report
 from dflash_aot.compile.quality import find_flaws
@@ -18,8 +22,19 @@ NOTE = """GB, GFLOP: what one call must move and compute, from the models' facts
 its GB, its GFLOP: the compiler's own count, which takes the body of the loop over layers once"""
 
 
-def report_build(deployment: Deployment, report: Report, bundle: Path, tau: float | None, as_json: bool) -> None:
-    """Executable by executable, then bucket by bucket, or the same as JSON."""
+def report_build(
+    deployment: Deployment,
+    report: Report,
+    bundle: Path,
+    tau: float | None,
+    as_json: bool,
+    comparison: Comparison | None = None,
+    store: StoreReport | None = None,
+) -> None:
+    """Executable by executable, then bucket by bucket, or the same as JSON.
+
+    With a second build, how alike they are; with a shared store, what came of that.
+    """
     entries, compiled = report.entries, report.compiled
     size = sum(entry.bytes for entry in entries)
     measured = read_measured(entries)
@@ -33,6 +48,9 @@ def report_build(deployment: Deployment, report: Report, bundle: Path, tau: floa
             "reused": len(entries) - len(compiled),
             "seconds": report.seconds,
             "bytes": size,
+            "canaries": sum(entry.canary is not None for entry in entries),
+            "reproducible": comparison and msgspec.to_builtins(comparison),
+            "store": store and msgspec.to_builtins(store),
             "findings": list_findings(deployment, entries),
             "entries": [describe_entry(deployment, entry, entry.key in compiled) for entry in entries],
         }
@@ -47,7 +65,16 @@ def report_build(deployment: Deployment, report: Report, bundle: Path, tau: floa
     done = (
         f"{len(compiled)} compiled{kept}" if compiled else f"nothing to compile: all {len(entries)} were there already"
     )
+    if comparison:
+        print(f"built twice: {comparison.words}", file=sys.stderr)
+    if store:
+        print(*_format_store(store), sep="\n", file=sys.stderr)
     print(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {bundle}", file=sys.stderr)
+
+
+def _format_store(store: StoreReport) -> list[str]:
+    counts = f"{store.hits} executables found, {store.misses} not found, {store.written} written"
+    return [*(f"WARNING: {failure}" for failure in store.failures), f"store {store.url}: {counts}"]
 
 
 def list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:

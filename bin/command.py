@@ -1,6 +1,5 @@
 """What all commands do alike: flags, errors, exit codes, tables."""
 
-import importlib.util
 import io
 import logging
 import os
@@ -13,30 +12,46 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import jax
 from absl import flags
 
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
 from dflash_aot.cache.draft_config import is_speculators
-from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.location import hide_secrets, is_url
 from dflash_aot.cache.speculators import read_verifier
+from dflash_aot.cache.user_cache import user_cache
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
-    """Parses the command line, runs `main`, and turns our errors into one message and an exit code."""
+    """A command that takes flags and nothing else; see `run_with_arguments`."""
+
+    def run(arguments: Sequence[str]) -> int:
+        if arguments:
+            raise BadInput(f"unexpected {' '.join(map(repr, arguments))}: all arguments are flags, see --help")
+        main()
+        return 0
+
+    return run_with_arguments(name, usage, flag_values, run)
+
+
+def run_with_arguments(
+    name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[Sequence[str]], int]
+) -> int:
+    """Parses the command line, runs `main` on what is no flag, and returns its exit code.
+
+    Our errors become one message and their exit code.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with _ended_by_interrupt(name):
-            _parse(sys.argv, usage, flag_values)
-            main()
+            code = main(_parse(sys.argv, usage, flag_values))
             sys.stdout.flush()
-        return 0
+        return code
     except _HelpShown:
         return 0
     except (flags.Error, DflashError) as error:
@@ -77,31 +92,11 @@ class _HelpShown(Exception):
     pass
 
 
-def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> None:
+def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Sequence[str]:
     if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
         print(f"{usage}\nflags:\n{flag_values.get_help()}")
         raise _HelpShown
-    left = flag_values(argv)[1:]
-    if left:
-        raise BadInput(f"unexpected {' '.join(map(repr, left))}: all arguments are flags, see --help")
-
-
-def start_jax(platform: str | None) -> None:
-    """Keeps JAX from starting what is not used. `platform` is what will be; None: whatever is attached.
-
-    That is an accelerator, and libtpu where there is no TPU: it says so in many lines.
-    """
-    if platform == "cpu" or (platform == "tpu" and not is_tpu_attached()):
-        jax.config.update("jax_platforms", "cpu")
-    elif platform == "tpu":
-        jax.config.update("jax_platforms", "tpu,cpu")
-    elif not (os.environ.get("JAX_PLATFORMS") or is_tpu_attached() or _has_gpu_plugin()):
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _has_gpu_plugin() -> bool:
-    """Whether JAX can use a GPU, as far as packages go."""
-    return importlib.util.find_spec("jax_plugins") is not None
+    return flag_values(argv)[1:]
 
 
 def decode_text(content: bytes, source: str) -> str:
@@ -112,12 +107,19 @@ def decode_text(content: bytes, source: str) -> str:
         raise BadInput(f"{source} is not UTF-8: {error}") from error
 
 
+def choose_directory(place: str, remedy: str) -> Path:
+    """Raises BadInput, which ends with the remedy, for a URL."""
+    if is_url(place):
+        raise BadInput(f"{hide_secrets(place)} is a URL, and a directory is needed here. {remedy}")
+    return Path(place)
+
+
 def default_bundle(target: str, draft: str, topology: str | None = None) -> Path:
     """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory.
 
     One for a described `topology` has a place of its own: what is served here stays.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-aot"
+    base = user_cache()
     if topology:
         base /= topology.replace(":", "-")
     if target == EMBEDDED:

@@ -3,51 +3,42 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
-    [--sampling greedy,sample]
+    [--sampling greedy,sample] [--canaries] [--check_reproducible] [--store URL]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
+dflash-precompile --rebuild BUNDLE [--bundle DIR] [--jobs N] [--canaries] [--store URL] [--tau T] [--json]
 """
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import jax
 from absl import flags
-from tqdm import tqdm
 
-from dflash_aot.bin.bucket_table import Deployment, check_tau
+from dflash_aot.bin.bucket_table import check_tau
 from dflash_aot.bin.build_report import report_build
-from dflash_aot.bin.command import choose_pair, default_bundle, run_command, start_jax
+from dflash_aot.bin.command import choose_directory, choose_pair, default_bundle, run_command
+from dflash_aot.bin.job import Job, describe_deployment, run_job
+from dflash_aot.bin.place import ATTACHED_JOBS, choose_jobs, choose_place
 from dflash_aot.bin.plan import report_plan
+from dflash_aot.bin.rebuild import plan_rebuild
+from dflash_aot.bin.reproducibility import check_reproducible
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.config_file import read_config
 from dflash_aot.cache.draft_config import read_draft
-from dflash_aot.cache.environment import Environment, is_tpu_attached
-from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
-from dflash_aot.cache.manifest import SCHEMA, DraftModel, Manifest, TargetModel
+from dflash_aot.cache.manifest import DraftModel, TargetModel
+from dflash_aot.cache.objects import open_objects
 from dflash_aot.cache.sampling import SAMPLINGS, check_sampling
-from dflash_aot.cache.signature import Signature, state_arrays
+from dflash_aot.cache.shared_store import SharedStore
 from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
-from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
-from dflash_aot.compile.builder import Builder
-from dflash_aot.compile.footprint import Measured, check_fits, read_measured
-from dflash_aot.compile.machine import Machine, attach, count_devices
-from dflash_aot.compile.manager import Progress, Report, Site, build
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.quality import find_layout_conflicts
-from dflash_aot.compile.threads import Threads
-from dflash_aot.compile.worker import Order
-from dflash_aot.compile.workers import Workers
+from dflash_aot.cache.topology import Topology
+from dflash_aot.compile.source import Traced
 
-ATTACHED_JOBS = 2  # each compilation for an attached device has threads of its own
-MOST_WORKERS = 8
-Place = Machine | Topology
+WITH_REBUILD = frozenset({"rebuild", "bundle", "jobs", "canaries", "store", "tau", "json"})
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target: a directory, or a hub id in the local cache", flag_values=FLAGS
@@ -87,6 +78,27 @@ _JOBS = flags.DEFINE_integer(
     lower_bound=1,
     flag_values=FLAGS,
 )
+_CANARIES = flags.DEFINE_bool(
+    "canaries",
+    True,
+    "call every new executable once, and keep what it computes: what dflash-bundle verify --deep compares with",
+    flag_values=FLAGS,
+)
+_STORE = flags.DEFINE_string(
+    "store",
+    None,
+    "executables that a team shares, a directory or a URL such as s3://bucket/place: looked for there, and put there",
+    flag_values=FLAGS,
+)
+_REBUILD = flags.DEFINE_string(
+    "rebuild",
+    None,
+    "a bundle to compile anew, by the compiler that is here, from the programs in it: no checkpoint is needed",
+    flag_values=FLAGS,
+)
+_CHECK_REPRODUCIBLE = flags.DEFINE_bool(
+    "check_reproducible", False, "build twice and compare, byte by byte where that is promised (TPU)", flag_values=FLAGS
+)
 _PLAN = flags.DEFINE_bool("plan", False, "compile nothing, say what would be built", flag_values=FLAGS)
 _TAU = flags.DEFINE_float(
     "tau", None, "tokens per round, if known: predicts the time per token at best (TPU)", flag_values=FLAGS
@@ -100,51 +112,77 @@ def main() -> None:
 
 
 def precompile() -> None:
-    """Reads the pair, builds what is missing, publishes the bundle, reports."""
+    """Builds what is missing, publishes the bundle, reports; or says what would be built."""
+    if _REBUILD.value is not None:
+        _rebuild(choose_directory(_REBUILD.value, f"Fetch it: dflash-bundle fetch {_REBUILD.value}"))
+        return
+    job = _plan_job()
+    check_tau(_TAU.value, job.deployment.grid, job.deployment.chip)
+    _say(f"draft of {job.draft.facts.dialect}'s format: {describe_draft(job.draft.facts)}")
+    if _PLAN.value:
+        report_plan(job.deployment, job.store.bundle, choose_jobs(job.place, _JOBS.value), _TAU.value, _JSON.value)
+    else:
+        _run(job)
+
+
+def _plan_job() -> Job:
+    """What the flags ask for. Raises BadInput, BadCheckpoint."""
     sampling = check_sampling(_SAMPLING.value.split(",") if _SAMPLING.value else [], f"--sampling '{_SAMPLING.value}'")
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
     references = choose_pair(_TARGET.value, _choose_draft(speculative))
     target, draft = read_pair(*references)
     grid = choose_grid(target, draft, speculative)
-    place = choose_place()
-    platform, devices = _describe_place(place)
-    dtype = _DTYPE.value or ("float32" if platform == "cpu" else "bfloat16")
+    place = choose_place(_PLATFORM.value, _TOPOLOGY.value, _TENSOR_PARALLEL.value)
+    deployment = describe_deployment(target, draft, grid, _DTYPE.value, sampling, place)
     bundle = (
-        Path(_BUNDLE.value)
+        _choose_bundle(_BUNDLE.value)
         if _BUNDLE.value
         else default_bundle(*references, place.name if isinstance(place, Topology) else None)
     )
-    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices, sampling=sampling)
-    deployment = Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(place))
-    check_tau(_TAU.value, grid, deployment.chip)
-    _say(f"draft of {draft.dialect}'s format: {describe_draft(draft)}")
-    if _PLAN.value:
-        report_plan(deployment, bundle, choose_jobs(place), _TAU.value, _JSON.value)
-        return
-    _check_memory(deployment, None)
-    store = Store(bundle)
-    with store.open_for_building():
-        order = Order(target, draft, dtype, grid, str(bundle), sampling)
-        with open_site(place, programs, order, store) as (site, environment):
-            report = _build_with_progress(programs.signatures(grid), site)
-        if conflicts := find_layout_conflicts(report.entries):
-            raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
-        _check_memory(deployment, read_measured(report.entries))
-        store.publish(
-            Manifest(
-                schema=SCHEMA,
-                environment=environment,
-                target=TargetModel(_as_given(references[0]), target),
-                draft=DraftModel(_as_given(references[1]), draft),
-                dtype=dtype,
-                sampling=sampling,
-                grid=grid,
-                state=state_arrays(programs.pair, grid),
-                weights=programs.recipes(),
-                entries=report.entries,
-            )
+    return Job(
+        target=TargetModel(_as_given(references[0]), target),
+        draft=DraftModel(_as_given(references[1]), draft),
+        deployment=deployment,
+        source=Traced(deployment.programs, grid, deployment.platform, deployment.devices),
+        place=place,
+        store=Store(bundle),
+        jobs=_JOBS.value,
+        call_canaries=_CANARIES.value,
+    )
+
+
+def _rebuild(bundle: Path) -> None:
+    """Raises BadInput for flags that ask for something else than what the bundle was built as."""
+    if others := sorted(name for name in FLAGS if FLAGS[name].present and name not in WITH_REBUILD):
+        raise BadInput(
+            f"--rebuild compiles {bundle} as it was built: --{', --'.join(others)} cannot be given with it. It takes "
+            f"--{', --'.join(sorted(WITH_REBUILD - {'rebuild'}))}"
         )
-    report_build(deployment, report, bundle, _TAU.value, _JSON.value)
+    store = Store(_choose_bundle(_BUNDLE.value) if _BUNDLE.value else bundle)
+    _run(plan_rebuild(bundle, store, _JOBS.value, _CANARIES.value))
+
+
+def _run(job: Job) -> None:
+    bundle = job.store.bundle
+    with _open_shared_store() as shared:
+        report = run_job(job, shared)
+    comparison = check_reproducible(bundle) if _CHECK_REPRODUCIBLE.value else None
+    store = shared.report() if shared else None
+    report_build(job.deployment, report, bundle, _TAU.value, _JSON.value, comparison, store)
+
+
+def _open_shared_store() -> AbstractContextManager[SharedStore | None]:
+    """Raises StoreFailed before anything is compiled."""
+    if _STORE.value is None:
+        return nullcontext()
+    shared = SharedStore(open_objects(_STORE.value))
+    if not shared.report().writable:
+        _say(f"WARNING: {shared.report().url} is read only: what is built here stays here")
+    return shared
+
+
+def _choose_bundle(place: str) -> Path:
+    return choose_directory(place, f"Build in one, then push it: dflash-bundle push DIR {place}")
 
 
 def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
@@ -184,86 +222,6 @@ def describe_draft(draft: Draft) -> str:
     if draft.vocab is not None:
         parts.append(f"a head of its own over {draft.vocab} of {draft.decoder.vocab} tokens")
     return ", ".join(parts)
-
-
-@contextmanager
-def open_site(place: Place, programs: Programs, order: Order, store: Store) -> Iterator[tuple[Site, Environment]]:
-    """Where the executables are built, and the environment that they are built for."""
-    if isinstance(place, Topology):
-        with Workers(place, order, choose_jobs(place)) as workers:
-            yield workers, workers.environment
-    else:
-        with Threads(Builder(programs, order.grid, place, store), choose_jobs(place)) as threads:
-            yield threads, place.environment
-
-
-def choose_jobs(place: Place) -> int:
-    """How many executables are compiled at a time.
-
-    One TPU compiler kept 1.6 of two cores busy; a second was 0-7 % faster for 10 % more work and another gigabyte.
-    """
-    if _JOBS.value or isinstance(place, Machine):
-        return _JOBS.value or ATTACHED_JOBS
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(max(cores // 2, 1), MOST_WORKERS)
-
-
-def find_chip(place: Place) -> Chip | None:
-    """The figures of the chips to build for; None where none are known."""
-    if isinstance(place, Topology):
-        return place.chip
-    return next((chip for chip in CHIPS if chip.device_kind == place.environment.device_kind), None)
-
-
-def _check_memory(deployment: Deployment, measured: Measured | None) -> None:
-    """Before and after a build: see `check_fits`."""
-    grid, chip = deployment.grid, deployment.chip
-    if chip is None:
-        return
-    doubt = check_fits(deployment.programs, grid, deployment.devices, chip, deployment.positions, measured)
-    if doubt:
-        _say(f"WARNING: {doubt}")
-
-
-def _build_with_progress(signatures: Sequence[Signature], site: Site) -> Report:
-    """A bar with count, elapsed and remaining time and the bucket that was begun last."""
-    with tqdm(total=len(signatures), unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
-
-        def observe(progress: Progress) -> None:
-            if progress.entry is None:
-                bar.set_postfix_str(progress.label)
-            bar.update(progress.done - bar.n)
-
-        return build(signatures, site, observe)
-
-
-def choose_place() -> Place:
-    """The attached devices, or the slice to describe to the compiler where no TPU is attached; starts JAX.
-
-    Raises BadInput.
-    """
-    topology = parse_topology(_TOPOLOGY.value) if _TOPOLOGY.value is not None else None
-    platform = _PLATFORM.value or ("tpu" if topology else None)
-    if topology and platform != "tpu":
-        raise BadInput(f"--topology {topology.name} is a TPU's, but --platform is {platform}")
-    start_jax(platform)
-    if platform == "tpu" and not is_tpu_attached():
-        if topology is None:
-            raise BadInput(f"--platform tpu: none is attached. Say which with --topology: {', '.join(TOPOLOGIES)}")
-        count_devices(topology, _TENSOR_PARALLEL.value)
-        return topology
-    try:
-        platform = platform or jax.default_backend()
-    except RuntimeError as error:  # of the user's JAX_PLATFORMS
-        raise BadInput(f"no device: {error}") from error
-    return attach(platform, topology, _TENSOR_PARALLEL.value)
-
-
-def _describe_place(place: Place) -> tuple[str, int]:
-    """Platform and number of devices."""
-    if isinstance(place, Topology):
-        return "tpu", place.devices
-    return place.environment.platform, place.environment.device_count
 
 
 def _as_given(reference: str) -> str:

@@ -1,8 +1,8 @@
 """dflash-run: serves a bundle from the command line. Text goes to standard output, everything else to standard error.
 
-dflash-run --bundle DIR --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N] [--stats] [--json] [--trace]
+dflash-run --bundle DIR|URL --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N] [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
-    [--logprobs N]
+    [--logprobs N] [--require_signature PUBLIC.pem]
 dflash-run --bundle DIR --input F.jsonl --output F.jsonl
 dflash-run --bundle DIR --chat
 echo TEXT | dflash-run --bundle DIR
@@ -24,12 +24,13 @@ from dflash_aot.bin.command import (
     default_bundle,
     run_command,
     seconds_since_process_start,
-    start_jax,
 )
+from dflash_aot.bin.jax_platform import start_jax
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.location import is_url
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime.advice import advise_on_prompt
 from dflash_aot.runtime.engine import Engine
@@ -41,7 +42,10 @@ IMPORTED = seconds_since_process_start()
 
 FLAGS = flags.FlagValues()
 _BUNDLE = flags.DEFINE_string(
-    "bundle", None, "what dflash-precompile built; default: the user's cache directory", flag_values=FLAGS
+    "bundle",
+    None,
+    "what dflash-precompile built, or the URL where dflash-bundle pushed it; default: the user's cache directory",
+    flag_values=FLAGS,
 )
 _TARGET = flags.DEFINE_string("target", None, "another target checkpoint of the same shapes", flag_values=FLAGS)
 _DRAFT = flags.DEFINE_string("draft", None, "another draft checkpoint of the same shapes", flag_values=FLAGS)
@@ -81,6 +85,9 @@ _LOGPROBS = flags.DEFINE_integer(
     flag_values=FLAGS,
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "a text that ends the output; may be given again", flag_values=FLAGS)
+_REQUIRE_SIGNATURE = flags.DEFINE_string(
+    "require_signature", None, "a public key, PEM: serve only what its owner signed", flag_values=FLAGS
+)
 _K = flags.DEFINE_string("k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "answer and statistics as JSON", flag_values=FLAGS)
@@ -204,14 +211,22 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
 def open_engine() -> Iterator[Engine]:
     """The engine that the flags describe; on the platform that the bundle is for."""
     given = (_TARGET.value, _DRAFT.value)
-    bundle = (
-        Path(_BUNDLE.value)
-        if _BUNDLE.value
-        else default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
-    )
-    start_jax(read_manifest(bundle).environment.platform)
-    with Engine.open(bundle, *given, k=_read_k()) as engine:
+    signed_by = Path(_REQUIRE_SIGNATURE.value) if _REQUIRE_SIGNATURE.value is not None else None
+    bundle = _locate_bundle(given, signed_by)
+    start_jax(read_manifest(bundle, signed_by).environment.platform)
+    with Engine.open(bundle, *given, k=_read_k(), require_signature=signed_by) as engine:
         yield engine
+
+
+def _locate_bundle(given: tuple[str | None, str | None], signed_by: Path | None) -> Path:
+    """Its directory, which is a copy of what lies behind a URL."""
+    if not _BUNDLE.value:
+        return default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
+    if is_url(_BUNDLE.value):
+        from dflash_aot.bin.fetching import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
+
+        return fetch_with_progress(_BUNDLE.value, signed_by)
+    return Path(_BUNDLE.value)
 
 
 def _read_k() -> int | Literal["auto"]:

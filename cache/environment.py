@@ -1,18 +1,16 @@
-"""What an executable depends on besides its program: compared field by field before anything is loaded."""
+"""What an executable depends on besides its program: compared field by field before anything is loaded.
+
+Nothing here needs JAX: `devices` asks it for the rest.
+"""
 
 import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jaxlib
 import msgspec
-from jax.sharding import AxisType
-
-from dflash_aot.cache.topology import find_topology
+from msgspec import structs
 
 # The flags of a processor that change which instructions may be emitted; the rest of /proc/cpuinfo is noise.
 INSTRUCTION_SETS = re.compile(
@@ -47,6 +45,17 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     libtpu_init_args: str
 
 
+class Host(msgspec.Struct, frozen=True):
+    """The part of an `Environment` that is known before JAX starts."""
+
+    jax: str
+    jaxlib: str
+    libtpu: str
+    machine: str
+    cpu_features: tuple[str, ...]
+    xla_flags: str
+
+
 class Difference(msgspec.Struct, frozen=True):
     """One field that does not fit: what the bundle was built for, what is here."""
 
@@ -55,74 +64,17 @@ class Difference(msgspec.Struct, frozen=True):
     here: str
 
 
-def read_environment(platform_name: str, device_count: int = 1) -> Environment:
-    """This process's environment on `attached_devices`; starts JAX. Raises RuntimeError, as that does."""
-    devices = attached_devices(platform_name, device_count)
-    topology = _attached_topology(devices[0].platform)
-    return describe_environment(devices, topology)
-
-
-def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Device, ...]:
-    """The first devices, by their coordinates, in the order of their mesh; starts JAX.
-
-    Raises RuntimeError, in words for users, where the platform is not there or has fewer devices.
-    """
-    if platform_name == "tpu" and not is_tpu_attached():
-        raise RuntimeError("no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a PCI device of Google's")
-    devices = jax.devices(platform_name)
-    if any(device.process_index for device in devices):
-        raise RuntimeError(f"these {len(devices)} devices belong to several hosts, which is not supported")
-    if len(devices) < device_count:
-        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES}={device_count} makes so many" if platform_name == "cpu" else ""
-        raise RuntimeError(f"{device_count} {platform_name} devices are needed, here are {len(devices)}{remedy}")
-    return order_in_mesh(sorted(devices, key=_position)[:device_count])
-
-
-def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """By the files of its driver: asking libtpu where there is none takes time and writes to the terminal.
-
-    Whatever a host passes through has files in vfio/, so there the vendor counts, as it does for JAX.
-    """
-    if any(files.glob("accel[0-9]*")):
-        return True
-    vendors = (vendor.read_text().strip() for vendor in devices.glob("*/vendor"))
-    return any(files.glob("vfio/[0-9]*")) and GOOGLE in vendors
-
-
-def libtpu_version() -> str:
-    """ "" where the package is not installed."""
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """As `jax.make_mesh` lays them along one axis: on a TPU it follows the links between chips where it can."""
-    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
-    return tuple(mesh.devices.flat)
-
-
-def describe_environment(devices: Sequence[jax.Device], topology: str) -> Environment:
-    """Of these devices, attached or described, in this order."""
-    first = devices[0]
-    on_cpu, on_tpu = first.platform == "cpu", first.platform == "tpu"
-    return Environment(
-        jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+def read_host(platform_name: str) -> Host:
+    """This machine, for executables of that platform; "" and () for what they don't depend on."""
+    on_tpu = platform_name == "tpu"
+    return Host(
+        jax=_installed_version("jax"),
+        jaxlib=_installed_version("jaxlib"),
         libtpu=libtpu_version() if on_tpu else "",
-        platform=first.platform,
-        platform_version=first.client.platform_version,
-        device_kind=first.device_kind,
-        topology=topology,
-        device_count=len(devices),
-        coordinates=tuple(",".join(map(str, _coordinates(device))) for device in devices),
         machine="" if on_tpu else platform.machine(),  # nothing in an executable for TPU runs on its host
-        cpu_features=_cpu_features() if on_cpu else (),
+        cpu_features=_cpu_features() if platform_name == "cpu" else (),
         # How many devices are made of the processor is compared as what it leads to.
-        xla_flags=_join_flags("XLA_FLAGS", but=VIRTUAL_DEVICES),
-        # JAX itself adds to these on a TPU host, when it is imported.
-        libtpu_init_args=_join_flags("LIBTPU_INIT_ARGS") if on_tpu else "",
+        xla_flags=join_flags("XLA_FLAGS", but=VIRTUAL_DEVICES),
     )
 
 
@@ -139,34 +91,51 @@ def differences(built: Environment, here: Environment) -> list[Difference]:
     return found
 
 
+def compare_host(built: Environment) -> tuple[list[Difference], list[str]]:
+    """`differences` as far as they are known before JAX starts, and the fields that are known only then."""
+    known: dict[str, object] = structs.asdict(read_host(built.platform))
+    if built.platform != "tpu":
+        known |= {"topology": "", "libtpu_init_args": ""}
+    elif not is_tpu_attached():
+        known["platform"] = "no TPU is attached"
+    if built.platform == "cpu":
+        known |= {"platform": "cpu", "platform_version": "cpu", "device_kind": "cpu"}
+        if built.device_count == 1:  # every machine has that one
+            known |= {"device_count": 1, "coordinates": ("0",)}
+    here = structs.replace(built, **known)
+    return differences(built, here), [field for field in Environment.__struct_fields__ if field not in known]
+
+
+def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """By the files of its driver: asking libtpu where there is none takes time and writes to the terminal.
+
+    Whatever a host passes through has files in vfio/, so there the vendor counts, as it does for JAX.
+    """
+    if any(files.glob("accel[0-9]*")):
+        return True
+    vendors = (vendor.read_text().strip() for vendor in devices.glob("*/vendor"))
+    return any(files.glob("vfio/[0-9]*")) and GOOGLE in vendors
+
+
+def join_flags(variable: str, but: str | None = None) -> str:
+    """The flags in an environment variable, in its order; without those that begin with `but`."""
+    return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
+
+
+def libtpu_version() -> str:
+    """ "" where the package is not installed."""
+    return _installed_version("libtpu")
+
+
 def _spell(value: str | int | tuple[str, ...]) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _attached_topology(platform_name: str) -> str:
-    """The slice that all attached devices are, used or not: executables know how chips are linked. "" for others."""
-    if platform_name != "tpu":
+def _installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return ""
-    devices = jax.devices(platform_name)
-    sides = zip(*(_coordinates(device)[:3] for device in devices), strict=True)
-    found = find_topology(devices[0].device_kind, tuple(max(side) - min(side) + 1 for side in sides))
-    return found.name if found and found.devices == len(devices) else ""
-
-
-def _coordinates(device: jax.Device) -> tuple[int, ...]:
-    """x, y, z and core of a TPU's; others have an id."""
-    return (*device.coords, device.core_on_chip) if device.platform == "tpu" else (device.id,)
-
-
-def _position(device: jax.Device) -> tuple[int, ...]:
-    """Sorts devices as libtpu counts them: x first."""
-    *place, core = _coordinates(device)
-    return (*reversed(place), core)
-
-
-def _join_flags(variable: str, but: str | None = None) -> str:
-    """The flags in an environment variable, in its order; without those that begin with `but`."""
-    return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -17,6 +17,14 @@ class BadCheckpoint(BadInput):
     """A checkpoint that is missing, malformed, of another architecture, or not a pair with the other one."""
 
 
+class StoreFailed(BadInput):
+    """A shared store, or what else lies behind a URL, that cannot be used: not there, unknown, not reachable."""
+
+
+class StoreRefused(StoreFailed):
+    """One that does not allow what was asked of it."""
+
+
 class CorruptBundle(DflashError):
     """An artefact whose bytes are not what its manifest promises."""
 

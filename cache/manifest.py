@@ -2,22 +2,25 @@
 
 import hashlib
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.attestation import check_signature
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.files import read_plain
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.recipe import Checkpoint, WeightRecipe
 from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.signature import Array, Signature, known_arrays
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 4
+SCHEMA = 5
 FILE = "manifest.json"
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -38,6 +41,26 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     flops: float
     bytes_accessed: float
+
+
+class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output of a canary. Of state, what the call `changed`; of a result, all.
+
+    changed: how many numbers. values: some of them, evenly spread. mean: of all, without their signs.
+    """
+
+    name: str
+    dtype: str
+    changed: Size
+    values: tuple[float, ...]
+    mean: float
+
+
+class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an executable made of inputs that everyone can make: those of `runtime.canary_inputs` in this `version`."""
+
+    version: int
+    outputs: tuple[Output, ...]
 
 
 class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,21 +92,28 @@ class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     largest: str
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One executable: what it is, which file holds it, what it cost to build.
+class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file named after its sha256. It is compressed: `serialized_bytes` is the size of what it holds."""
 
-    `sha256` and `bytes` are of the file, which is compressed; `serialized_bytes` of what it holds.
+    sha256: Sha256
+    bytes: Size
+    serialized_bytes: Size
+
+
+class Entry(Blob, frozen=True, forbid_unknown_fields=True):
+    """One executable: the file that holds it, what it is and was compiled from, what it cost, what it computes.
+
+    `program` is its StableHLO, as `jax.export` writes it. `canary` is None where there was no device to run it on.
     """
 
     signature: Signature
     key: Sha256
-    sha256: Sha256
-    bytes: Size
-    serialized_bytes: Size
+    program: Blob
     seconds: float
     memory: Memory
     cost: Cost
     inspection: Inspection
+    canary: Canary | None = None
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,12 +150,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return known_arrays(self.state, self.weights)
 
     def rebuild_command(self, bundle: Path) -> str:
-        """The command that makes this bundle here."""
-        embedded = self.target.reference == EMBEDDED
-        pair = [] if embedded else ["--target", self.target.reference, "--draft", self.draft.reference]
-        rest = ["--bundle", str(bundle), "--buckets", str(self.grid), "--dtype", self.dtype]
-        kinds = ["--sampling", ",".join(self.sampling)]
-        return shlex.join(["dflash-precompile", *pair, *rest, *kinds, *_name_devices(self.environment)])
+        """The command that makes this bundle here, from its checkpoints."""
+        return shlex.join(["dflash-precompile", "--bundle", str(bundle), *self.build_flags()])
+
+    def build_flags(self, locate: Callable[[str, Checkpoint], str] = lambda reference, _: reference) -> list[str]:
+        """What `dflash-precompile` is told, but for the place; checkpoints as `locate` gives them."""
+        pair = [] if self.target.reference == EMBEDDED else [
+            "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
+        ]  # fmt: skip
+        facts = ["--buckets", str(self.grid), "--dtype", self.dtype, "--sampling", ",".join(self.sampling)]
+        return [*pair, *facts, *_name_devices(self.environment)]
 
 
 def _name_devices(environment: Environment) -> list[str]:
@@ -135,6 +169,11 @@ def _name_devices(environment: Environment) -> list[str]:
     if topology and topology.devices == environment.device_count:
         return [*platform, "--topology", topology.name]
     return [*platform, *(["--tensor_parallel", str(environment.device_count)] if environment.device_count > 1 else [])]
+
+
+def mend_command(bundle: Path) -> str:
+    """The command that compiles anew what of a bundle is broken or does not fit, from the programs that it holds."""
+    return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
 
 
 def build_command(bundle: Path) -> str:
@@ -148,11 +187,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
 
 
-def read_manifest(bundle: Path) -> Manifest:
-    """The checked manifest of a bundle. Raises MissingBundle or CorruptBundle."""
+def read_manifest(bundle: Path, signed_by: Path | None = None) -> Manifest:
+    """The checked manifest of a bundle. What the owner of a public key, `signed_by`, did not sign is not even parsed.
+
+    Raises MissingBundle or CorruptBundle; BadInput for a key that is none.
+    """
+    content = read_content(bundle)
+    if signed_by is not None:
+        check_signature(bundle, content, signed_by)
+    return parse_manifest(bundle, content)
+
+
+def read_content(bundle: Path) -> bytes:
+    """The manifest as it lies there, which is what is signed. Raises MissingBundle or CorruptBundle."""
     path = bundle / FILE
     try:
-        content = path.read_bytes()
+        return read_plain(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBundle(
             f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)} "
@@ -160,7 +210,15 @@ def read_manifest(bundle: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise CorruptBundle(f"{path}: {error.strerror}") from error
-    remedy = f"Build it again: {build_command(bundle)}"
+
+
+def parse_manifest(bundle: Path, content: bytes) -> Manifest:
+    """Raises CorruptBundle."""
+    return decode_manifest(content, str(bundle / FILE), f"Build it again: {build_command(bundle)}")
+
+
+def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
+    """The checked manifest that lay at `path`. Raises CorruptBundle."""
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:

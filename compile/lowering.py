@@ -1,4 +1,7 @@
-"""The one place that says `jax.jit`: from a signature to a lowered program, a compiled one, and bytes."""
+"""The one place that says `jax.jit`: from a signature to portable StableHLO, and from that to a lowered program.
+
+Everything is compiled from StableHLO as the bundle keeps it: what is compiled anew years later is what was compiled.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,17 +9,26 @@ from contextlib import nullcontext
 
 import jax
 import msgspec
-from jax.sharding import PartitionSpec
+from jax import export
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.mesh import make_mesh, place
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.mesh import place
+from dflash_aot.cache.signature import AXIS, Array, Signature
 
 # TPU7x multiplies bfloat16 in tiles of 16 rows, and arguments come in tiles of 8: it laid all stacked weights anew in
 # every call (Qwen3-4B: 3.6 GB). Weights given in its own tiles may be faster still, but JAX puts none there without a
 # program of its own.
 COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+# What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild
+# is held to its canaries.
+UNPROMISED = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+NOWHERE = "program"  # instead of a source file's path
+
+# Operations keep their names, and lose the files and lines that they come from. For the whole process, which builds:
+# JAX has one such switch, and several threads trace.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
 
@@ -32,55 +44,90 @@ def output_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Arra
 
 
 def jit_program(
-    signature: Signature, function: Program, known: Mapping[str, Array], devices: Sequence[jax.Device]
+    signature: Signature, function: Program, known: Mapping[str, Array], mesh: Mesh | AbstractMesh
 ) -> jax.stages.Wrapped:
-    """`function` over the signature's inputs in order, its state donated.
+    """`function` over the signature's inputs in order, its state donated, for the devices of `mesh` to share.
 
     Tracing it raises AssertionError unless its outputs are what the signature promises.
     """
     inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
-    count = len(devices)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         found = function({array.name: leaf for array, leaf in zip(inputs, leaves, strict=True)})
         for array in outputs:
             leaf = found[array.name]
-            promised = (array.shard_shape(count), array.dtype)
+            promised = (array.shard_shape(mesh.size), array.dtype)
             assert (leaf.shape, str(leaf.dtype)) == promised, f"{signature.label}: {array} is {leaf}"
         return tuple(found[array.name] for array in outputs)
 
-    if count > 1:
+    if mesh.size > 1:
         flat = jax.shard_map(
             flat,
-            mesh=make_mesh(devices),
+            mesh=mesh,
             in_specs=tuple(PartitionSpec(*array.sharding) for array in inputs),
             out_specs=tuple(PartitionSpec(*array.sharding) for array in outputs),
             check_vma=False,  # what is not split is the same everywhere: `Shards` sees to it
         )
-    flat.__name__ = signature.program
-    donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
-    # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
-    return jax.jit(flat, donate_argnums=donated, keep_unused=True)
+    return _jit(flat, signature, inputs)
 
 
-def lower(
-    signature: Signature, function: Program, known: Mapping[str, Array], devices: Sequence[jax.Device]
-) -> jax.stages.Lowered:
-    """Traces a program for the shapes of its signature, on `devices` that share it (see `Shards`).
+def export_program(
+    signature: Signature, function: Program, known: Mapping[str, Array], platform: str, devices: int
+) -> bytes:
+    """A program for the shapes of its signature, on so many devices that share it (see `Shards`), as StableHLO.
 
-    The placement makes its outputs committed as its inputs are: JAX dispatches a second kind of input anew, slowly.
+    `platform` as JAX calls it; no device of it is needed. The same bytes wherever and whenever it is traced: nothing
+    in them tells of the machine, the sources' place or their line numbers.
     """
+    mesh = AbstractMesh((devices,), (AXIS,))
+    jitted = jit_program(signature, function, known, mesh)
     specs = [
-        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.sharding, devices))
+        jax.ShapeDtypeStruct(
+            array.shape,
+            array.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*array.sharding)) if devices > 1 else None,
+        )
         for array in input_arrays(signature, known)
     ]
-    platform = devices[0].platform
     # By default TPU and GPU round the operands of a float32 product; whoever asks for float32 means it.
     precision = nullcontext() if platform == "cpu" else jax.default_matmul_precision("highest")
+    # Named as `lowering_platforms` has them: for CUDA and ROCm JAX has one name when it runs, and two when it lowers.
+    name = "cuda" if platform == "gpu" else platform
     with precision:
-        traced = jit_program(signature, function, known, devices).trace(*specs)
+        exported = export.export(jitted, platforms=[name], disabled_checks=UNPROMISED)(*specs)
+    return bytes(exported.serialize())
+
+
+def lower_program(
+    program: bytes, signature: Signature, known: Mapping[str, Array], devices: Sequence[jax.Device]
+) -> jax.stages.Lowered:
+    """What `export_program` wrote, for these devices, attached or described.
+
+    The placement makes its outputs committed as its inputs are: JAX dispatches a second kind of input anew, slowly.
+    Raises what JAX raises for a program of another kind of device, of more devices, or of a version out of its reach.
+    """
+    exported, inputs = export.deserialize(bytearray(program)), input_arrays(signature, known)
+
+    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return exported.call(*leaves)
+
+    # A serialized executable tells where the function stands that was traced.
+    call.__code__ = call.__code__.replace(co_filename=NOWHERE, co_firstlineno=1)
+    specs = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.sharding, devices)) for array in inputs
+    ]
+    traced = _jit(call, signature, inputs).trace(*specs)
     # Named, because a described TPU is not the platform that JAX runs on.
-    return traced.lower(lowering_platforms=(platform,))
+    return traced.lower(lowering_platforms=exported.platforms)
+
+
+def _jit(
+    function: Callable[..., tuple[jax.Array, ...]], signature: Signature, inputs: Sequence[Array]
+) -> jax.stages.Wrapped:
+    donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
+    function.__name__ = signature.program
+    # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
+    return jax.jit(function, donate_argnums=donated, keep_unused=True)
 
 
 def compiler_options(environment: Environment) -> dict[str, str | bool]:
@@ -88,11 +135,11 @@ def compiler_options(environment: Environment) -> dict[str, str | bool]:
     return dict(COMPILER_OPTIONS.get(environment.device_kind, {}))
 
 
-def executable_key(lowered: jax.stages.Lowered, signature: Signature, environment: Environment) -> str:
-    """sha256 over the canonical StableHLO (no source locations), the signature, the environment and the options."""
+def executable_key(program: bytes, signature: Signature, environment: Environment) -> str:
+    """sha256 over the StableHLO as `export_program` writes it, the signature, the environment and the options."""
     digest = hashlib.sha256()
     for part in (
-        lowered.as_text().encode(),
+        program,
         msgspec.json.encode(signature),
         msgspec.json.encode(environment),
         msgspec.json.encode(compiler_options(environment)),

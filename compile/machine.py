@@ -6,14 +6,8 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
-from dflash_aot.cache.environment import (
-    Environment,
-    attached_devices,
-    describe_environment,
-    libtpu_version,
-    order_in_mesh,
-    read_environment,
-)
+from dflash_aot.cache.devices import attached_devices, describe_environment, order_in_mesh, read_environment
+from dflash_aot.cache.environment import Environment, libtpu_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.topology import Topology
 

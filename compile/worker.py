@@ -1,8 +1,9 @@
-"""A process that builds for a described TPU what its parent asks for: python -m dflash_aot.compile.worker v5e:2x2 LOG
+"""A process that compiles one executable for a described TPU: python -m dflash_aot.compile.worker v5e:2x2 BUNDLE LOG
 
-JSON lines. In: an Order, then the label of an executable at a time. Out: the Environment, then an Answer to each.
-It ends when its input does, at once, whatever it is doing, and takes its log with it; a log that stays tells why its
-process died.
+JSON lines. Out: the Environment; in: an Order; out: an Answer. It ends when its input does, at once, whatever it is
+doing, and takes its log with it; a log that stays tells why its process died.
+
+One, for the compiler numbers what it makes: what came before would show in the bytes.
 """
 
 import os
@@ -14,49 +15,28 @@ from typing import BinaryIO
 
 import msgspec
 
-from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.sampling import Sampling
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.manifest import Entry
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import parse_topology
-from dflash_aot.compile.builder import Builder, Built, explain
+from dflash_aot.compile.builder import Builder, Order, explain
 from dflash_aot.compile.machine import describe
-from dflash_aot.compile.programs import Programs
-
-
-class Order(msgspec.Struct, frozen=True):
-    """What is to be built, and the bundle directory in whose store it goes."""
-
-    target: Target
-    draft: Draft
-    dtype: str
-    grid: Grid
-    bundle: str
-    sampling: tuple[Sampling, ...] = ("greedy",)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An executable, or why there is none; and the memory that this process holds by now."""
+    """An executable, or why there is none."""
 
-    built: Built | None
-    failure: str
-    resident_bytes: int
+    entry: Entry | None
+    failure: str = ""
 
 
 def main() -> None:
-    answers, lines = _claim_output(), _follow_input(Path(sys.argv[2]))
-    order = msgspec.json.decode(lines.get(), type=Order)
-    machine = describe(parse_topology(sys.argv[1]))
+    topology, bundle, log = sys.argv[1:]
+    answers, lines = _claim_output(), _follow_input(Path(log))
+    machine = describe(parse_topology(topology))
     _send(answers, machine.environment)
-    programs = Programs(
-        order.target, order.draft, order.dtype, stacked=True, devices=len(machine.devices), sampling=order.sampling
-    )
-    signatures = {signature.label: signature for signature in programs.signatures(order.grid)}
-    builder = Builder(programs, order.grid, machine, Store(Path(order.bundle)))
-    while True:
-        label = msgspec.json.decode(lines.get(), type=str)
-        _send(answers, _build(builder, signatures[label]))
+    order = msgspec.json.decode(lines.get(), type=Order)
+    _send(answers, _compile(Builder(machine, Store(Path(bundle))), order))
+    threading.Event().wait()  # for the input's end
 
 
 def _claim_output() -> BinaryIO:
@@ -80,17 +60,11 @@ def _follow_input(log: Path) -> "queue.SimpleQueue[bytes]":
     return lines
 
 
-def _build(builder: Builder, signature: Signature) -> Answer:
+def _compile(builder: Builder, order: Order) -> Answer:
     try:
-        lowered, key = builder.lower(signature)
-        built = builder.find(key) or builder.compile(signature, lowered, key)
+        return Answer(builder.compile(order))
     except Exception as error:
-        return Answer(None, explain(error), _resident_bytes())
-    return Answer(built, "", _resident_bytes())
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Answer(None, explain(error))
 
 
 def _send(answers: BinaryIO, message: msgspec.Struct) -> None:

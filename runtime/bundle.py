@@ -7,16 +7,16 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.environment import Environment, attached_devices, differences, read_environment
+from dflash_aot.cache.completeness import check_complete, name_executable
+from dflash_aot.cache.devices import attached_devices, read_environment
+from dflash_aot.cache.environment import Environment, differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.manifest import Entry, Manifest, read_manifest
+from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime.executable import DeviceState, Executable, load_executable
 
-Name = tuple[str, tuple[int, ...]]
-VERIFIES = {"greedy": "verify", "sample": "sampled_verify"}
 LOADERS = 2  # loading releases the interpreter for the most part
 
 
@@ -25,7 +25,7 @@ class Bundle:
 
     def __init__(self, path: Path, manifest: Manifest, k: int, executables: Iterable[Executable]):
         self.path, self.manifest, self.k = path, manifest, k
-        self._executables = {_name(executable.signature): executable for executable in executables}
+        self._executables = {name_executable(executable.signature): executable for executable in executables}
 
     def prefill(self, chunk: Chunk) -> Executable:
         return self._executables["prefill", (chunk.prefill, chunk.length)]
@@ -61,11 +61,11 @@ def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
     return attached_devices(manifest.environment.platform, manifest.environment.device_count)
 
 
-def check_bundle(path: Path) -> Manifest:
+def check_bundle(path: Path, signed_by: Path | None = None) -> Manifest:
     """The verdict, from the manifest alone. Raises MissingBundle, CorruptBundle or IncompatibleBundle."""
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, signed_by)
     _check_environment(path, manifest)
-    _check_complete(path, manifest)
+    check_complete(path, manifest)
     return manifest
 
 
@@ -98,9 +98,11 @@ def call_once(executable: Executable, state: DeviceState) -> None:
     """
     try:
         executable(state, *map(state.zeros, executable.signature.arguments))
+        state.wait()
     except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
         raise CorruptBundle(f"{executable.signature.label} does not take what its signature says: {error}") from error
-    state.wait()
+    except jax.errors.JaxRuntimeError as error:
+        raise CorruptBundle(f"{executable.signature.label} does not run: {error}") from error
 
 
 def _serves(signature: Signature, k: int) -> bool:
@@ -127,33 +129,11 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
     if found := differences(built, here):
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
-            f"{path} was built for another environment:\n{lines}\nBuild it for this one: {command}"
+            f"{path} was built for another environment:\n{lines}\n"
+            f"Build it for this one: {mend_command(path)}\nor, from its checkpoints: {command}"
         )
 
 
 def _describe(environment: Environment) -> str:
     devices = f"{environment.device_count} x {environment.device_kind}"
     return f"{environment.topology} ({devices})" if environment.topology else devices
-
-
-def _check_complete(path: Path, manifest: Manifest) -> None:
-    """Every bucket of the grid has its executables."""
-    grid = manifest.grid
-    needed: set[Name] = {("prefill", (chunk.prefill, chunk.length)) for chunk in grid.chunks()}
-    needed |= {("kv_write", (1, chunk.prefill)) for chunk in grid.chunks()}
-    needed |= {("move", ())} if grid.slots > 1 else set()
-    needed |= {("admit", ())} if "sample" in manifest.sampling else set()
-    verifies = {VERIFIES[kind] for kind in manifest.sampling}
-    for bucket in grid.buckets():
-        shape = (bucket.batch, bucket.length, bucket.k)
-        needed |= {("kv_write", (bucket.batch, bucket.k + 1)), *((name, shape) for name in verifies)}
-        needed |= {("draft", shape)} if bucket.k else set()
-    if missing := needed - {_name(entry.signature) for entry in manifest.entries}:
-        raise CorruptBundle(
-            f"{path}/manifest.json promises the grid {grid} but has no entry for {sorted(missing)}. "
-            f"Build it again: {manifest.rebuild_command(path)}"
-        )
-
-
-def _name(signature: Signature) -> Name:
-    return signature.program, tuple(signature.bucket.values())

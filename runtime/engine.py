@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from dflash_aot.cache.download import locate_bundle
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.advice import advise_on_pair
@@ -69,19 +70,23 @@ class Engine:
         draft: str | Path | None = None,
         k: int | Literal["auto"] = "auto",
         max_waiting: int = MAX_WAITING,
+        require_signature: str | Path | None = None,
     ) -> "Engine":
         """Loads a bundle and its weights and calls every executable once.
 
+        bundle: a directory, or the URL of one that was pushed: it is copied to the user's cache first.
         target, draft: directories or hub ids instead of the bundle's own, of the same architecture and shapes.
         k: tokens verified per round, one of the grid's; "auto" chooses among all of them, round by round, by their
         times on this machine and by how much is accepted. max_waiting: requests that may wait for a slot; further
-        ones are refused, or wait outside if their caller says so.
+        ones are refused, or wait outside if their caller says so. require_signature: the public key, a PEM file, of
+        whoever must have signed the bundle.
 
-        Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss.
+        Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.
         """
         if type(max_waiting) is not int or max_waiting < 1:
             raise BadInput(f"max_waiting is {max_waiting!r}: a whole number of at least 1 is needed")
-        return cls(open_bundle(Path(bundle), target, draft, k), max_waiting)
+        signed_by = None if require_signature is None else Path(require_signature)
+        return cls(open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by), max_waiting)
 
     # -- requests
 

@@ -1,6 +1,7 @@
 """One loaded executable, and the device state that executables pass on from one to the next."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -8,8 +9,8 @@ from jax.experimental import serialize_executable
 
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.mesh import place
+from dflash_aot.cache.pickle_scan import scan_pickle
 from dflash_aot.cache.signature import Array, Signature
-from dflash_aot.runtime.pickle_scan import scan_pickle
 
 
 class Executable:
@@ -24,12 +25,20 @@ class Executable:
         """The weights never change: they are looked up once."""
         self._weights = tuple(weights[name] for name in self.signature.weights)
 
-    def __call__(self, state: "DeviceState", *arguments: jax.Array) -> Sequence[jax.Array]:
+    def __call__(self, state: "State", *arguments: jax.Array) -> Sequence[jax.Array]:
         """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results."""
         outputs = self._compiled(*self._weights, *state.read(self.signature.state), *arguments)
         donated = self.signature.donated
         state.replace(donated, outputs)
         return outputs[len(donated) :]
+
+
+class State(Protocol):
+    """Arrays by name, some of which a call takes and gives back."""
+
+    def read(self, names: Sequence[str]) -> list[jax.Array]: ...
+
+    def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None: ...
 
 
 class DeviceState:

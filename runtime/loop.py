@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -38,6 +39,22 @@ class FirstToken:
 
     row: Row
     token: jax.Array  # int32 [1]
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who takes part in a round: the row of each slot that does, None for the others."""
+
+    rows: Sequence[Row | None]
+
+    @cached_property
+    def takers(self) -> list[Row]:
+        return [row for row in self.rows if row]
+
+    @cached_property
+    def sampled(self) -> bool:
+        """A round samples for all of its rows or for none."""
+        return any(row.sampled for row in self.takers)
 
 
 @dataclass(frozen=True)
@@ -217,38 +234,36 @@ class Loop:
 
     def _decode(self) -> int:
         """One round of all rows that want tokens. Returns how many verdicts it will give."""
-        rows = self._slots.decoding()
-        if not rows:
+        lineup = Lineup(self._slots.decoding())
+        if not lineup.rows:
             return 0
-        bucket = self._fit(rows)
+        bucket = self._fit(lineup)
         if bucket is None:  # the bounds are too loose for another round: read what is in flight, then see
             self._read(keep=0)
-            rows = self._slots.decoding()
-            if not rows:
+            lineup = Lineup(self._slots.decoding())
+            if not lineup.rows:
                 return 0
-            bucket = self._fit(rows)
+            bucket = self._fit(lineup)
             assert bucket is not None, "a row that wants tokens has room for one"
-        rows = [*rows, *[None] * (bucket.batch - len(rows))]
-        self._unread.append(self._enqueue_round(bucket, rows))
-        for row in filter(None, rows):
+        self._unread.append(self._enqueue_round(bucket, lineup))
+        for row in lineup.takers:
             row.in_flight += bucket.k + 1
             row.rounds_in_flight += 1
         return 1
 
-    def _fit(self, rows: Sequence[Row | None]) -> Bucket | None:
+    def _fit(self, lineup: Lineup) -> Bucket | None:
         """The smallest bucket for these rows with the K that suits them; None if not even K = 0 fits."""
-        takers = [row for row in rows if row]
-        reach = max(row.longest for row in takers) + 1
-        buckets = [self._grid.fit(len(rows), reach + k, k) for k in self._ks if reach + k <= self._grid.capacity]
-        return self._depth.choose(buckets, takers, any(row.sampled for row in takers)) if buckets else None
+        reach = max(row.longest for row in lineup.takers) + 1
+        ks = [k for k in self._ks if reach + k <= self._grid.capacity]
+        buckets = [self._grid.fit(len(lineup.rows), reach + k, k) for k in ks]
+        return self._depth.choose(buckets, lineup.takers, lineup.sampled) if buckets else None
 
-    def _enqueue_round(self, bucket: Bucket, rows: Sequence[Row | None]) -> Round:
-        takers = [row for row in rows if row]
-        sampled = any(row.sampled for row in takers)
+    def _enqueue_round(self, bucket: Bucket, lineup: Lineup) -> Round:
+        takers, sampled = lineup.takers, lineup.sampled
         if sampled:
             self._admit(takers)
-        active = [row is not None for row in rows]
-        verdict, *tops = self._dispatch.round(bucket, active, sampled)
+        rows = [*lineup.rows, *[None] * (bucket.batch - len(lineup.rows))]
+        verdict, *tops = self._dispatch.round(bucket, [row is not None for row in rows], sampled)
         tops = tops if any(row.request.params.logprobs for row in takers) else []
         for array in (verdict, *tops):
             array.copy_to_host_async()

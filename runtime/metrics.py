@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -28,22 +29,35 @@ FINISHED_REASONS: Mapping[FinishReason, str] = {
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number that only grows while the engine lives."""
+class Number:
+    """One number. Of which kind, its subclasses say."""
 
+    kind: ClassVar[type[CounterMetricFamily] | type[GaugeMetricFamily]]
     name: str
     meaning: str
     read: Callable[[Counters], float]
 
     def family(self, counters: Counters, model_name: str) -> Metric:
-        family = CounterMetricFamily(self.name, self.meaning, labels=["model_name"])
+        family = self.kind(self.name, self.meaning, labels=["model_name"])
         family.add_metric([model_name], self.read(counters))
         return family
 
 
+class Count(Number):
+    """It only grows while the engine lives."""
+
+    kind = CounterMetricFamily
+
+
+class Level(Number):
+    """How many there are at the moment."""
+
+    kind = GaugeMetricFamily
+
+
 @dataclass(frozen=True)
 class LabelledCount:
-    """One such number for each value of its labels."""
+    """A count for each value of its labels."""
 
     name: str
     meaning: str
@@ -54,20 +68,6 @@ class LabelledCount:
         family = CounterMetricFamily(self.name, self.meaning, labels=["model_name", *self.labels])
         for values, number in self.read(counters).items():
             family.add_metric([model_name, *values], number)
-        return family
-
-
-@dataclass(frozen=True)
-class Level:
-    """How many there are at the moment."""
-
-    name: str
-    meaning: str
-    read: Callable[[Counters], float]
-
-    def family(self, counters: Counters, model_name: str) -> Metric:
-        family = GaugeMetricFamily(self.name, self.meaning, labels=["model_name"])
-        family.add_metric([model_name], self.read(counters))
         return family
 
 
@@ -114,7 +114,7 @@ def count_rows(counters: Counters) -> int:
     return sum(bucket.batch * rounds for (bucket, _), rounds in counters.bucket_rounds.items())
 
 
-METRICS: tuple[Count | LabelledCount | Level | Durations, ...] = (
+METRICS: tuple[Number | LabelledCount | Durations, ...] = (
     # -- vLLM's
     Count("vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified any.", count_drafts),
     Count("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda c: c.drafted),

@@ -28,10 +28,16 @@ class Opened:
     startup: Mapping[str, float]
 
 
-def open_bundle(path: Path, target: str | Path | None, draft: str | Path | None, k: int | Literal["auto"]) -> Opened:
+def open_bundle(
+    path: Path,
+    target: str | Path | None,
+    draft: str | Path | None,
+    k: int | Literal["auto"],
+    signed_by: Path | None = None,
+) -> Opened:
     """As `Engine.open` describes it, errors included."""
     clock = _Clock()
-    manifest = check_bundle(path)
+    manifest = check_bundle(path, signed_by)
     chosen = _choose_k(manifest, k)
     places = locate_pair(manifest, target, draft)
     check_facts(path, manifest, places)

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,12 @@ import hypothesis
 import numpy as np
 import pytest
 import tokenizers
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tests.object_server import SETTINGS, Bucket, ObjectServer
 
 # A loaded machine is no reason to fail: nothing here is about time.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -187,3 +191,34 @@ def speaking_target(tied: Golden, tmp_path_factory: pytest.TempPathFactory) -> P
     tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture
+def make_key(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """A name → the files of a new Ed25519 key, the private and the public one, in PEM form as openssl writes it."""
+
+    def make(name: str) -> tuple[Path, Path]:
+        key, private, public = Ed25519PrivateKey.generate(), tmp_path / f"{name}.pem", tmp_path / f"{name}.pub.pem"
+        private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+        return private, public
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[ObjectServer]:
+    """An S3 server on loopback, see `Bucket`."""
+    server = ObjectServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty one, which this process and its children find at `bucket.url`."""
+    object_server.forget()
+    for name, value in {**SETTINGS, "AWS_ENDPOINT_URL": object_server.endpoint}.items():
+        monkeypatch.setenv(name, value)
+    yield Bucket(object_server)
+    object_server.forget()

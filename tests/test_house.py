@@ -19,7 +19,7 @@ PINS = (REPOSITORY / "constraints.txt").read_text().splitlines()
 SCRIPTS = ("benchmarks", "examples")
 # Which extras a folder may import from besides the dependencies.
 EXTRAS = {**dict.fromkeys(ROOMS, ()), **dict.fromkeys(SCRIPTS, ("train",)), "tests": ("test",)}
-TESTED_EXTRAS = ("test", "train", "dev", "tpu")  # cuda needs its machine
+TESTED_EXTRAS = ("test", "train", "dev", "tpu", "s3")  # cuda needs its machine
 
 
 def modules(house: Path, folders: Iterable[str] = tuple(EXTRAS)) -> list[Path]:

@@ -16,7 +16,9 @@ MODELS = ("flax", "torch", "transformers")  # what serving must not wait for
 # Where imports may lead, ours and foreign; a room may always import from itself.
 MAY_IMPORT = {"cache": (), "compile": ("cache",), "runtime": ("cache",), "bin": ("cache", "runtime")}
 FORBIDDEN = {"cache": MODELS, "compile": (), "runtime": MODELS, "bin": MODELS}
-BUILDING = ("bin/precompile.py", "bin/plan.py", "bin/build_report.py", "bin/bucket_table.py")  # one command
+BUILDING = tuple(  # one command
+    f"bin/{name}.py" for name in ("precompile", "job", "place", "rebuild", "plan", "build_report", "bucket_table")
+)
 EXCEPTIONS = {
     *((module, "dflash_aot.compile") for module in BUILDING),
     ("runtime/chat.py", "transformers"),  # for its chat templates, when there is a chat: inside a function
@@ -141,7 +143,7 @@ def modules_after_serving(bundle, target, before: str = "") -> list[str]:
     command = [sys.executable, "-c", SERVE.format(before=before), str(bundle("tiny")), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    unwanted = (*MODELS, "dflash_aot.compile", "huggingface_hub", "prometheus_client")
+    unwanted = (*MODELS, "dflash_aot.compile", "fsspec", "huggingface_hub", "prometheus_client")
     return [name for name in json.loads(done.stdout) if any(begins(name, package) for package in unwanted)]
 
 

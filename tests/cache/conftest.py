@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.config_file import ConfigFile
@@ -18,7 +20,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
-from dflash_aot.cache.store import pack
+from dflash_aot.cache.store import Store, pack
 from dflash_aot.cache.target_config import read_target
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
@@ -151,13 +153,19 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """What would be executables, serialized."""
-    return [bytes([seed]) * (100 + seed) for seed in range(7)]
+    """What would be executables, serialized: of 100 bytes, 101, …"""
+    return [pickle.dumps(bytes([seed]) * (85 + seed), protocol=4) for seed in range(7)]
 
 
 @pytest.fixture(scope="session")
-def manifest(environment, blobs) -> Manifest:
-    """A complete one; its executables are `blobs`."""
+def texts(blobs) -> list[bytes]:
+    """What they would have been compiled from."""
+    return [b"module " + blob for blob in blobs]
+
+
+@pytest.fixture(scope="session")
+def manifest(environment, blobs, texts) -> Manifest:
+    """A complete one; its executables are `blobs`, its programs `texts`."""
     target = read_target(ConfigFile(TARGET_FILE, QWEN3_4B))
     draft = read_draft(ConfigFile(DRAFT_FILE, QWEN3_4B_DFLASH_B16), target)
     grid = parse_grid("batch=1 length=32 k=0,3 prefill=16", draft.block)
@@ -174,17 +182,16 @@ def manifest(environment, blobs) -> Manifest:
     names = ProgramWeights(target=(), draft=(), context=("draft.fc.weight",))
     entries = tuple(
         Entry(
+            **structs.asdict(pack(blob)[0]),
             signature=signature,
             key=hashlib.sha256(signature.label.encode()).hexdigest(),
-            sha256=hashlib.sha256(pack(blob)).hexdigest(),
-            bytes=len(pack(blob)),
-            serialized_bytes=len(blob),
+            program=pack(text)[0],
             seconds=0.5,
             memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
             cost=Cost(flops=2.0, bytes_accessed=1.0),
             inspection=Inspection(layouts={}, copies=(), collectives={}, donated=(), largest=""),
         )
-        for signature, blob in zip(signatures(pair, grid, names), blobs, strict=True)
+        for signature, blob, text in zip(signatures(pair, grid, names), blobs, texts, strict=True)
     )
     return Manifest(
         schema=SCHEMA,
@@ -198,3 +205,14 @@ def manifest(environment, blobs) -> Manifest:
         weights=weights,
         entries=entries,
     )
+
+
+@pytest.fixture
+def store(tmp_path, manifest, blobs, texts):
+    """A bundle as a build leaves it."""
+    store = Store(tmp_path / "bundle")
+    with store.open_for_building():
+        for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
+            store.add(entry, pack(blob)[1], pack(text)[1])
+        store.publish(manifest)
+    return store

@@ -69,7 +69,7 @@ def test_a_file_in_the_place_of_a_bundle_is_no_bundle(tmp_path):
 
 def test_a_directory_in_the_place_of_a_manifest_is_refused(tmp_path):
     (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: Is a directory"):
+    with pytest.raises(CorruptBundle, match=r"manifest\.json: a directory, where a file should be"):
         read_manifest(tmp_path)
 
 
@@ -191,8 +191,8 @@ def test_the_rebuild_command_can_be_pasted(manifest):
     )
     assert shlex.split(named.rebuild_command(Path("my bundle"))) == [
         "dflash-precompile",
-        *("--target", "/models/my target", "--draft", "/models/it's a draft"),
         *("--bundle", "my bundle"),
+        *("--target", "/models/my target", "--draft", "/models/it's a draft"),
         *("--buckets", "batch=1 length=32 k=0,3 prefill=16"),
         *("--dtype", "bfloat16"),
         *("--sampling", "greedy"),

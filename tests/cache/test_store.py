@@ -39,17 +39,6 @@ write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))
 
 
 @pytest.fixture
-def store(tmp_path, manifest, blobs):
-    """A bundle as a build leaves it."""
-    store = Store(tmp_path / "bundle")
-    with store.open_for_building():
-        for entry, blob in zip(manifest.entries, blobs, strict=True):
-            store.add(entry, pack(blob))
-        store.publish(manifest)
-    return store
-
-
-@pytest.fixture
 def entry(manifest):
     return manifest.entries[2]
 
@@ -64,10 +53,11 @@ def hidden(directory):
     return sorted(path.name for path in directory.rglob(".*"))
 
 
-def test_what_was_added_is_found_and_read_back(store, manifest, blobs):
-    for entry, blob in zip(manifest.entries, blobs, strict=True):
+def test_what_was_added_is_found_and_read_back(store, manifest, blobs, texts):
+    for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
         assert store.find(entry.key) == entry
         assert store.read(entry) == blob
+        assert store.read_program(entry) == text
     assert structs.replace(read_manifest(store.bundle), digest="") == manifest
 
 
@@ -91,7 +81,7 @@ def test_a_truncated_blob_is_refused_with_both_sizes(store, entry, blob_path):
         store.read(entry)
     promised = f"{entry.bytes - 1} bytes, the manifest promises {entry.bytes}."
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
-    assert str(refused.value).endswith(f"Build it again: dflash-precompile --bundle {store.bundle}")
+    assert str(refused.value).endswith(f"Mend it: dflash-precompile --rebuild {store.bundle}")
     assert store.find(entry.key) is None
 
 
@@ -109,30 +99,34 @@ def test_a_flipped_bit_is_refused(store, entry, blob_path, place, bit):
     assert store.find(entry.key) == entry
 
 
+def packed(serialized):
+    return pack(serialized)[1]
+
+
 @pytest.mark.parametrize(
-    ("blob", "words"),
+    ("content", "words"),
     [
-        (pack(bytes(10**6)), "does not unpack to 102 bytes"),
-        (pack(bytes(103)), "does not unpack to 102 bytes"),
-        (pack(bytes(101)), "does not unpack to 102 bytes"),
-        (pack(bytes(102))[:-1], "does not unpack to 102 bytes"),  # its checksum is cut off
-        (pack(bytes(102)) + b"more", "does not unpack to 102 bytes"),
-        (pack(bytes(102))[:-1] + b"?", "incorrect data check"),
+        (packed(bytes(10**6)), "does not unpack to 102 bytes"),
+        (packed(bytes(103)), "does not unpack to 102 bytes"),
+        (packed(bytes(101)), "does not unpack to 102 bytes"),
+        (packed(bytes(102))[:-1], "does not unpack to 102 bytes"),  # its checksum is cut off
+        (packed(bytes(102)) + b"more", "does not unpack to 102 bytes"),
+        (packed(bytes(102))[:-1] + b"?", "incorrect data check"),
         (bytes(102), "unknown compression method"),
     ],
 )
-def test_a_blob_that_is_not_what_was_packed_is_refused(store, entry, blob, words):
+def test_a_blob_that_is_not_what_was_packed_is_refused(store, entry, content, words):
     """Its hash is right."""
-    other = structs.replace(entry, sha256=hashlib.sha256(blob).hexdigest(), bytes=len(blob))
-    store.add(other, blob)
-    with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Build it again"):
+    other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    store.add(other, content, b"")
+    with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Mend it"):
         store.read(other)
 
 
 def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
-    bomb = pack(bytes(10**7))
-    other = structs.replace(entry, sha256=hashlib.sha256(bomb).hexdigest(), bytes=len(bomb), serialized_bytes=0)
-    store.add(other, bomb)
+    blob, bomb = pack(bytes(10**7))
+    other = structs.replace(entry, sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=0)
+    store.add(other, bomb, b"")
     tracemalloc.start()
     with pytest.raises(CorruptBundle, match="does not unpack to 0 bytes"):
         store.read(other)
@@ -166,7 +160,7 @@ def test_a_record_is_only_there_when_its_blob_is(tmp_path, entry):
     with store.open_for_building():
         (store.bundle / "executables" / entry.sha256).mkdir()  # so that the blob cannot be put in its place
         with pytest.raises(OSError):
-            store.add(entry, b"blob")
+            store.add(entry, b"blob", b"program")
     assert list((store.bundle / "entries").iterdir()) == []
     assert hidden(store.bundle) == [".lock"]
 

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 
 from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target, Window
 from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.draft_config import read_draft
-from dflash_aot.cache.environment import Environment, read_environment
+from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.recipe import WeightRecipe
 from dflash_aot.cache.rope import Rope
@@ -29,10 +30,10 @@ from dflash_aot.compile.dflash import DFlash
 from dflash_aot.compile.parameters import Bound, Model
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.windows import block_seen, context_seen
+from tests.compile.quick import jit_quickly
 
 Arrays = dict[str, jax.Array]
 WIDTH = 208  # the longest golden sequence and a block behind it; a causal model does not see the padding
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of what these tests do
 
 
 def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Array:
@@ -67,7 +68,7 @@ def load_tensors(directory: Path) -> dict[str, np.ndarray]:
     return {name: array for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}
 
 
-@partial(jax.jit, static_argnames="taps", compiler_options=QUICK)
+@partial(jit_quickly, static_argnames="taps")
 def run_target(model: CausalLM, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     seen = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
     positions = jnp.arange(ids.shape[1])[None]
@@ -75,7 +76,7 @@ def run_target(model: CausalLM, ids: jax.Array, taps: tuple[int, ...]) -> tuple[
     return model.logits(x), features
 
 
-@partial(jax.jit, compiler_options=QUICK)
+@jit_quickly
 def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Array) -> jax.Array:
     positions, context_positions = length + jnp.arange(x.shape[1])[None], jnp.arange(features.shape[1])[None]
     context = model.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
@@ -175,9 +176,7 @@ class Rig:
         self._models, self.grid = models, grid
         self._state = {array.name: array for array in state_arrays(models.programs.pair, grid)}
         self._signatures = {signature.label: signature for signature in models.programs.signatures(grid)}
-        self._jitted = cache(
-            lambda label: jax.jit(models.programs.function(self._signatures[label]), compiler_options=QUICK)
-        )
+        self._jitted = cache(lambda label: jit_quickly(models.programs.function(self._signatures[label])))
 
     def empty(self) -> Arrays:
         """The state before any request; what lies in it must not matter, so it is not zero."""

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from dflash_aot.compile.programs import accept
 from dflash_aot.compile.shards import ALONE
+from tests.compile.quick import jit_quickly
+
+accept_quickly = jit_quickly(accept)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ from dflash_aot.compile.shards import ALONE
     ],
 )
 def test_drafted_tokens_stand_up_to_the_first_miss(block, chosen, accepted, bonus):
-    found = accept(jnp.array([block]), jnp.array([chosen]))
+    found = accept_quickly(jnp.array([block]), jnp.array([chosen]))
     assert [array.tolist() for array in found] == [[accepted], [bonus]]
 
 
@@ -45,7 +48,7 @@ def verifications(draw):
 @settings(deadline=None)
 def test_acceptance_is_that_of_a_loop_in_every_row(verification):
     block, chosen = verification
-    accepted, bonus = accept(jnp.array(block), jnp.array(chosen))
+    accepted, bonus = accept_quickly(jnp.array(block), jnp.array(chosen))
     assert accepted.dtype == bonus.dtype == jnp.int32
     assert list(zip(accepted.tolist(), bonus.tolist(), strict=True)) == list(map(accept_slowly, block, chosen))
 

@@ -1,5 +1,7 @@
 """Attention by blocks is attention."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from dflash_aot.compile import attention
 from dflash_aot.compile.attention import attend, attend_by_blocks, attend_context
 from dflash_aot.compile.kv import Context
+from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
 
@@ -26,20 +29,26 @@ def make_case(seed, length, reach):
     return q, context, jnp.asarray(visible), (*map(jnp.asarray, near), jnp.asarray(rng.random((B, T, T)) < 0.5))
 
 
-@given(
-    seed=st.integers(0, 9),
-    length=st.integers(1, 13),
-    block=st.integers(1, 13),
-    share=st.floats(0, 1),
-    beside=st.booleans(),
-)
-@settings(max_examples=60)
-def test_blocks_of_any_size_mix_what_one_go_mixes(seed, length, block, share, beside):
+@partial(jit_quickly, static_argnames=("length", "block"))
+def mix_both(q, context, visible, reach, parts, length, block):
+    """By blocks and in one go."""
+    context = Context(*context, 1, 1, B, length)
+    by_blocks = attend_by_blocks(q, context, lambda at: visible[:, :, at], reach, parts, block)
+    return by_blocks, attend(q, (*context.read(0, length), visible[:, :, :length]), *parts)
+
+
+# One position and one block, blocks that fill the context and blocks of which the last slides back, by little and much.
+SHAPES = [(1, 1), (2, 1), (7, 3), (12, 4), (13, 5), (13, 12), (13, 13)]
+
+
+@given(seed=st.integers(0, 99), shape=st.sampled_from(SHAPES), share=st.floats(0, 1), beside=st.booleans())
+@settings(max_examples=300)
+def test_blocks_of_any_size_mix_what_one_go_mixes(seed, shape, share, beside):
+    length, block = shape
     reach = max(1, round(share * length))
     q, context, visible, near = make_case(seed, length, reach)
-    parts = (near,) if beside else ()
-    found = attend_by_blocks(q, context, lambda at: visible[:, :, at], jnp.int32(reach), parts, min(block, length))
-    expected = attend(q, (*context.read(0, length), visible[:, :, :length]), *parts)
+    arrays = context.keys, context.values
+    found, expected = mix_both(q, arrays, visible, jnp.int32(reach), (near,) if beside else (), length, block)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import pytest
@@ -14,25 +13,31 @@ from msgspec import structs
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.compile.lowering import check_donation, executable_key, input_arrays, lower, output_arrays
+from dflash_aot.compile.lowering import (
+    check_donation,
+    executable_key,
+    export_program,
+    input_arrays,
+    output_arrays,
+)
 from dflash_aot.compile.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
 VERIFY = "verify batch=2 length=32 k=3"
 ELSEWHERE = """
 import json, sys
-import jax, msgspec
+import msgspec
 from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.environment import read_environment
+from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.compile.lowering import executable_key, lower
+from dflash_aot.compile.lowering import executable_key
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.source import Traced
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
-programs, grid = Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block)
-known, environment, device = programs.known_arrays(grid), read_environment("cpu"), jax.devices("cpu")[0]
-lowered = {s.label: (lower(s, programs.function(s), known, [device]), s) for s in programs.signatures(grid)}
-print(json.dumps({label: executable_key(*both, environment) for label, both in lowered.items()}))
+source = Traced(Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block), "cpu")
+environment = read_environment("cpu")
+print(json.dumps({one.label: executable_key(source.export(one), one, environment) for one in source.signatures}))
 """
 
 
@@ -44,12 +49,12 @@ class Build:
         self.known = self.programs.known_arrays(grid)
         self.signatures = {signature.label: signature for signature in self.programs.signatures(grid)}
 
-    def lower(self, label, wrap=lambda function: function):
+    def export(self, label, wrap=lambda function: function):
         signature = self.signatures[label]
-        return lower(signature, wrap(self.programs.function(signature)), self.known, jax.devices("cpu")[:1])
+        return export_program(signature, wrap(self.programs.function(signature)), self.known, "cpu", 1)
 
     def key(self, label, environment, **how):
-        return executable_key(self.lower(label, **how), self.signatures[label], environment)
+        return executable_key(self.export(label, **how), self.signatures[label], environment)
 
     def keys(self, environment):
         return {label: self.key(label, environment) for label in self.signatures}
@@ -125,7 +130,7 @@ def test_another_environment_is_another_key(small_build, environment, verify_key
 )
 def test_the_same_code_behind_another_signature_is_another_key(small_build, environment, verify_key, change):
     other = structs.replace(small_build.signatures[VERIFY], **change)
-    assert executable_key(small_build.lower(VERIFY), other, environment) != verify_key
+    assert executable_key(small_build.export(VERIFY), other, environment) != verify_key
 
 
 def test_another_rope_is_another_key(small_pair, environment, verify_key):
@@ -140,7 +145,7 @@ def test_a_program_that_does_not_return_what_its_signature_says_is_refused(small
         return lambda arrays: {**function(arrays), "verdict": jnp.zeros((2, 8), jnp.int16)}
 
     with pytest.raises(AssertionError, match=f"{VERIFY}: .*verdict.*int16"):
-        small_build.lower(VERIFY, wrap=narrow)
+        small_build.export(VERIFY, wrap=narrow)
 
 
 def test_donated_state_comes_back_first_and_in_order(small_build):

@@ -7,7 +7,8 @@ import sys
 import msgspec
 import pytest
 
-from dflash_aot.cache.environment import Environment, read_environment
+from dflash_aot.cache.devices import read_environment
+from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.topology import CHIPS, GIB, TOPOLOGIES, parse_topology
 from dflash_aot.compile.machine import COMPILE_ONLY, attach, count_devices

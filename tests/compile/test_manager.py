@@ -12,10 +12,10 @@ import pytest
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
-from dflash_aot.compile.builder import Builder
 from dflash_aot.compile.machine import attach
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.source import Traced
 from dflash_aot.compile.threads import Threads
 
 BUCKETS = "batch=1 length=32 k=0,3 prefill=16"
@@ -35,10 +35,10 @@ import msgspec
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.store import Store
-from dflash_aot.compile.builder import Builder
 from dflash_aot.compile.machine import attach
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.source import Traced
 from dflash_aot.compile.threads import Threads
 
 target, draft = msgspec.json.decode(sys.stdin.readline(), type=tuple[Target, Draft])
@@ -50,9 +50,9 @@ def stall(progress):
         sys.stdin.readline()
 
 store, grid = Store(Path(sys.argv[1])), parse_grid(sys.argv[2], draft.block)
-programs = Programs(target, draft, "float32")
-with store.open_for_building(), Threads(Builder(programs, grid, attach("cpu", None, None), store), 1) as threads:
-    build(programs.signatures(grid), threads, stall)
+source = Traced(Programs(target, draft, "float32"), grid, "cpu")
+with store.open_for_building(), Threads(attach("cpu", None, None), store, 1) as threads:
+    build(source, threads, store, stall)
 """
 
 
@@ -63,9 +63,9 @@ def build_in(small_pair):
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
         store, said = Store(bundle), []
-        made, grid = programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block)
-        with store.open_for_building(), Threads(Builder(made, grid, machine, store), jobs) as threads:
-            report = build(made.signatures(grid), threads, said.append)
+        source = Traced(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block), "cpu")
+        with store.open_for_building(), Threads(machine, store, jobs) as threads:
+            report = build(source, threads, store, said.append)
         return report, said
 
     return run
@@ -99,7 +99,7 @@ class BrokenPrograms(Programs):
         raise ValueError("no draft today\nand more that nobody reads")
 
     def kv_write(self, arrays):
-        unknown = jax.ffi.ffi_call("no_such_kernel", jax.typeof(arrays["draft_k"]))
+        unknown = jax.ffi.ffi_call("tpu_custom_call", jax.typeof(arrays["draft_k"]))
         return {**super().kv_write(arrays), "draft_k": unknown(arrays["draft_k"])}
 
 
@@ -167,7 +167,7 @@ def test_every_failure_is_reported_and_all_else_is_built(tmp_path, build_in, fir
     reasons = dict(line.strip().split(": ", 1) for line in lines)
     assert reasons.pop("draft batch=1 length=32 k=3") == "ValueError: no draft today"
     assert sorted(reasons) == ["kv_write rows=1 width=1", "kv_write rows=1 width=16", "kv_write rows=1 width=4"]
-    assert all("no_such_kernel" in reason for reason in reasons.values())
+    assert all("tpu_custom_call" in reason for reason in reasons.values())
     assert not (tmp_path / "manifest.json").exists()
     report, _ = build_in(tmp_path, jobs=2)
     assert labels(report, report.compiled) == ["draft batch=1 length=32 k=3", *LABELS[4:]]

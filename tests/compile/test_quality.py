@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.manifest import Cost, Entry, Inspection, LargeCopy, Memory
+from dflash_aot.cache.manifest import Blob, Cost, Entry, Inspection, LargeCopy, Memory
 from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.signature import Array
 from dflash_aot.compile.programs import Programs
@@ -45,6 +45,7 @@ def make_entry(signature, known):
         sha256="0" * 64,
         bytes=1,
         serialized_bytes=2,
+        program=Blob("0" * 64, 1, 2),
         seconds=1.0,
         memory=Memory(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
         cost=Cost(flops=1.0, bytes_accessed=1.0),

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.architecture import Attention
+from tests.compile.quick import QUICK
 
 DEVICES = 4
 # A process of its own: how many devices a CPU is must be said before JAX starts.
@@ -20,6 +21,7 @@ import jax, msgspec, numpy as np
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.compile.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs import Programs
 
@@ -47,7 +49,7 @@ class Server:
         signature = self.signatures[label]
         if label not in self.jitted:
             function = self.programs.function(signature)
-            self.jitted[label] = jit_program(signature, function, self.known, self.devices)
+            self.jitted[label] = jit_program(signature, function, self.known, make_mesh(self.devices))
         given = {one.name: np.array(arguments[one.name], one.dtype) for one in signature.arguments}
         held = (*signature.weights, *signature.state)
         outputs = self.jitted[label](*(self.arrays[name] for name in held), *given.values())
@@ -98,11 +100,15 @@ def served(small_pair):
     """By number of devices: what each round said, and the state it left."""
     wide = {"attention": Attention(heads=8, kv_heads=4, head_dim=8)}
     pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
-    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+    flags = {"xla_force_host_platform_device_count": DEVICES, **QUICK}
     done = subprocess.run(
         [sys.executable, "-c", SERVE],
         input=msgspec.json.encode(pair).decode(),
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+        },
         capture_output=True,
         text=True,
     )

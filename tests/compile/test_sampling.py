@@ -20,13 +20,16 @@ from dflash_aot.compile.sampling import (
     make_gumbel,
 )
 from dflash_aot.compile.shards import ALONE, find_largest
+from tests.compile.quick import jit_quickly
 
 ROWS = 8_000  # draws of a distribution, side by side
 SIGMAS = 3.1  # what chance exceeds once in a thousand times; the seeds are fixed
 
-choose = jax.jit(choose_tokens, static_argnames="shards")
-list_largest = jax.jit(find_largest, static_argnames="count")
-bisect = jax.jit(find_threshold, static_argnames="shards")
+choose = jit_quickly(choose_tokens, static_argnames="shards")
+choose_of_many = jax.jit(choose_tokens, static_argnames="shards")  # where calls take longer than compiling
+draw_all_bits = jit_quickly(draw_bits)
+list_largest = jit_quickly(find_largest, static_argnames="count")
+bisect = jit_quickly(find_threshold, static_argnames="shards")
 
 
 def make_state(rows, vocab, seed=0, **asked):
@@ -40,7 +43,7 @@ def make_state(rows, vocab, seed=0, **asked):
     return {"sampling": sampling, "seeds": seeds, **rest}
 
 
-def choose_all(logits, state, positions=None, drafted=None):
+def choose_all(logits, state, positions=None, drafted=None, choose=choose):
     """logits [B, T, V] → tokens [B, T], every row active; by default at positions 1 … T, with token 0 drafted."""
     B, T, _ = logits.shape
     positions = np.broadcast_to(1 + np.arange(T), (B, T)) if positions is None else positions
@@ -125,13 +128,13 @@ def test_the_largest_are_those_of_a_stable_sort(values, count):
 def test_noise_is_what_jax_draws_for_the_whole_vocabulary():
     """So that a share of it can be drawn alone."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
-    found = draw_bits(seeds, positions, jnp.arange(37))
+    found = draw_all_bits(seeds, positions, jnp.arange(37))
     for row, of_row in enumerate(positions):
         key = jax.random.wrap_key_data(seeds[row].view(np.uint32), impl="threefry2x32")
         for column, position in enumerate(of_row):
             expected = jax.random.bits(jax.random.fold_in(key, position), (37,), jnp.uint32)
             np.testing.assert_array_equal(found[row, column], expected)
-    np.testing.assert_array_equal(draw_bits(seeds, positions, jnp.arange(10, 20)), found[..., 10:20])
+    np.testing.assert_array_equal(draw_all_bits(seeds, positions, jnp.arange(10, 20)), found[..., 10:20])
 
 
 def test_noise_is_finite_and_reaches_far_up():
@@ -221,11 +224,13 @@ def test_large_vocabularies_keep_their_mass():
     vocab = 100_000
     logits = np.zeros((1, 1, vocab), np.float32)
     logits[0, 0, :100] = np.log(999)  # half of the mass, in a thousandth of the tokens
-    drawn = [choose_all(logits, make_state(1, vocab, seed, temperature=1)).item() < 100 for seed in range(300)]
-    assert abs(sum(drawn) - 150) < SIGMAS * (300 / 4) ** 0.5
+
+    def draw(seed, **limits):
+        return choose_all(logits, make_state(1, vocab, seed, temperature=1, **limits), choose=choose_of_many).item()
+
+    assert abs(sum(draw(seed) < 100 for seed in range(300)) - 150) < SIGMAS * (300 / 4) ** 0.5
     for top_p, several in ((0.49, False), (0.51, True)):
-        found = [choose_all(logits, make_state(1, vocab, seed, temperature=1, top_p=top_p)) for seed in range(60)]
-        assert any(token.item() >= 100 for token in found) == several
+        assert any(draw(seed, top_p=top_p) >= 100 for seed in range(60)) == several
 
 
 # -- speculation

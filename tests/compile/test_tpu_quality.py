@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,29 +14,43 @@ import pytest
 from dflash_aot.cache.config_file import ConfigFile
 from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import libtpu_version
-from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.grid import Grid, parse_grid
+from dflash_aot.cache.manifest import Entry
 from dflash_aot.cache.sampling import SAMPLINGS
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
-from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.cache.topology import TOPOLOGIES, Topology
+from dflash_aot.compile.footprint import Footprints
 from dflash_aot.compile.inspection import inspect_text
 from dflash_aot.compile.machine import COMPILE_ONLY
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.quality import find_flaws, find_layout_conflicts
-from dflash_aot.compile.worker import Order
+from dflash_aot.compile.source import Traced
 from dflash_aot.compile.workers import Workers
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64"
 SHARED = "verify batch=1 length=1024 k=0"
-SAMPLED = ("sampled_verify batch=1 length=1024 k=0", "sampled_verify batch=8 length=1024 k=15", "move", "admit")
-ALONE = (
-    "prefill prefill=64 length=1024",
-    "draft batch=1 length=1024 k=15",
-    "verify batch=1 length=1024 k=15",
-    "kv_write rows=8 width=16",
-)
+# By slice what is built for it, and how many collectives each of these has.
+BUILDS = {
+    "v5e:1x1": (
+        (
+            "prefill prefill=64 length=1024",
+            "draft batch=1 length=1024 k=15",
+            "verify batch=1 length=1024 k=15",
+            "sampled_verify batch=1 length=1024 k=0",
+            "sampled_verify batch=8 length=1024 k=15",
+            "kv_write rows=8 width=16",
+            "move",
+            "admit",
+        ),
+        0,
+    ),
+    "v5e:2x2": ((SHARED,), 4),  # a layer's two sums, the embedding's, and the choice of a token
+    "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # where gate and up as one weight were copied
+    "tpu7x:1x1x1": ((SHARED,), 4),  # where all weights were laid anew
+}
 # Programs that keep state as ours do not: layer loops over kv of another order, taken apart by a scan, rewritten whole,
 # and our own write without what holds its order.
 BAD = """
@@ -45,9 +61,10 @@ from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.compile import kv
-from dflash_aot.compile.lowering import lower
+from dflash_aot.compile.lowering import lower_program
 from dflash_aot.compile.machine import describe
 from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.source import Traced
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 devices = describe(TOPOLOGIES["v5e:1x1"]).devices
@@ -88,8 +105,9 @@ def text(program, kv, rows):
 def unheld():
     kv.with_layout_constraint = lambda array, layout: array
     programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
-    (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
-    return lower(signature, programs.function(signature), programs.known_arrays(grid), devices).compile().as_text()
+    source = Traced(programs, grid, "tpu")
+    (signature,) = (one for one in source.signatures if one.label == "kv_write rows=8 width=16")
+    return lower_program(source.export(signature), signature, source.known, devices).compile().as_text()
 
 head_major, heads = spec(LAYERS, ROWS, HEADS, POSITIONS, WIDTH), spec(ROWS, HEADS, TOKENS, WIDTH)
 print(json.dumps({
@@ -126,32 +144,55 @@ def bad(pair):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("topology", "labels", "collectives"),
-    [
-        ("v5e:1x1", ALONE, 0),
-        ("v5e:1x1", SAMPLED, 0),
-        ("v5e:2x2", (SHARED,), 4),  # a layer's two sums, the embedding's, and the choice of a token
-        ("v5p:1x1x1", ("verify batch=1 length=1024 k=15",), 0),  # where gate and up as one weight were copied
-        ("tpu7x:1x1x1", (SHARED,), 4),  # where all weights were laid anew
-    ],
-)
-def test_there_is_nothing_to_find_in_executables_of_real_shapes(pair, tmp_path, topology, labels, collectives):
-    slice_, grid = TOPOLOGIES[topology], parse_grid(BUCKETS, 16)
-    sampling = SAMPLINGS if labels is SAMPLED else ("greedy",)
-    programs = Programs(*pair, "bfloat16", stacked=True, devices=slice_.devices, sampling=sampling)
-    signatures = [one for one in programs.signatures(grid) if one.label in labels]
-    order = Order(*pair, "bfloat16", grid, str(tmp_path), sampling)
-    with Store(tmp_path).open_for_building(), Workers(slice_, order, jobs=2) as workers:
-        entries = build(signatures, workers, lambda progress: None).entries
+@dataclass(frozen=True)
+class Executables:
+    """What the compiler made of some programs for a slice."""
+
+    programs: Programs
+    grid: Grid
+    topology: Topology
+    collectives: int
+    entries: Sequence[Entry]
+
+
+@pytest.fixture(params=BUILDS, scope="module")
+def built(request, pair, tmp_path_factory) -> Executables:
+    """Building them takes most of the time here, so all tests look at the same ones."""
+    topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
+    programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLINGS)
+    bundle = tmp_path_factory.mktemp("bundle")
+    source, store = Traced(programs, grid, "tpu", topology.devices), Store(bundle)
+    source.signatures = [one for one in source.signatures if one.label in labels]
+    with store.open_for_building(), Workers(topology, bundle, jobs=min(2, len(labels))) as workers:
+        entries = build(source, workers, store, lambda progress: None).entries
     assert len(entries) == len(labels)
-    known = programs.known_arrays(grid)
-    for entry in entries:
-        expected = programs.collectives(entry.signature)
-        assert find_flaws(entry, known, slice_.devices, expected) == []
-        assert sum(entry.inspection.collectives.values()) == expected == collectives
+    return Executables(programs, grid, topology, collectives, entries)
+
+
+def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
+    known = built.programs.known_arrays(built.grid)
+    for entry in built.entries:
+        expected = built.programs.collectives(entry.signature)
+        assert find_flaws(entry, known, built.topology.devices, expected) == []
+        assert sum(entry.inspection.collectives.values()) == expected == built.collectives
         assert entry.bytes < 0.35 * entry.serialized_bytes
-    assert find_layout_conflicts(entries) == []
+    assert find_layout_conflicts(built.entries) == []
+
+
+def test_the_estimate_is_what_the_compiler_finds(built):
+    """Of Qwen3-4B: what goes in to the byte, everything within 2 %."""
+    known = built.programs.known_arrays(built.grid)
+    footprints = Footprints(built.programs, built.topology.devices, tiled=True)
+    for entry in built.entries:
+        estimate, found = footprints.estimate(entry.signature, known), entry.memory
+        assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased), entry.signature.label
+        assert count_needed(estimate) == pytest.approx(count_needed(found), rel=0.02), entry.signature.label
+        assert count_needed(estimate) < built.topology.chip.available_bytes
+
+
+def count_needed(memory):
+    """Bytes that the compiler holds against the chip."""
+    return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
 
 
 @pytest.mark.parametrize("program", ["position_major", "scanned", "masked"])

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from dflash_aot.cache.architecture import Window
 from dflash_aot.compile.windows import block_seen, context_seen
 
+WIDEST, LONGEST = 16, 70  # block and context
 READINGS = {
     "swa_causal": Window(20, causal=True),
     "swa_flash_window": Window(20, causal=False),
@@ -29,12 +30,11 @@ def sees(window, start, query, key):
 
 
 def mask(window, start, block):
-    """bool [block, start + block]: the context, then the block."""
-    positions, context = jnp.array([range(start, start + block)]), jnp.array([range(start)])
-    shape = (1, block, start)
-    return np.concatenate(
-        [jnp.broadcast_to(context_seen(window, positions, context), shape), block_seen(window, positions)], axis=-1
-    )[0]
+    """bool [block, start + block]: the context, then the block. Cut out of one shape: a new one compiles anew."""
+    positions, context = start + np.arange(WIDEST)[None], np.arange(LONGEST)[None]
+    of_context = np.broadcast_to(context_seen(window, positions, context), (1, WIDEST, LONGEST))
+    of_block = block_seen(window, positions)
+    return np.concatenate([of_context[0, :block, :start], of_block[0, :block, :block]], axis=-1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A bundle that is damaged, tampered with, or meant for something else is refused before any of it runs."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -173,10 +172,9 @@ def test_a_manifest_that_promises_more_than_it_holds_is_refused(copy, program):
 
 def plant(copy: Path, content: bytes) -> None:
     """An executable replaced, and the manifest made to fit."""
-    packed = pack(content)
-    sha256 = hashlib.sha256(packed).hexdigest()
-    (copy / "executables" / sha256).write_bytes(packed)
-    rewrite_entry(copy, "verify", sha256=sha256, bytes=len(packed), serialized_bytes=len(content))
+    blob, packed = pack(content)
+    (copy / "executables" / blob.sha256).write_bytes(packed)
+    rewrite_entry(copy, "verify", **msgspec.structs.asdict(blob))
 
 
 def rewrite_entry(copy: Path, program: str, **changes: object) -> None:

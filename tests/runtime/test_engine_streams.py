@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
+from dflash_aot.runtime.opening import open_bundle
 from dflash_aot.runtime.waiting_line import WaitingLine
 from tests.runtime.stepper import hold, wait_until
 
@@ -291,7 +292,15 @@ def test_a_signal_handler_may_close_a_stream(serve, cases, on_alarm):
     assert 0 < len(result.token_ids) < 10 and result.token_ids == case.answer[: len(result.token_ids)]
 
 
-def test_an_interrupted_caller_gives_up_its_slot_though_the_exception_is_kept(serve, cases, on_alarm):
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine, prompt: engine.generate(prompt, EVERYTHING),
+        lambda engine, prompt: engine.generate_all([prompt] * 5, EVERYTHING),
+    ],
+    ids=["one prompt", "several"],
+)
+def test_an_interrupted_caller_gives_up_slots_and_places_though_the_exception_is_kept(serve, cases, on_alarm, ask):
     engine = serve("tied", 0)
 
     def interrupt() -> None:
@@ -300,22 +309,7 @@ def test_an_interrupted_caller_gives_up_its_slot_though_the_exception_is_kept(se
     with hold(engine) as stepper:
         on_alarm(interrupt)
         with pytest.raises(Interrupt) as kept:  # with its frames, and what lives in them
-            engine.generate(cases["len1"].prompt, EVERYTHING)
-        stepper.advance(2)
-        assert engine.stats().running == 1
-    assert kept
-
-
-def test_one_failure_of_several_prompts_ends_the_others(serve, cases, on_alarm):
-    engine = serve("tied", 0)
-
-    def interrupt() -> None:
-        raise Interrupt
-
-    with hold(engine) as stepper:
-        on_alarm(interrupt)
-        with pytest.raises(Interrupt) as kept:
-            engine.generate_all([cases["len1"].prompt] * 5, EVERYTHING)
+            ask(engine, cases["len1"].prompt)
         stepper.advance(2)
         assert (engine.stats().running, engine.stats().waiting) == (1, 0)
     assert kept
@@ -517,13 +511,14 @@ SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, WaitingLine)}
 @pytest.mark.parametrize("wait", [False, True])
 def test_no_request_is_forgotten_wherever_it_is_when_the_engine_closes(bundle, wait):
     """The thread that asks is held at each line of the source on its way until the engine has closed."""
-    lines = itertools.takewhile(lambda line: ends_while_closing(bundle("tiny"), line, wait), itertools.count())
+    opened = open_bundle(bundle("tiny"), None, None, 0)  # for one engine after the other
+    lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())
     assert sum(1 for _ in lines) > 20
 
 
-def ends_while_closing(bundle, line: int, wait: bool) -> bool:
+def ends_while_closing(engine: Engine, line: int, wait: bool) -> bool:
     """Whether a request comes to that line at all; with an answer or a refusal it always ends."""
-    engine, count, held = Engine.open(bundle, k=0), itertools.count(), []
+    count, held = itertools.count(), []
     there, go_on = threading.Event(), threading.Event()
 
     def trace(frame, event, _):

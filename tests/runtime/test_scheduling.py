@@ -332,25 +332,19 @@ def test_a_row_whose_last_token_is_on_its_way_makes_no_round_wider():
 # -- who is next
 
 
-def test_one_slot_serves_equal_requests_in_order_of_arrival_each_in_three_steps():
-    """Prefill and a round, the second round, the reading of what it gave."""
-    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    for number in range(5):
-        engine.ask([number], 3)
-    engine.run()
-    begins = [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)]
-    assert begins == [0, 3, 6, 9, 12]
-    assert [call.heads for call in engine.calls("prefill")] == [(0,), (1,), (2,), (3,), (4,)]
-
-
-def test_two_slots_serve_six_equal_requests_within_the_bounds_by_hand():
-    """One prompt per step, and each holds its slot for three steps, or four where it waits for its chunk."""
-    engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
+@pytest.mark.parametrize(
+    ("slots", "begins"),
+    [
+        (1, [0, 3, 6, 9, 12, 15]),  # prefill and a round, the second round, the reading of what it gave
+        (2, [0, 1, 3, 4, 6, 7]),  # one prompt per step: a slot is held for four steps where it waits for its chunk
+    ],
+)
+def test_equal_requests_are_served_in_order_of_arrival_within_the_bounds_by_hand(slots, begins):
+    engine = ToyEngine(f"batch={slots} length=16 k=0 prefill=4", k=0)
     for number in range(6):
         engine.ask([number], 3)
     engine.run()
-    begins = [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)]
-    assert begins == [0, 1, 3, 4, 6, 7]
+    assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == begins
     assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
 
 

@@ -1,0 +1,83 @@
+"""After a build: every new executable is called once; what it computes is kept, or held to what was kept before."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from tqdm import tqdm
+
+from dflash_aot.bin.command import format_bytes
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.manifest import Canary, Entry, Manifest
+from dflash_aot.cache.store import Store
+from dflash_aot.runtime.canaries import Canaries, order_canaries
+
+MEMORY = Path("/proc/meminfo")
+
+
+def prove_executables(
+    store: Store, manifest: Manifest, compiled: frozenset[str], canaries: Mapping[str, Canary], asked: bool
+) -> tuple[Entry, ...]:
+    """The manifest's entries, each with what it computes; `canaries` by label are what they are held to.
+
+    Where that cannot be said, and was `asked` for, the reason is printed. Raises BuildFailed for executables that do
+    not do what they should; they are set aside.
+    """
+    entries = [_hold_to(entry, canaries) for entry in manifest.entries]
+    untried = [entry for entry in entries if entry.key in compiled or entry.canary is None]
+    if not asked or not untried:
+        return tuple(entries)
+    if reason := _find_obstacle(manifest, store.bundle):
+        print(f"executables were not called: {reason}", file=sys.stderr)
+        return tuple(entries)
+    proven = _try_all(store, manifest, untried)
+    return tuple(proven.get(entry.key, entry) for entry in entries)
+
+
+def _hold_to(entry: Entry, canaries: Mapping[str, Canary]) -> Entry:
+    return msgspec.structs.replace(entry, canary=entry.canary or canaries.get(entry.signature.label))
+
+
+def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
+    """An accelerator is held by this process, or is not here at all; a processor has only so much memory."""
+    if manifest.environment.platform != "cpu":
+        return f"on the host that serves, run dflash-bundle verify {bundle} --deep --record"
+    needed = sum(array.bytes for array in manifest.known_arrays().values()) + sum(one.bytes for one in manifest.state)
+    available = _available_memory()
+    if available is not None and needed > available:
+        return f"that takes {format_bytes(needed)} of memory, and {format_bytes(available)} are available"
+    return None
+
+
+def _available_memory() -> int | None:
+    """Bytes, None where the system does not tell."""
+    try:
+        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _try_all(store: Store, manifest: Manifest, entries: list[Entry]) -> dict[str, Entry]:
+    """By key. Raises BuildFailed."""
+    proven, failures = {}, []
+    with (
+        Canaries(order_canaries(store.bundle, manifest)) as canaries,
+        tqdm(entries, desc="calling", unit="exe", file=sys.stderr, dynamic_ncols=True, leave=False) as bar,
+    ):
+        for entry in bar:
+            trial = canaries.try_one(entry)
+            if trial.kind:
+                store.set_aside(entry, trial.kind, trial.words)
+                failures.append(f"  {entry.signature.label}: {trial.words}")
+            else:
+                proven[entry.key] = msgspec.structs.replace(entry, canary=entry.canary or trial.canary)
+                store.record(proven[entry.key])
+    if failures:
+        lines = "\n".join(failures)
+        raise BuildFailed(
+            f"{len(failures)} of {len(entries)} executables do not compute what they should, nothing is published; "
+            f"they are in {store.bundle / 'set-aside'}:\n{lines}"
+        )
+    return proven

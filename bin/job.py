@@ -1,0 +1,109 @@
+"""A build from its beginning to a published bundle."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from tqdm import tqdm
+
+from dflash_aot.bin.bucket_table import Deployment
+from dflash_aot.bin.canary_recording import prove_executables
+from dflash_aot.bin.place import Place, describe_place, find_chip, open_site
+from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
+from dflash_aot.cache.sampling import Sampling
+from dflash_aot.cache.shared_store import SharedStore
+from dflash_aot.cache.signature import state_arrays
+from dflash_aot.cache.store import Store
+from dflash_aot.compile.footprint import Measured, check_fits, read_measured
+from dflash_aot.compile.manager import Progress, Report, Site, build
+from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.quality import find_layout_conflicts
+from dflash_aot.compile.source import Source
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is built, from what, where, and into which store.
+
+    `canaries` by label: what executables of the same programs computed before, to which the new ones are held.
+    """
+
+    target: TargetModel
+    draft: DraftModel
+    deployment: Deployment
+    source: Source
+    place: Place
+    store: Store
+    jobs: int | None = None
+    call_canaries: bool = True
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+
+
+def describe_deployment(
+    target: Target, draft: Draft, grid: Grid, dtype: str | None, sampling: tuple[Sampling, ...], place: Place
+) -> Deployment:
+    """A pair at a place; `dtype` None: what suits it. Raises BadInput where devices cannot share the pair."""
+    platform, devices = describe_place(place)
+    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices, sampling=sampling)
+    return Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(place))
+
+
+def run_job(job: Job, shared: SharedStore | None = None) -> Report:
+    """Builds what is missing, tries it, publishes the bundle, shares it. Raises BuildFailed, BadInput."""
+    check_memory(job.deployment)
+    with job.store.open_for_building():
+        with open_site(job.place, job.store, job.jobs) as site:
+            report = _build_with_progress(job.source, site, job.store, shared)
+        if conflicts := find_layout_conflicts(report.entries):
+            raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
+        check_memory(job.deployment, read_measured(report.entries))
+        manifest = _describe_bundle(job, site, report)
+        entries = prove_executables(job.store, manifest, report.compiled, job.canaries, job.call_canaries)
+        job.store.publish(msgspec.structs.replace(manifest, entries=entries))
+    if shared:
+        for entry in entries:
+            shared.add(job.store, entry)
+    return msgspec.structs.replace(report, entries=entries)
+
+
+def check_memory(deployment: Deployment, measured: Measured | None = None) -> None:
+    """Before and after a build: see `check_fits`."""
+    grid, chip = deployment.grid, deployment.chip
+    if chip is None:
+        return
+    doubt = check_fits(deployment.programs, grid, deployment.devices, chip, deployment.positions, measured)
+    if doubt:
+        print(f"WARNING: {doubt}", file=sys.stderr)
+
+
+def _build_with_progress(source: Source, site: Site, store: Store, shared: SharedStore | None) -> Report:
+    """A bar with count, elapsed and remaining time and the bucket that was begun last."""
+    with tqdm(total=len(source.signatures), unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def observe(progress: Progress) -> None:
+            if progress.entry is None:
+                bar.set_postfix_str(progress.label)
+            bar.update(progress.done - bar.n)
+
+        return build(source, site, store, observe, shared)
+
+
+def _describe_bundle(job: Job, site: Site, report: Report) -> Manifest:
+    deployment, programs = job.deployment, job.deployment.programs
+    return Manifest(
+        schema=SCHEMA,
+        environment=site.environment,
+        target=job.target,
+        draft=job.draft,
+        dtype=deployment.dtype,
+        sampling=programs.pair.sampling,
+        grid=deployment.grid,
+        state=state_arrays(programs.pair, deployment.grid),
+        weights=programs.recipes(),
+        entries=report.entries,
+    )

@@ -1,0 +1,32 @@
+"""dflash-precompile --rebuild: a bundle's programs compiled anew, from what the bundle itself holds."""
+
+from pathlib import Path
+
+from dflash_aot.bin.job import Job, describe_deployment
+from dflash_aot.bin.place import recall_place
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.store import Store
+from dflash_aot.compile.source import Stored
+
+
+def plan_rebuild(bundle: Path, store: Store, jobs: int | None, call_canaries: bool) -> Job:
+    """The same grid for the same kind of devices, by the compiler that is here, into `store`; starts JAX.
+
+    Checkpoints are neither needed nor looked at. Raises MissingBundle, CorruptBundle, BadInput.
+    """
+    manifest = read_manifest(bundle)
+    place = recall_place(manifest.environment)
+    if store.bundle.resolve() == bundle.resolve():
+        store.recall(manifest)
+    facts = manifest.target.facts, manifest.draft.facts
+    return Job(
+        target=manifest.target,
+        draft=manifest.draft,
+        deployment=describe_deployment(*facts, manifest.grid, manifest.dtype, manifest.sampling, place),
+        source=Stored(manifest, Store(bundle)),
+        place=place,
+        store=store,
+        jobs=jobs,
+        call_canaries=call_canaries,
+        canaries={entry.signature.label: entry.canary for entry in manifest.entries if entry.canary},
+    )

@@ -1,0 +1,76 @@
+"""A bundle to where others fetch it from: its blobs first, its manifest last."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from dflash_aot.cache import attestation
+from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.files import read_plain
+from dflash_aot.cache.manifest import FILE, parse_manifest, read_content
+from dflash_aot.cache.objects import Objects, open_objects
+from dflash_aot.cache.patience import PATIENT, Patience
+from dflash_aot.cache.store import unpack
+from dflash_aot.cache.verification import Promise, list_promises
+
+WRITERS = 4
+
+
+class Pushed(msgspec.Struct, frozen=True):
+    """Blobs that were sent, with their bytes, and those that were there."""
+
+    url: str
+    sent: int
+    kept: int
+    bytes: int
+
+
+def push_bundle(bundle: Path, url: str, patience: Patience = PATIENT) -> Pushed:
+    """What is there under its digest, and as long as it should be, is not sent again.
+
+    Raises MissingBundle, CorruptBundle where the bundle is broken, StoreFailed.
+    """
+    content = read_content(bundle)
+    promises = list_promises(bundle, parse_manifest(bundle, content))
+    envelope = _read_envelope(bundle)
+    objects = open_objects(url, patience)
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="push") as pool:
+        try:
+            sending = [pool.submit(_send, objects, bundle, promise) for promise in promises]
+            sent = [one.result() for one in sending]
+        finally:
+            pool.shutdown(cancel_futures=True)
+    # Whoever sees the new manifest sees its signatures, too.
+    if envelope is not None:
+        objects.write(attestation.FILE, envelope)
+    elif objects.size(attestation.FILE) is not None:
+        objects.remove(attestation.FILE)
+    objects.write(FILE, content)
+    return Pushed(objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent))
+
+
+def _send(objects: Objects, bundle: Path, promise: Promise) -> int:
+    """How many bytes; none where it was there."""
+    name = promise.path.relative_to(bundle).as_posix()
+    if objects.size(name) == promise.blob.bytes:
+        return 0
+    try:
+        content = read_plain(promise.path)
+        unpack(promise.blob, content)
+    except (OSError, ValueError) as flaw:
+        words = flaw.strerror if isinstance(flaw, OSError) else flaw
+        raise CorruptBundle(
+            f"{promise.path} ({promise.label}): {words}. Nothing is published at {objects.url}"
+        ) from flaw
+    objects.write(name, content)
+    return len(content)
+
+
+def _read_envelope(bundle: Path) -> bytes | None:
+    try:
+        return read_plain(bundle / attestation.FILE, attestation.LARGEST)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptBundle(f"{bundle / attestation.FILE}: {error.strerror}") from error

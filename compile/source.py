@@ -1,0 +1,52 @@
+"""Where programs come from: a pair of models that is traced, or a bundle that holds what was traced before."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.store import Store
+from dflash_aot.compile.lowering import export_program
+from dflash_aot.compile.programs import Programs
+
+
+class Source(Protocol):
+    """Every signature of a grid, the weights and state that they name, and each as portable StableHLO."""
+
+    @property
+    def signatures(self) -> Sequence[Signature]: ...
+
+    @property
+    def known(self) -> Mapping[str, Array]: ...
+
+    def export(self, signature: Signature) -> bytes: ...
+
+
+class Traced:
+    """The programs of a pair, for `devices` of a kind that share it."""
+
+    def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
+        self.signatures, self.known = programs.signatures(grid), programs.known_arrays(grid)
+        self._programs, self._platform, self._devices = programs, platform, devices
+
+    def export(self, signature: Signature) -> bytes:
+        function = self._programs.function(signature)
+        return export_program(signature, function, self.known, self._platform, self._devices)
+
+
+class Stored:
+    """The programs of a bundle, whose checkpoints nobody needs."""
+
+    def __init__(self, manifest: Manifest, store: Store):
+        self.signatures, self.known = [entry.signature for entry in manifest.entries], manifest.known_arrays()
+        self._entries = {entry.signature.label: entry for entry in manifest.entries}
+        self._manifest, self._store = manifest, store
+
+    def export(self, signature: Signature) -> bytes:
+        """Raises CorruptBundle where the bundle does not hold it as it was written."""
+        try:
+            return self._store.read_program(self._entries[signature.label])
+        except CorruptBundle as error:
+            raise CorruptBundle(f"{error}: {self._manifest.rebuild_command(self._store.bundle)}") from error

@@ -1,0 +1,146 @@
+"""Bundles compiled anew from what they hold, and builds that somebody else gets the same from."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.runtime import Engine, SamplingParams
+
+OTHER_FLAGS = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=false"}  # another environment, so nothing is found
+LABELS = 7
+
+
+def precompile(*flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dflash_aot.bin.precompile", *map(str, flags)]
+    return subprocess.run(command, env={**os.environ, **environment}, text=True, capture_output=True)
+
+
+@pytest.fixture
+def copy(bundle, tmp_path) -> Path:
+    """A bundle whose checkpoints are gone, as it is where only the manifest and what it names were copied to."""
+    path = Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle", ignore=shutil.ignore_patterns("entries")))
+    manifest = read_manifest(path)
+    gone = {role: structs.replace(getattr(manifest, role), reference="/gone") for role in ("target", "draft")}
+    rewrite(path, **gone)
+    return path
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    (path / "manifest.json").write_bytes(encode_manifest(structs.replace(read_manifest(path), **changes)))
+
+
+def report(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_for_another_environment_everything_is_compiled_from_the_bundle_alone(copy, tied, tmp_path):
+    found = report(precompile("--rebuild", copy, "--bundle", tmp_path / "new", "--json", **OTHER_FLAGS))
+    assert (found["compiled"], found["canaries"]) == (LABELS, LABELS)
+    old, new = read_manifest(copy), read_manifest(tmp_path / "new")
+    assert new.environment.xla_flags == OTHER_FLAGS["XLA_FLAGS"]
+    for one, other in zip(old.entries, new.entries, strict=True):
+        assert (one.program, one.canary) == (other.program, other.canary) and one.key != other.key
+    rewrite(tmp_path / "new", environment=old.environment)  # served by this process, whose flags are others
+    asked = [3, 1, 4, 1, 5], SamplingParams(max_tokens=9, stop_token_ids=())
+    answers = []
+    for bundle in (copy, tmp_path / "new"):
+        with Engine.open(bundle, tied.target, tied.draft) as engine:
+            answers.append(engine.generate(*asked).token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_where_everything_fits_only_what_is_broken_is_compiled(copy):
+    entry = read_manifest(copy).entries[2]
+    broken = copy / "executables" / entry.sha256
+    broken.write_bytes(broken.read_bytes()[:-1])
+    found = report(precompile("--rebuild", copy, "--json"))
+    assert (found["compiled"], found["reused"]) == (1, LABELS - 1)
+    assert [one["compiled"] for one in found["entries"]].index(True) == 2
+    assert (copy / "set-aside" / f"{entry.sha256}.0").exists()
+    assert report(precompile("--rebuild", copy, "--json"))["compiled"] == 0
+
+
+def test_what_computes_something_else_is_not_published(copy, tmp_path):
+    """A compiler that makes mistakes, seen from the other side: the canary is of another program."""
+    manifest = read_manifest(copy)
+    *rest, last = manifest.entries
+    first, *outputs = last.canary.outputs
+    outputs = (structs.replace(first, mean=3 * first.mean), *outputs)
+    rewrite(copy, entries=(*rest, structs.replace(last, canary=structs.replace(last.canary, outputs=outputs))))
+    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
+    assert done.returncode == 5
+    assert f"1 of {LABELS} executables do not compute what they should, nothing is published" in done.stderr
+    assert f"{last.signature.label}: draft_k: the mean is" in done.stderr
+    assert not (tmp_path / "new" / "manifest.json").exists()
+    (record,) = (tmp_path / "new" / "set-aside").glob("*.json")
+    assert json.loads(record.read_text())["kind"] == "canary"
+
+
+def test_a_program_that_is_lost_is_named_with_the_command_that_needs_checkpoints(copy):
+    manifest = read_manifest(copy)
+    (copy / "programs" / manifest.entries[0].program.sha256).write_bytes(b"")
+    (copy / "executables" / manifest.entries[0].sha256).unlink()
+    done = precompile("--rebuild", copy)
+    assert done.returncode == 5
+    assert "program of prefill prefill=16 length=32): 0 bytes, the manifest promises" in done.stderr
+    assert "--target /gone --draft /gone" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags", [["--dtype", "bfloat16"], ["--target", "x", "--draft", "y"], ["--check_reproducible"]]
+)
+def test_flags_that_ask_for_something_else_are_refused(copy, flags):
+    done = precompile("--rebuild", copy, *flags)
+    assert done.returncode == 2
+    assert f"{flags[0]}" in done.stderr and "cannot be given with it" in done.stderr
+
+
+def test_without_a_bundle_there_is_nothing_to_compile_anew(tmp_path):
+    done = precompile("--rebuild", tmp_path / "nothing")
+    assert done.returncode == 2 and "there is no bundle here" in done.stderr
+
+
+def test_canaries_can_be_left_out_and_are_made_up_for(tied, tmp_path):
+    pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--json")
+    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path)
+    assert report(precompile(*flags, "--nocanaries"))["canaries"] == 0
+    again = report(precompile(*flags))
+    assert (again["compiled"], again["canaries"]) == (0, again["executables"])
+
+
+def test_on_a_processor_keys_and_programs_are_the_same_for_everyone(tied, tmp_path, monkeypatch):
+    monkeypatch.chdir(tied.target.parent)
+    pair = ("--target", tied.target.name, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy")
+    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path, "--check_reproducible")
+    found = report(precompile(*flags, "--json"))
+    count = found["executables"]
+    same = found["reproducible"]
+    assert (same["same_keys"], same["same_programs"], same["executables"]) == (count, count, count)
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_for_a_tpu_every_byte_is_the_same_for_everyone(tied, tmp_path):
+    pair = ("--target", tied.target, "--draft", tied.draft, "--topology=v5e:1x1", "--sampling=greedy")
+    flags = (
+        *pair,
+        "--buckets",
+        "batch=1 length=16 k=0 prefill=8",
+        "--bundle",
+        tmp_path / "a b",
+        "--check_reproducible",
+    )
+    found = report(precompile(*flags, "--json"))
+    assert found["reproducible"]["same_bytes"] == found["executables"] == found["reproducible"]["same_keys"]
+    again = report(precompile("--rebuild", tmp_path / "a b", "--bundle", tmp_path / "new", "--json"))
+    assert again["compiled"] == found["executables"]
+    old, new = read_manifest(tmp_path / "a b"), read_manifest(tmp_path / "new")
+    assert [entry.sha256 for entry in new.entries] == [entry.sha256 for entry in old.entries]

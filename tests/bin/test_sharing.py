@@ -1,0 +1,180 @@
+"""Built once, used everywhere: --store, and bundles behind a URL."""
+
+import json
+import shutil
+
+import pytest
+
+from dflash_aot.bin import bundle as bundle_command
+from dflash_aot.bin import precompile, run
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.upload import push_bundle
+from dflash_aot.runtime import Engine, SamplingParams
+from tests.object_server import refuse
+
+GRID = "batch=1 length=32 k=0,3 prefill=16"
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def build(command, tied, bucket):
+    """Builds into a directory, with a bucket as the store; the report."""
+
+    def build(place, store=None, code=0):
+        flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={place}", f"--buckets={GRID}"]
+        store = f"--store={store or bucket.url}/team"
+        done = command(precompile, *flags, "--sampling=greedy", "--platform=cpu", "--nocanaries", "--json", store)
+        assert done.code == code, done.err
+        return json.loads(done.out) if code == 0 else done
+
+    return build
+
+
+@pytest.fixture
+def pushed(copy, bucket):
+    """The bucket that holds a bundle."""
+    push_bundle(copy, bucket.url)
+    return bucket
+
+
+def generate(place, **options):
+    with Engine.open(place, **options) as engine:
+        return engine.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids
+
+
+def test_what_one_machine_built_another_one_downloads_and_serves(build, copy, bucket, command, tmp_path):
+    first = build(copy)
+    assert first["store"] == {
+        "url": f"{bucket.url}/team", "writable": True, "hits": 0, "misses": 0, "written": 7, "failures": []
+    }  # fmt: skip
+    other = tmp_path / "another machine"
+    second = build(other)
+    assert (second["compiled"], second["reused"], second["store"]["hits"], second["store"]["written"]) == (0, 7, 7, 0)
+    assert read_manifest(other).entries == read_manifest(copy).entries
+    done = command(bundle_command, "push", other, f"{bucket.url}/served")
+    assert (done.code, done.err) == (0, "")
+    (tmp_path / "lines").write_text(json.dumps({"prompt_ids": PROMPT, "max_tokens": 12}) + "\n")
+    answers = []
+    for place in (copy, f"{bucket.url}/served"):
+        done = command(run, f"--bundle={place}", f"--input={tmp_path / 'lines'}")
+        assert done.code == 0, done.err
+        answers.append(json.loads(done.out)["token_ids"])
+    assert answers[0] == answers[1] == generate(f"{bucket.url}/served")
+
+
+def test_what_is_broken_or_missing_in_the_store_is_built_and_put_there(build, copy, bucket, tmp_path):
+    build(copy)
+    smallest = min(read_manifest(copy).entries, key=lambda entry: entry.bytes)
+    record = f"team/entries/{smallest.key}.json"
+    bucket.put(record, b"{")
+    report = build(tmp_path / "other")
+    assert (report["compiled"], report["store"]["hits"], report["store"]["misses"]) == (1, 6, 1)
+    assert f"{bucket.url}/{record}: " in report["store"]["failures"][0]
+    assert report["store"]["written"] == 1
+    assert build(tmp_path / "third")["compiled"] == 0
+
+
+def test_a_store_that_fails_in_the_middle_of_a_build_does_not_fail_it(build, copy, bucket):
+    bucket.server.fail("PUT", "entries/", refuse(403, "AccessDenied"), refuse(403, "AccessDenied"))
+    report = build(copy)
+    assert report["store"]["written"] == 5
+    assert all("not allowed: told to say AccessDenied" in failure for failure in report["store"]["failures"])
+
+
+def test_a_store_that_can_only_be_read_is_said_to_be_once(command, tied, bucket, copy):
+    bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
+    flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={copy}", f"--buckets={GRID}"]
+    done = command(precompile, *flags, "--sampling=greedy", "--nocanaries", f"--store={bucket.url}")
+    assert done.code == 0
+    assert done.err.count("WARNING") == 1
+    assert f"WARNING: {bucket.url} is read only: what is built here stays here" in done.err
+    assert f"store {bucket.url}: 0 executables found, 0 not found, 0 written" in done.err
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        ("s3://nobodys", "s3://nobodys/team/.writable: The specified bucket does not exist"),
+        ("gs://bucket", "the package for gs is not installed: pip install 'dflash-aot[gcs]'"),
+        ("nonsense://me:secret@bucket", "dflash-precompile: nonsense://bucket/team: Protocol not known: nonsense"),
+        ("/dev/null", "/dev/null/team/.writable: Not a directory"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_refused_before_anything_is_built(build, tmp_path, store, words):
+    done = build(tmp_path / "bundle", store, code=2)
+    assert words in done.err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_bundle_is_built_in_a_directory(command, bucket):
+    for flags in ([f"--bundle={bucket.url}"], [f"--rebuild={bucket.url}"]):
+        done = command(precompile, *flags)
+        assert done.code == 2
+        assert f"{bucket.url} is a URL, and a directory is needed here. " in done.err
+
+
+def test_a_pushed_bundle_is_fetched_by_name(command, pushed, copy, cache):
+    done = command(bundle_command, "fetch", pushed.url)
+    assert done.code == 0
+    fetched = done.out.strip()
+    assert fetched.startswith(str(cache))
+    assert command(bundle_command, "verify", fetched).code == 0
+    assert json.loads(command(bundle_command, "fetch", pushed.url, "--json").out) == {"bundle": fetched}
+    done = command(bundle_command, "push", copy, pushed.url, "--json")
+    assert json.loads(done.out)["sent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["push", "bundle"], "push takes one bundle and a URL; given: bundle"),
+        (["fetch"], "fetch takes a URL; given: none"),
+        (["fetch", "s3://a", "--dry_run"], "--dry_run: fetch has no such flag"),
+        (["inspect", "s3://a/b"], "s3://a/b is a URL, and a directory is needed here. Fetch the bundle"),
+        (["push", "nowhere", "s3://a"], "nowhere/manifest.json does not exist"),
+    ],
+)
+def test_what_cannot_be_pushed_or_fetched_is_refused(command, arguments, words):
+    done = command(bundle_command, *arguments)
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_a_url_without_a_bundle_is_refused(command, bucket):
+    done = command(run, f"--bundle={bucket.url}", "--prompt=a")
+    assert done.code == 2
+    assert f"{bucket.url}/manifest.json does not exist: there is no bundle here" in done.err
+
+
+def test_a_broken_bundle_behind_a_url_is_refused(command, pushed):
+    name = next(name for name in pushed.names() if name.startswith("executables/"))
+    pushed.put(name, b"broken")
+    done = command(run, f"--bundle={pushed.url}", "--prompt=a")
+    assert done.code == 3
+    assert f"{pushed.url}/{name}" in done.err and "dflash-bundle push BUNDLE" in done.err
+
+
+def test_a_bundle_behind_a_url_may_have_to_be_signed(command, pushed, copy, make_key):
+    private, public = make_key("mine")
+    done = command(run, f"--bundle={pushed.url}", "--prompt=a", f"--require_signature={public}")
+    assert done.code == 3 and "not signed" in done.err
+    assert command(bundle_command, "sign", copy, f"--key={private}").code == 0
+    push_bundle(copy, pushed.url)
+    assert generate(pushed.url, require_signature=public) == generate(copy)
+
+
+def test_a_url_that_cannot_be_reached_names_the_copy_that_can_be_served(command, pushed, copy):
+    fetched = command(bundle_command, "fetch", pushed.url).out.strip()
+    shutil.rmtree(copy)
+    pushed.server.fail("GET", "manifest.json", refuse(403, "AccessDenied"))
+    done = command(run, f"--bundle={pushed.url}", "--prompt=a")
+    assert done.code == 2
+    assert done.err.rstrip().endswith(f"may be given instead: --bundle {fetched}")
+    assert generate(fetched)

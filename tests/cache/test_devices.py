@@ -1,0 +1,55 @@
+"""This machine's environment, as JAX tells it."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import msgspec
+import pytest
+
+from dflash_aot.cache.devices import attached_devices, read_environment
+from dflash_aot.cache.environment import Environment, is_tpu_attached
+
+
+def test_this_machine_is_what_jax_says_it_is():
+    here = read_environment("cpu")
+    assert (here.jax, here.platform, here.device_kind) == (jax.__version__, "cpu", jax.devices("cpu")[0].device_kind)
+    assert here.cpu_features == tuple(sorted(set(here.cpu_features)))
+    assert (here.topology, here.device_count, here.coordinates, here.libtpu) == ("", 1, ("0",), "")
+    assert here == msgspec.json.decode(msgspec.json.encode(here), type=Environment)
+
+
+def test_an_accelerator_that_is_not_there_is_an_error():
+    with pytest.raises(RuntimeError, match="no_such_platform"):
+        read_environment("no_such_platform")
+
+
+def test_more_devices_than_there_are_is_an_error_with_a_remedy():
+    there = len(jax.devices("cpu"))
+    with pytest.raises(RuntimeError, match=f"here are {there}. XLA_FLAGS=--xla_force_host_platform_device_count=4096"):
+        attached_devices("cpu", 4096)
+
+
+@pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
+def test_where_no_tpu_is_attached_nobody_asks_libtpu():
+    with pytest.raises(RuntimeError, match="no TPU is attached"):
+        read_environment("tpu")
+
+
+def test_compiler_flags_are_part_of_the_environment_and_the_number_of_devices_is_not_one_of_them():
+    report = """
+from dflash_aot.cache.devices import read_environment
+four = read_environment("cpu", 4)
+assert (four.device_count, four.coordinates) == (4, ("0", "1", "2", "3"))
+print(four.xla_flags)
+"""
+    flags = "--xla_cpu_enable_fast_math=false"
+    found = subprocess.run(
+        [sys.executable, "-c", report],
+        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {flags}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == flags

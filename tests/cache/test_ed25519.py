@@ -1,0 +1,104 @@
+"""Keys: what is one, and what is said of everything else that people give."""
+
+import hashlib
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from dflash_aot.cache.ed25519 import LARGEST, read_private_key, read_public_key
+from dflash_aot.cache.errors import BadInput
+
+
+@pytest.fixture(scope="module")
+def other_kinds():
+    """An RSA and an elliptic-curve key."""
+    return {"RSA": rsa.generate_private_key(65537, 2048), "EC": ec.generate_private_key(ec.SECP256R1())}
+
+
+def refusal(read, path) -> str:
+    with pytest.raises(BadInput) as refused:
+        read(path)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+def write(path, key):
+    """Both halves of a key in one place each."""
+    private, public = path / "private.pem", path / "public.pem"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def test_what_the_private_key_signs_the_public_one_verifies(make_key):
+    private, public = (
+        read(path) for read, path in zip((read_private_key, read_public_key), make_key("a"), strict=True)
+    )
+    signature = private.sign(b"text")
+    assert public.verifies(signature, b"text")
+    assert not public.verifies(signature, b"another text")
+    assert not public.verifies(signature[:-1], b"text")
+    assert private.public.id == public.id
+
+
+def test_the_id_is_the_sha256_of_the_der_form(make_key):
+    _, path = make_key("a")
+    der = load_pem_public_key(path.read_bytes()).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    assert read_public_key(path).id == hashlib.sha256(der).hexdigest()
+
+
+def test_a_private_key_where_the_public_one_is_needed_is_refused_with_the_way_to_it(make_key):
+    private, _ = make_key("a")
+    assert f"openssl pkey -in {private} -pubout" in refusal(read_public_key, private)
+
+
+def test_a_public_key_does_not_sign(make_key):
+    assert "only the private one signs" in refusal(read_private_key, make_key("a")[1])
+
+
+def test_an_encrypted_key_is_named_so(make_key):
+    private, _ = make_key("a")
+    key = load_pem_private_key(private.read_bytes(), None)
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    assert "encrypted" in refusal(read_private_key, private)
+
+
+@pytest.mark.parametrize("kind", ["RSA", "EC"])
+def test_keys_of_other_kinds_are_named(tmp_path, other_kinds, kind):
+    private, public = write(tmp_path, other_kinds[kind])
+    assert f"another kind, {kind};" in refusal(read_public_key, public)
+    assert f"another kind, {kind};" in refusal(read_private_key, private)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"ssh-ed25519 AAAA", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", b"\xff\x00"]
+)
+def test_what_is_no_key_is_refused(tmp_path, content):
+    path = tmp_path / "key.pem"
+    path.write_bytes(content)
+    assert "no public key in PEM form" in refusal(read_public_key, path)
+    if b"PUBLIC" not in content:
+        assert "no private key in PEM form" in refusal(read_private_key, path)
+
+
+@pytest.mark.parametrize("read", [read_public_key, read_private_key])
+def test_files_that_cannot_be_keys_are_refused(tmp_path, read):
+    assert "No such file" in refusal(read, tmp_path / "nowhere.pem")
+    assert "directory" in refusal(read, tmp_path)
+    (tmp_path / "huge.pem").write_bytes(bytes(LARGEST + 1))
+    assert f"more than {LARGEST} bytes" in refusal(read, tmp_path / "huge.pem")
+
+
+def test_a_key_may_be_mounted_as_a_link(make_key, tmp_path):
+    _, public = make_key("a")
+    (tmp_path / "link.pem").symlink_to(public)
+    assert read_public_key(tmp_path / "link.pem") == read_public_key(public)

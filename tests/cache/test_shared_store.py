@@ -1,0 +1,319 @@
+"""A store that a team shares: what is found there is whole or not found, and no failure of it is a build's."""
+
+import threading
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.errors import StoreFailed
+from dflash_aot.cache.manifest import Canary
+from dflash_aot.cache.objects import Directory, open_objects
+from dflash_aot.cache.patience import Patience
+from dflash_aot.cache.shared_entries import Shared
+from dflash_aot.cache.shared_store import SharedStore
+from dflash_aot.cache.store import pack
+from tests.object_server import afterwards, change, cut, refuse, silence
+
+HASTY = Patience(attempts=2, seconds=20, pause=0)
+
+
+@pytest.fixture
+def built(manifest):
+    """The record of an executable that lies in `local`."""
+    return manifest.entries[2]
+
+
+@pytest.fixture
+def local(store):
+    """A bundle with everything in it."""
+    return store
+
+
+@pytest.fixture
+def open_store(bucket):
+    """A builder's view of a bucket."""
+    return lambda patience=HASTY: SharedStore(open_objects(bucket.url, patience))
+
+
+@pytest.fixture
+def directory(tmp_path, local, built):
+    """A store in a directory, with one executable."""
+    add(SharedStore(Directory(tmp_path / "shared")), local, built)
+    return tmp_path / "shared"
+
+
+def add(shared, local, *entries):
+    """Waits until they are written."""
+    with shared:
+        for entry in entries:
+            shared.add(local, entry)
+
+
+def is_what(found, local, entry):
+    """Whether it is this one, whole."""
+    blobs = local.path(entry).read_bytes(), local.program_path(entry).read_bytes()
+    return found == Shared(entry, *blobs)
+
+
+def find(store, built):
+    return store.find(built.signature, built.key)
+
+
+def name(kind, built):
+    places = {"record": f"entries/{built.key}.json", "executable": f"executables/{built.sha256}"}
+    return {**places, "program": f"programs/{built.program.sha256}"}[kind]
+
+
+def make_another(local, entry, number=0):
+    """What one more compilation of the same comes to."""
+    (blob, executable), (program, text) = pack(b"made by %d" % number), pack(b"module")
+    made = structs.replace(entry, **structs.asdict(blob), program=program)
+    local.add(made, executable, text)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory", "s3"])
+def test_what_one_build_added_another_finds(kind, tmp_path, bucket, local, built):
+    place = {"directory": str(tmp_path / "für alle"), "memory": f"memory://{tmp_path}/a b", "s3": f"{bucket.url}/a ü"}
+    first, other = (SharedStore(open_objects(place[kind])) for _ in range(2))
+    assert find(first, built) is None
+    add(first, local, built)
+    assert is_what(find(other, built), local, built)
+    counts = [(one.hits, one.misses, one.written, one.failures) for one in (first.report(), other.report())]
+    assert counts == [(0, 1, 1, ()), (1, 0, 0, ())]
+
+
+def test_a_record_is_written_after_what_it_speaks_of(bucket, open_store, local, built):
+    add(open_store(), local, built)
+    assert bucket.asked("PUT") == [".writable", *(name(kind, built) for kind in ("program", "executable", "record"))]
+    assert ".writable" not in bucket.names()
+
+
+@pytest.mark.parametrize("kind", ["program", "executable"])
+def test_no_record_is_written_where_a_blob_could_not_be(bucket, open_store, local, built, kind):
+    store = open_store()
+    bucket.server.fail("PUT", name(kind, built), *[refuse(500, "InternalError")] * 2)
+    add(store, local, built)
+    assert not any(found.startswith("entries/") for found in bucket.names())
+    assert store.report().written == 0
+    (failure,) = store.report().failures
+    assert f"{bucket.url}/{name(kind, built)}: told to say InternalError" in failure
+
+
+@pytest.mark.parametrize("kind", ["record", "executable", "program"])
+@pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2])
+def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kind, damage):
+    path = directory / name(kind, built)
+    path.write_bytes(damage(path.read_bytes()))
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    (failure,) = store.report().failures
+    assert f"{path}: " in failure
+    add(store, local, built)
+    assert is_what(find(SharedStore(Directory(directory)), built), local, built)
+
+
+def test_a_record_of_something_else_is_not_used(directory, local, built, manifest):
+    other = manifest.entries[3]
+    for entry, words in (
+        (structs.replace(built, key=other.key), f"the record of {other.key}"),
+        (structs.replace(built, signature=other.signature), "with another signature than was asked for"),
+    ):
+        (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
+        store = SharedStore(Directory(directory))
+        assert find(store, built) is None
+        assert words in store.report().failures[0]
+
+
+def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built):
+    (directory / name("executable", built)).unlink()
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    assert "not there, though its record is" in store.report().failures[0]
+
+
+def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built):
+    bomb, executable = pack(bytes(10**7))
+    entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
+    (directory / name("executable", entry)).write_bytes(executable)
+    (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    assert "does not unpack to 100 bytes" in store.report().failures[0]
+
+
+def test_a_record_without_end_is_not_read(directory, local, built):
+    with open(directory / name("record", built), "r+b") as record:
+        record.truncate(1 << 40)
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    assert "1099511627776 bytes, where at most" in store.report().failures[0]
+
+
+@pytest.mark.parametrize(
+    "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
+)
+@pytest.mark.parametrize("kind", ["record", "executable", "program"])
+def test_what_went_wrong_once_is_asked_again(bucket, open_store, local, built, kind, fault):
+    add(open_store(), local, built)
+    store = open_store()
+    bucket.server.fail("GET", name(kind, built), fault)
+    assert is_what(find(store, built), local, built)
+    assert store.report().failures == ()
+
+
+def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, local, built):
+    """Another builder puts its own in between, and the first one's is removed."""
+    add(open_store(), local, built)
+    other, store = make_another(local, built), open_store()
+
+    def replace():
+        bucket.put(name("executable", other), local.path(other).read_bytes())
+        bucket.put(name("program", other), local.program_path(other).read_bytes())
+        bucket.put(name("record", other), msgspec.json.encode(other))
+        bucket.remove(name("executable", built))
+
+    bucket.server.fail("GET", name("record", built), afterwards(replace))
+    assert is_what(find(store, built), local, other)
+
+
+def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built):
+    add(open_store(), local, built)
+    bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
+    store = open_store()
+    assert not store.report().writable
+    assert is_what(find(store, built), local, built)
+    bucket.server.asked.clear()
+    add(store, local, built)
+    assert bucket.asked("PUT") == []
+    assert store.report().failures == ()
+
+
+def test_a_store_whose_objects_cannot_be_removed_is_written(bucket, open_store, local, built):
+    bucket.server.fail("DELETE", ".writable", refuse(403, "AccessDenied"))
+    store = open_store()
+    add(store, local, built)
+    assert is_what(find(open_store(), built), local, built)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (refuse(403, "AccessDenied"), "not allowed: told to say AccessDenied"),
+        (refuse(500, "InternalError"), r"told to say InternalError \(2 attempts\)"),
+    ],
+)
+def test_a_store_that_cannot_be_read_is_refused_at_once(bucket, open_store, fault, words):
+    bucket.server.fail("GET", bucket.name, fault, fault)
+    with pytest.raises(StoreFailed, match=words):
+        open_store()
+
+
+def test_a_store_that_is_not_there_is_refused_at_once(bucket):
+    with pytest.raises(StoreFailed, match="s3://nobodys/.writable: The specified bucket does not exist"):
+        SharedStore(open_objects("s3://nobodys", HASTY))
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest):
+    store = open_store()
+    bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
+    bucket.server.asked.clear()
+    assert all(store.find(entry.signature, entry.key) is None for entry in manifest.entries)
+    assert len(bucket.asked("GET")) == 2 * 3  # attempts, failures in a row
+    report = store.report()
+    assert report.misses == len(manifest.entries)
+    assert len(report.failures) == 4
+    assert report.failures[-1] == f"{bucket.url}: not asked any more, after 3 failures in a row"
+    add(store, local, built)
+    assert not any(found.startswith("entries/") for found in bucket.names())
+
+
+def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built):
+    add(open_store(), local, built)
+    store = open_store()
+    for _ in range(4):
+        bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 2)
+        assert find(store, built) is None
+        assert is_what(find(store, built), local, built)
+    assert len(store.report().failures) == 4
+
+
+def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, built):
+    store = open_store(Patience(attempts=2, seconds=0.5, pause=0))
+    bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
+    assert find(store, built) is None
+    assert "no answer in time" in store.report().failures[0]
+
+
+@pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("directory", 8), ("s3", 2), ("s3", 8)])
+def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_path, bucket, local, manifest):
+    """All of them make everything, each a little different: whose stays does not matter, but it is all one's."""
+    place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
+    entries, start = manifest.entries[:3], threading.Barrier(builders)
+    made = [[make_another(local, entry, number) for entry in entries] for number in range(builders)]
+    stores = [SharedStore(open_objects(place)) for _ in range(builders)]
+
+    def build(store, variants):
+        start.wait()
+        for entry in entries:
+            find(store, entry)
+        add(store, local, *variants)
+
+    threads = [threading.Thread(target=build, args=pair) for pair in zip(stores, made, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.report().failures for store in stores] == [()] * builders
+    reader = SharedStore(open_objects(place))
+    for entry, *variants in zip(entries, *made, strict=True):
+        found = find(reader, entry)
+        assert any(is_what(found, local, variant) for variant in variants)
+    assert reader.report().failures == ()
+
+
+def test_a_directory_is_laid_out_like_a_bundle(directory, built):
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    assert names == sorted(name(kind, built) for kind in ("record", "executable", "program"))
+
+
+def test_what_was_built_before_there_was_a_store_is_put_there(bucket, open_store, local, built):
+    """It was not looked for, for it was here."""
+    store = open_store()
+    add(store, local, built)
+    assert (store.report().hits, store.report().misses, store.report().written) == (0, 0, 1)
+    bucket.server.asked.clear()
+    store = open_store()
+    add(store, local, built)
+    assert bucket.asked("PUT") == [".writable"]
+    assert store.report().written == 0
+
+
+def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, local, built):
+    add(open_store(), local, built)
+    store = open_store()
+    assert is_what(find(store, built), local, built)
+    proven = structs.replace(built, canary=Canary(1, ()))
+    add(store, local, proven)
+    assert (store.report().hits, store.report().written) == (1, 1)
+    assert is_what(find(open_store(), built), local, proven)
+
+
+def test_what_cannot_be_used_here_is_replaced(open_store, local, built):
+    add(open_store(), local, built)
+    store = open_store()
+    store.refuse(find(store, built), "it was set aside")
+    add(store, local, built)
+    report = store.report()
+    assert (report.hits, report.misses, report.written) == (0, 1, 1)
+    assert report.failures[0].endswith(f"executables/{built.sha256}: not used: it was set aside")
+
+
+def test_what_broke_here_is_not_shared(open_store, local, built):
+    local.path(built).write_bytes(b"broken")
+    store = open_store()
+    add(store, local, built)
+    assert store.report().written == 0
+    assert f"{local.path(built)}: 6 bytes" in store.report().failures[0]
+    assert find(open_store(), built) is None

@@ -1,0 +1,8 @@
+"""Compiling is most of what these tests do; not collected by pytest."""
+
+from functools import partial
+
+import jax
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+jit_quickly = partial(jax.jit, compiler_options=QUICK)

@@ -1,0 +1,105 @@
+"""A build that finds what others have built: it compiles the rest, and what was found to do wrong here."""
+
+from concurrent.futures import Future
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.objects import Directory
+from dflash_aot.cache.shared_store import SharedStore
+from dflash_aot.cache.store import Store, pack
+from dflash_aot.compile.manager import build
+from dflash_aot.compile.source import Stored
+
+
+class Compiler:
+    """Makes something of its own of every order, and remembers for what."""
+
+    jobs = 1
+
+    def __init__(self, manifest, store):
+        self.environment, self.started = manifest.environment, []
+        self._entries, self._store = {entry.key: entry for entry in manifest.entries}, store
+
+    def start(self, order):
+        self.started.append(order.signature.label)
+        (blob, executable), (program, text) = pack(b"compiled here"), pack(order.program)
+        entry = structs.replace(self._entries[order.key], **structs.asdict(blob), program=program)
+        self._store.add(entry, executable, text)
+        done = Future()
+        done.set_result(entry)
+        return done
+
+
+@pytest.fixture
+def built(bundle):
+    """A bundle that somebody else has built."""
+    return Store(bundle("tiny"))
+
+
+@pytest.fixture
+def manifest(built):
+    return read_manifest(built.bundle)
+
+
+@pytest.fixture
+def open_shared(tmp_path, built, manifest):
+    """A builder's view of a store that holds all of it."""
+    with SharedStore(Directory(tmp_path / "shared")) as shared:
+        for entry in manifest.entries:
+            shared.add(built, entry)
+    return lambda: SharedStore(Directory(tmp_path / "shared"))
+
+
+@pytest.fixture
+def run(tmp_path, built, manifest):
+    """A build of the same elsewhere, with what is shared → the report, and what was compiled for it."""
+    store = Store(tmp_path / "bundle")
+
+    def run(shared):
+        compiler = Compiler(manifest, store)
+        with store.open_for_building():
+            return build(Stored(manifest, built), compiler, store, lambda _: None, shared), compiler.started
+
+    return run
+
+
+def test_what_others_have_built_is_not_compiled(run, open_shared, manifest, tmp_path):
+    shared = open_shared()
+    report, compiled = run(shared)
+    assert (compiled, report.compiled, report.entries) == ([], frozenset(), manifest.entries)
+    assert all(Store(tmp_path / "bundle").read(entry) for entry in manifest.entries)
+    assert shared.report().hits == len(manifest.entries)
+
+
+def test_what_is_here_is_not_looked_for(run, open_shared):
+    run(open_shared())
+    shared = open_shared()
+    run(shared)
+    assert (shared.report().hits, shared.report().misses) == (0, 0)
+
+
+def test_what_was_set_aside_here_is_compiled_all_the_same(run, open_shared, manifest, tmp_path, built):
+    entry, store = manifest.entries[2], Store(tmp_path / "bundle")
+    with store.open_for_building():
+        store.add(entry, built.path(entry).read_bytes(), built.program_path(entry).read_bytes())
+    store.set_aside(entry, "canary", "it computes something else")
+    shared = open_shared()
+    report, compiled = run(shared)
+    assert compiled == [entry.signature.label]
+    assert report.compiled == {entry.key}
+    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 1, 1)
+    assert "it computes something else" in shared.report().failures[0]
+    with shared:
+        shared.add(store, report.entries[2])
+    assert open_shared().find(entry.signature, entry.key).entry == report.entries[2]
+
+
+def test_what_nobody_has_built_is_compiled(run, open_shared, manifest, tmp_path):
+    entry = manifest.entries[4]
+    (tmp_path / "shared" / "entries" / f"{entry.key}.json").unlink()
+    shared = open_shared()
+    report, compiled = run(shared)
+    assert compiled == [entry.signature.label]
+    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 1, 1)

@@ -1,0 +1,42 @@
+"""An engine that asks for a signature opens what was signed by that key, and nothing else."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.attestation import sign
+from dflash_aot.cache.ed25519 import read_private_key
+from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.manifest import read_content
+from dflash_aot.runtime import Engine, SamplingParams
+
+
+@pytest.fixture
+def copy(bundle, tmp_path) -> Path:
+    """A bundle of its own, to be signed."""
+    return Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle", ignore=shutil.ignore_patterns("entries")))
+
+
+def test_what_the_owner_of_the_key_signed_is_served(copy, make_key, cases):
+    private, public = make_key("ours")
+    sign(copy, read_content(copy), read_private_key(private))
+    with Engine.open(copy, require_signature=str(public)) as engine:
+        params = SamplingParams(max_tokens=9, stop_token_ids=())
+        assert engine.generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:9]
+
+
+@pytest.mark.parametrize("signer", [None, "theirs"])
+def test_what_nobody_or_somebody_else_signed_is_not_even_parsed(copy, make_key, signer):
+    _, public = make_key("ours")
+    (copy / "manifest.json").write_bytes(b"not JSON")
+    if signer:
+        sign(copy, b"not JSON", read_private_key(make_key(signer)[0]))
+    with pytest.raises(CorruptBundle, match="not by" if signer else "is not signed"):
+        Engine.open(copy, require_signature=public)
+
+
+def test_a_key_that_is_none_never_means_that_none_is_required(copy, make_key):
+    for given in ("", copy / "nowhere.pem", make_key("ours")[0]):
+        with pytest.raises(BadInput):
+            Engine.open(copy, require_signature=given)
