@@ -9,7 +9,7 @@ from dflash_aot.bin.bundle_signature import describe_signers
 from dflash_aot.bin.command import format_bytes, format_table
 from dflash_aot.cache.architecture import Decoder
 from dflash_aot.cache.attestation import Signers, list_signers
-from dflash_aot.cache.completeness import check_complete
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.environment import Difference, Environment, compare_host
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.manifest import Blob, DraftModel, Manifest, TargetModel, parse_manifest, read_content
@@ -68,7 +68,7 @@ def report_inspection(bundle: Path, as_json: bool) -> int:
     """On standard output; 0 if it may serve here, else the code of an incompatible bundle."""
     content = read_content(bundle)
     manifest = parse_manifest(bundle, content)
-    check_complete(bundle, manifest)
+    check_consistent(bundle, manifest)
     inspection = inspect_bundle(bundle, manifest, list_signers(bundle, content))
     print(msgspec.json.encode(inspection).decode() if as_json else format_inspection(inspection))
     return 0 if inspection.verdict.fits else IncompatibleBundle.exit_code

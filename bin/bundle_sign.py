@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dflash_aot.cache import attestation
-from dflash_aot.cache.completeness import check_complete
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.manifest import parse_manifest, read_content
 from dflash_aot.cache.store import Store
@@ -39,7 +39,7 @@ def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
     with Store(bundle).hold_lock():
         content = read_content(bundle)
         manifest = parse_manifest(bundle, content)
-        check_complete(bundle, manifest)
+        check_consistent(bundle, manifest)
         if flaws := find_flaws(bundle, manifest):
             raise CorruptBundle(
                 f"{bundle}: {len(flaws)} files are not what the manifest promises, {flaws[0].path} for one: nothing is "

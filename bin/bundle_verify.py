@@ -8,7 +8,7 @@ from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
 from dflash_aot.bin.bundle_signature import describe_signers
 from dflash_aot.bin.command import format_bytes
 from dflash_aot.cache.attestation import Signers, check_signature, list_signers
-from dflash_aot.cache.completeness import check_complete
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.manifest import Manifest, mend_command, parse_manifest, read_content
 from dflash_aot.cache.verification import (
@@ -63,7 +63,7 @@ def verify_bundle(bundle: Path, key: Path | None, move: bool) -> Verification:
     content = read_content(bundle)
     signer = check_signature(bundle, content, key) if key is not None else None
     manifest = parse_manifest(bundle, content)
-    check_complete(bundle, manifest)
+    check_consistent(bundle, manifest)
     promises, flaws = list_promises(bundle, manifest), find_flaws(bundle, manifest)
     moved, left = set_flaws_aside(bundle, manifest, flaws) if move else ({}, None)
     return Verification(

@@ -1,32 +1,76 @@
-"""Whether a manifest has the executables that its grid promises."""
+"""Whether a manifest is consistent with itself: from facts and grid follows what must be there, but for the weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.manifest import Manifest
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.recipe import WeightRecipe, find_flaw
+from dflash_aot.cache.signature import AXIS, Array, ProgramWeights, Signature, describe_pair, signatures, state_arrays
 
 Name = tuple[str, tuple[int, ...]]
-VERIFIES = {"greedy": "verify", "sample": "sampled_verify"}
 
 
-def check_complete(path: Path, manifest: Manifest) -> None:
-    """Every bucket of the grid has its executables. Raises CorruptBundle."""
-    grid = manifest.grid
-    needed: set[Name] = {("prefill", (chunk.prefill, chunk.length)) for chunk in grid.chunks()}
-    needed |= {("kv_write", (1, chunk.prefill)) for chunk in grid.chunks()}
-    needed |= {("move", ())} if grid.slots > 1 else set()
-    needed |= {("admit", ())} if "sample" in manifest.sampling else set()
-    verifies = {VERIFIES[kind] for kind in manifest.sampling}
-    for bucket in grid.buckets():
-        shape = (bucket.batch, bucket.length, bucket.k)
-        needed |= {("kv_write", (bucket.batch, bucket.k + 1)), *((name, shape) for name in verifies)}
-        needed |= {("draft", shape)} if bucket.k else set()
-    if missing := needed - {name_executable(entry.signature) for entry in manifest.entries}:
-        raise CorruptBundle(
-            f"{path}/manifest.json promises the grid {grid} but has no entry for {sorted(missing)}. "
-            f"Build it again: {manifest.rebuild_command(path)}"
-        )
+def check_consistent(path: Path, manifest: Manifest) -> None:
+    """Every bucket of the grid has its executables, which take and return what they must. Raises CorruptBundle."""
+    try:
+        flaw = next(_find_flaws(manifest), None)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        flaw = f"facts or grid cannot be: {type(error).__name__}: {error}"  # whatever forged numbers lead to
+    if flaw:
+        raise CorruptBundle(f"{path}/manifest.json: {flaw}. Build it again: {manifest.rebuild_command(path)}")
+
+
+def _find_flaws(manifest: Manifest) -> Iterator[str]:
+    facts = manifest.target.facts, manifest.draft.facts
+    pair = describe_pair(*facts, manifest.dtype, manifest.sampling)
+    expected = {one.label: one for one in signatures(pair, manifest.grid, ProgramWeights((), (), ()))}
+    found = [entry.signature.label for entry in manifest.entries]
+    if missing := sorted(expected.keys() - set(found)):
+        yield f"promises the grid {manifest.grid}, but has no entry for {', '.join(missing)}"
+    if unknown := sorted(set(found) - expected.keys()):
+        yield f"has entries for {', '.join(unknown)}, which the grid {manifest.grid} does not need"
+    if len(set(found)) < len(found):
+        yield f"has two entries for {next(label for label in found if found.count(label) > 1)}"
+    if manifest.state != (state := state_arrays(pair, manifest.grid)):
+        yield f"state is {_names(manifest.state)}, models and grid make it {_names(state)}"
+    weights = {recipe.name for recipe in manifest.weights}
+    for recipe in manifest.weights:
+        if flaw := find_flaw(recipe):
+            yield f"weights: {recipe.name}: {flaw}"
+        if recipe.otherwise is not None and recipe.otherwise not in weights:
+            yield f"weights: {recipe.name} may be replaced by {recipe.otherwise}, of which weights says nothing"
+        if not _can_split(recipe, manifest.environment.device_count):
+            yield f"weights: {recipe.name} is split {recipe.sharding}, which {list(recipe.shape)} cannot be"
+    for entry in manifest.entries:
+        yield from _compare(entry.signature, expected[entry.signature.label])
+        if lost := sorted(set(entry.signature.weights) - weights):
+            yield f"{entry.signature.label} takes {', '.join(lost)}, of which weights says nothing"
+
+
+def _can_split(recipe: WeightRecipe, devices: int) -> bool:
+    if len(recipe.sharding) not in (0, len(recipe.shape)) or set(recipe.sharding) - {None, AXIS}:
+        return False
+    return not any(axis and size % devices for axis, size in zip(recipe.sharding, recipe.shape, strict=False))
+
+
+def _compare(found: Signature, expected: Signature) -> Iterator[str]:
+    for field in Signature.__struct_fields__:
+        one, other = getattr(found, field), getattr(expected, field)
+        if field != "weights" and one != other:
+            yield f"{found.label}: {field} is {_names(one)}, models and grid make it {_names(other)}"
+
+
+def _names(values: object) -> str:
+    """Arrays as they are written in the documents: name, dtype and shape."""
+    if not isinstance(values, tuple):
+        return str(values)
+    return ", ".join(one if isinstance(one, str) else _describe(one) for one in values) or "nothing"
+
+
+def _describe(array: Array) -> str:
+    split = f" split {array.sharding}" if any(array.sharding) else ""
+    return f"{array.name} {array.dtype}{list(array.shape)}{split}"
 
 
 def name_executable(signature: Signature) -> Name:

@@ -10,7 +10,7 @@ UNFINISHED = ".unfinished"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Temporary name in the same directory, fsync, rename, fsync the directory."""
+    """Temporary name in the same directory, fsync, rename, fsync the directory. Raises OSError, which names `path`."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -19,8 +19,10 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):  # a full disk does not say of what file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_directory(path.parent)
 

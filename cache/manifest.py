@@ -1,6 +1,8 @@
 """`manifest.json`: everything that is known about a bundle without loading an executable."""
 
 import hashlib
+import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +17,17 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.files import read_plain
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.recipe import Checkpoint, WeightRecipe
+from dflash_aot.cache.recipe import Checkpoint, FloatDtype, WeightRecipe
 from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.signature import Array, Signature, known_arrays
 from dflash_aot.cache.topology import TOPOLOGIES
 
 SCHEMA = 5
 FILE = "manifest.json"
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+LARGEST = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
+END = b'"\n}\n'  # behind the digest
+DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -137,7 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: Environment
     target: TargetModel
     draft: DraftModel
-    dtype: str
+    dtype: FloatDtype
     sampling: tuple[Sampling, ...]
     grid: Grid
     state: tuple[Array, ...]
@@ -183,8 +188,10 @@ def build_command(bundle: Path) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """JSON that a person can read, with its own digest."""
-    sealed = msgspec.structs.replace(manifest, digest=_digest(manifest))
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
+    blank = msgspec.structs.replace(manifest, digest="")
+    content = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
+    before, after = content[: -len(END)], content[-len(END) :]
+    return before + _digest(content).encode() + after
 
 
 def read_manifest(bundle: Path, signed_by: Path | None = None) -> Manifest:
@@ -202,7 +209,7 @@ def read_content(bundle: Path) -> bytes:
     """The manifest as it lies there, which is what is signed. Raises MissingBundle or CorruptBundle."""
     path = bundle / FILE
     try:
-        return read_plain(path)
+        return read_plain(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBundle(
             f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)} "
@@ -214,7 +221,8 @@ def read_content(bundle: Path) -> bytes:
 
 def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     """Raises CorruptBundle."""
-    return decode_manifest(content, str(bundle / FILE), f"Build it again: {build_command(bundle)}")
+    remedy = f"Build it again: {build_command(bundle)} (and --target, --draft for a pair of your own)"
+    return decode_manifest(content, str(bundle / FILE), remedy)
 
 
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
@@ -222,11 +230,13 @@ def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:
-            raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {remedy}")
+            newer = "It was built by a newer dflash-aot: install that. " if schema > SCHEMA else ""
+            raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {newer}{remedy}")
         manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _check_names(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise CorruptBundle(f"{path}: {error}. {remedy}") from error
-    if manifest.digest != (found := _digest(manifest)):
+    if manifest.digest != (found := _digest(_cut_digest(content))):
         raise CorruptBundle(f"{path}: digest is {manifest.digest or 'missing'}, its content has {found}. {remedy}")
     return manifest
 
@@ -235,6 +245,22 @@ class _Schema(msgspec.Struct):
     schema: int
 
 
-def _digest(manifest: Manifest) -> str:
-    """sha256 of the content without this field."""
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))).hexdigest()
+def _check_names(content: bytes) -> None:
+    """JSON allows a name twice in an object, and no two readers agree on what that means. Raises ValueError."""
+
+    def check(pairs: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+
+    json.loads(content, object_pairs_hook=check)
+
+
+def _cut_digest(content: bytes) -> bytes:
+    """The file as it was before the digest was written into its end."""
+    return DIGEST.sub(rb'"digest": ""\1', content)
+
+
+def _digest(content: bytes) -> str:
+    """sha256 of the file with an empty digest."""
+    return hashlib.sha256(content).hexdigest()

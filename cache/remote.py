@@ -51,6 +51,10 @@ class Remote:
             content: bytes = self._ask(expected, self._system.cat_file, name, start=0, end=limit + 1)
         except FileNotFoundError:
             return None
+        except StoreFailed as error:
+            if _is_out_of_range(error.__cause__):  # from its very beginning
+                return b""
+            raise
         if len(content) > limit:
             raise CorruptBundle(f"{self.url}/{name}: more than {limit} bytes, which is what is read of it at most")
         return content
@@ -140,12 +144,15 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, PermissionError | NotImplementedError) or _find_status(error) in FORBIDDEN
 
 
-def _find_status(error: Exception) -> int | None:
+def _find_status(error: BaseException | None) -> int | None:
     """HTTP's, under the names that aiohttp, Azure and gcsfs give it."""
-    match error:
-        case Exception(status=int(status)) | Exception(status_code=int(status)) | Exception(code=int(status)):
-            return status
-    return None
+    found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return next((status for status in found if isinstance(status, int)), None)
+
+
+def _is_out_of_range(error: BaseException | None) -> bool:
+    """As HTTP and S3 say it."""
+    return _find_status(error) == 416 or "range is not satisfiable" in str(error)
 
 
 def _find_words(error: Exception) -> str:

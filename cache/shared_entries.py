@@ -31,14 +31,17 @@ def has_record(objects: Objects, key: str) -> bool:
     return objects.size(_record_name(key)) is not None
 
 
-def read_shared(objects: Objects, signature: Signature, key: str) -> Shared | None:
-    """None where there is no record. Raises StoreFailed, CorruptBundle for what is wrong twice in a row."""
+def read_shared(objects: Objects, key: str, signature: Signature, program: bytes) -> Shared | None:
+    """What was compiled from this program. None where there is no record.
+
+    Raises StoreFailed, CorruptBundle for what is wrong twice in a row.
+    """
     for _ in range(TRIES - 1):
         try:
-            return _read(objects, signature, key)
+            return _read(objects, key, signature, program)
         except CorruptBundle:
             continue
-    return _read(objects, signature, key)
+    return _read(objects, key, signature, program)
 
 
 def write_shared(objects: Objects, store: Store, entry: Entry) -> None:
@@ -49,7 +52,7 @@ def write_shared(objects: Objects, store: Store, entry: Entry) -> None:
     objects.write(_record_name(entry.key), msgspec.json.encode(entry))
 
 
-def _read(objects: Objects, signature: Signature, key: str) -> Shared | None:
+def _read(objects: Objects, key: str, signature: Signature, program: bytes) -> Shared | None:
     where = f"{objects.url}/{_record_name(key)}"
     record = objects.read(_record_name(key), LARGEST_RECORD)
     if record is None:
@@ -64,19 +67,22 @@ def _read(objects: Objects, signature: Signature, key: str) -> Shared | None:
         raise CorruptBundle(
             f"{where}: the record of {entry.signature.label}, with another signature than was asked for"
         )
-    return Shared(entry, _read_blob(objects, "executables", entry), _read_blob(objects, "programs", entry.program))
+    packed, unpacked = _read_blob(objects, "programs", entry.program)
+    if unpacked != program:
+        raise CorruptBundle(f"{where}: the record of {entry.signature.label}, compiled from another program")
+    return Shared(entry, _read_blob(objects, "executables", entry)[0], packed)
 
 
-def _read_blob(objects: Objects, folder: str, blob: Blob) -> bytes:
+def _read_blob(objects: Objects, folder: str, blob: Blob) -> tuple[bytes, bytes]:
+    """As it lies there, and unpacked."""
     name = f"{folder}/{blob.sha256}"
     content = objects.read(name, blob.bytes, blob.bytes)
     if content is None:
         raise CorruptBundle(f"{objects.url}/{name}: not there, though its record is")
     try:
-        unpack(blob, content)
+        return content, unpack(blob, content)
     except ValueError as flaw:
         raise CorruptBundle(f"{objects.url}/{name}: {flaw}") from flaw
-    return content
 
 
 def _read_file(blob: Blob, path: Path) -> bytes:

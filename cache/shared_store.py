@@ -52,9 +52,9 @@ class SharedStore:
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         self._pool.shutdown()
 
-    def find(self, signature: Signature, key: str) -> Shared | None:
-        """What somebody built, if all of it is what its record says."""
-        found = self._guard(lambda: read_shared(self._objects, signature, key))
+    def find(self, key: str, signature: Signature, program: bytes) -> Shared | None:
+        """What somebody built from this program, if all of it is what its record says."""
+        found = self._guard(lambda: read_shared(self._objects, key, signature, program))
         with self._lock:
             self._found[key] = found.entry if found else None
         return found

@@ -10,8 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from dflash_aot.cache.architecture import Decoder, Draft, Target
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.recipe import ITEM_BYTES, WeightRecipe
+from dflash_aot.cache.recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.sampling import SAMPLING_COLUMNS, Sampling, count_tops
 
 ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "move", "admit"]
@@ -25,7 +26,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Dtype
     sharding: Dimensions = ()
 
     @property
@@ -65,6 +66,23 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def samples(self) -> bool:
         """Whether there is sampling state, and what reads it."""
         return "sample" in self.sampling
+
+
+def describe_pair(target: Target, draft: Draft, dtype: str, sampling: tuple[Sampling, ...]) -> Pair:
+    """From the facts of both models."""
+    return Pair(
+        target_kv=_kv_shape(target.decoder),
+        draft_kv=_kv_shape(draft.decoder),
+        feature_width=len(draft.taps) * target.decoder.hidden,
+        block=draft.block,
+        vocab=target.decoder.vocab,
+        dtype=dtype,
+        sampling=sampling,
+    )
+
+
+def _kv_shape(decoder: Decoder) -> KvShape:
+    return KvShape(decoder.layers, decoder.attention.kv_heads, decoder.attention.head_dim)
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,9 +10,11 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache import attestation
+from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import is_temporary, name_kind, read_plain
-from dflash_aot.cache.manifest import FILE, Blob, Manifest
+from dflash_aot.cache.key import executable_key
+from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest
 from dflash_aot.cache.pickle_scan import scan_pickle
 from dflash_aot.cache.set_aside import DIRECTORY, set_aside
 from dflash_aot.cache.store import Store, find_flaw, unpack
@@ -67,8 +69,23 @@ def list_promises(bundle: Path, manifest: Manifest) -> list[Promise]:
 
 
 def find_flaws(bundle: Path, manifest: Manifest) -> list[Flaw]:
-    """In the order of the manifest; the first of each file."""
-    return [flaw for promise in list_promises(bundle, manifest) if (flaw := check_file(promise))]
+    """In the order of the manifest; the first of each file, then keys that do not belong to what they stand beside."""
+    flaws = [flaw for promise in list_promises(bundle, manifest) if (flaw := check_file(promise))]
+    broken = {flaw.path for flaw in flaws}
+    store = Store(bundle)
+    for entry in manifest.entries:
+        if store.program_path(entry) not in broken and (flaw := check_key(store, entry, manifest.environment)):
+            flaws.append(flaw)
+    return flaws
+
+
+def check_key(store: Store, entry: Entry, environment: Environment) -> Flaw | None:
+    """The key is of what the manifest says: a signature that was changed by hand has another."""
+    key = executable_key(store.read_program(entry), entry.signature, environment)
+    if key == entry.key:
+        return None
+    label = f"program of {entry.signature.label}"
+    return Flaw(store.program_path(entry), label, "key", entry.key, key, content=False)
 
 
 def check_file(promise: Promise) -> Flaw | None:

@@ -7,12 +7,13 @@ import msgspec
 from jax.experimental import serialize_executable
 
 from dflash_aot.cache.errors import BuildFailed, DflashError
+from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.manifest import Entry, Memory
 from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.cache.store import Store, pack
 from dflash_aot.compile.exhaustion import explain_exhaustion
 from dflash_aot.compile.inspection import inspect, read_cost
-from dflash_aot.compile.lowering import check_donation, compiler_options, input_arrays, lower_program, output_arrays
+from dflash_aot.compile.lowering import check_donation, input_arrays, lower_program, output_arrays
 from dflash_aot.compile.machine import Machine
 
 

@@ -3,24 +3,17 @@
 Everything is compiled from StableHLO as the bundle keeps it: what is compiled anew years later is what was compiled.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import jax
-import msgspec
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.mesh import place
 from dflash_aot.cache.signature import AXIS, Array, Signature
 
-# TPU7x multiplies bfloat16 in tiles of 16 rows, and arguments come in tiles of 8: it laid all stacked weights anew in
-# every call (Qwen3-4B: 3.6 GB). Weights given in its own tiles may be faster still, but JAX puts none there without a
-# program of its own.
-COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 # What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild
 # is held to its canaries.
 UNPROMISED = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
@@ -128,24 +121,6 @@ def _jit(
     function.__name__ = signature.program
     # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
-
-
-def compiler_options(environment: Environment) -> dict[str, str | bool]:
-    """What the compiler is told beside the program; part of the key."""
-    return dict(COMPILER_OPTIONS.get(environment.device_kind, {}))
-
-
-def executable_key(program: bytes, signature: Signature, environment: Environment) -> str:
-    """sha256 over the StableHLO as `export_program` writes it, the signature, the environment and the options."""
-    digest = hashlib.sha256()
-    for part in (
-        program,
-        msgspec.json.encode(signature),
-        msgspec.json.encode(environment),
-        msgspec.json.encode(compiler_options(environment)),
-    ):
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()
 
 
 def check_donation(signature: Signature, donated: Iterable[str]) -> None:

@@ -9,12 +9,12 @@ import msgspec
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import Entry
 from dflash_aot.cache.shared_store import SharedStore
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store
 from dflash_aot.compile.builder import Order, explain
-from dflash_aot.compile.lowering import executable_key
 from dflash_aot.compile.source import Source
 
 
@@ -105,7 +105,7 @@ class _Build:
 
     def _take_shared(self, order: Order) -> Entry | None:
         """What somebody else built, put into the bundle."""
-        if self._shared is None or (found := self._shared.find(order.signature, order.key)) is None:
+        if self._shared is None or (found := self._shared.find(order.key, order.signature, order.program)) is None:
             return None
         try:
             self._store.add(found.entry, found.executable, found.program)

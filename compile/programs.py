@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflash_aot.cache.architecture import Decoder, Draft, Target
+from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.recipe import MaskedMap, WeightRecipe
 from dflash_aot.cache.sampling import check_sampling, count_tops
 from dflash_aot.cache.signature import (
     SAMPLING_STATE,
     Array,
-    KvShape,
-    Pair,
     ProgramWeights,
     Signature,
+    describe_pair,
     known_arrays,
     signatures,
     state_arrays,
@@ -64,15 +63,7 @@ class Programs:
         self._target = Bound(lambda: CausalLM(target, dtype, stacked, self._shards))
         self._draft = Bound(lambda: DFlash(draft, dtype, stacked, self._shards))
         self._facts = draft
-        self.pair = Pair(
-            target_kv=_kv_shape(target.decoder),
-            draft_kv=_kv_shape(draft.decoder),
-            feature_width=len(draft.taps) * target.decoder.hidden,
-            block=draft.block,
-            vocab=target.decoder.vocab,
-            dtype=dtype,
-            sampling=check_sampling(sampling, "sampling"),
-        )
+        self.pair = describe_pair(target, draft, dtype, check_sampling(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
         """How the runtime makes every weight argument."""
@@ -318,7 +309,3 @@ def _of(model: str, arrays: Arrays) -> Outputs:
 
 def _sizes(signature: Signature) -> dict[str, Any]:
     return {axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")}
-
-
-def _kv_shape(decoder: Decoder) -> KvShape:
-    return KvShape(decoder.layers, decoder.attention.kv_heads, decoder.attention.head_dim)

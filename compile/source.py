@@ -5,6 +5,7 @@ from typing import Protocol
 
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.cache.store import Store
@@ -46,7 +47,14 @@ class Stored:
 
     def export(self, signature: Signature) -> bytes:
         """Raises CorruptBundle where the bundle does not hold it as it was written."""
+        entry, remedy = self._entries[signature.label], self._manifest.rebuild_command(self._store.bundle)
         try:
-            return self._store.read_program(self._entries[signature.label])
+            program = self._store.read_program(entry)
         except CorruptBundle as error:
-            raise CorruptBundle(f"{error}: {self._manifest.rebuild_command(self._store.bundle)}") from error
+            raise CorruptBundle(f"{error}: {remedy}") from error
+        if (found := executable_key(program, signature, self._manifest.environment)) != entry.key:
+            raise CorruptBundle(
+                f"its key is {found}, the manifest promises {entry.key}: signature, environment or program are not "
+                f"those that were compiled. Build it again from its checkpoints: {remedy}"
+            )
+        return program

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.completeness import check_complete, name_executable
+from dflash_aot.cache.completeness import check_consistent, name_executable
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
@@ -65,7 +65,7 @@ def check_bundle(path: Path, signed_by: Path | None = None) -> Manifest:
     """The verdict, from the manifest alone. Raises MissingBundle, CorruptBundle or IncompatibleBundle."""
     manifest = read_manifest(path, signed_by)
     _check_environment(path, manifest)
-    check_complete(path, manifest)
+    check_consistent(path, manifest)
     return manifest
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.errors import BadInput, CorruptBundle, GridMiss
+from dflash_aot.cache.manifest import Manifest, mend_command
 from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
-from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.executable import DeviceState, Executable
 from dflash_aot.runtime.pair import check_facts, locate_pair
 from dflash_aot.runtime.round_times import time_rounds
 from dflash_aot.runtime.weights import load_weights
@@ -50,13 +50,23 @@ def open_bundle(
         executables = []
         for executable in loading:
             executable.bind(weights)
-            call_once(executable, state)
+            _try_first_call(path, executable, state)
             executables.append(executable)
         clock.lap("canaries")
         opened = Bundle(path, manifest, chosen, executables)
         depth = choose_depth(opened, state, k)
         clock.lap("timing")
     return Opened(opened, state, depth, places["target"], clock.laps)
+
+
+def _try_first_call(path: Path, executable: Executable, state: DeviceState) -> None:
+    """Raises CorruptBundle."""
+    try:
+        call_once(executable, state)
+    except CorruptBundle as error:
+        raise CorruptBundle(
+            f"{path}: {error}\nMend it: {mend_command(path)} (dflash-bundle verify --deep may tell more)"
+        ) from error
 
 
 def choose_depth(bundle: Bundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:

@@ -3,10 +3,12 @@
 import fcntl
 import functools
 import json
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -204,6 +206,22 @@ def make_key(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         return private, public
 
     return make
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """A number of bytes → a context in which no file of this process gets longer."""
+
+    @contextmanager
+    def fill(longest: int) -> Iterator[None]:
+        limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (longest, most))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+
+    return fill
 
 
 @pytest.fixture(scope="session")

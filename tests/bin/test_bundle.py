@@ -13,6 +13,7 @@ from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
 from dflash_aot.cache.ed25519 import read_public_key
 from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import encode_manifest, mend_command, read_manifest
 from dflash_aot.cache.store import Store, pack
 from dflash_aot.cache.verification import list_promises
@@ -417,7 +418,13 @@ def test_what_is_not_known_yet_is_recorded_when_asked(manage, report, copy):
 
 
 def test_on_another_machine_no_executable_is_called_or_moved(manage, copy):
-    rewrite(copy, jaxlib="0.9.9")
+    manifest, store = read_manifest(copy), Store(copy)
+    there = structs.replace(manifest.environment, jaxlib="0.9.9")
+    entries = tuple(
+        structs.replace(entry, key=executable_key(store.read_program(entry), entry.signature, there))
+        for entry in manifest.entries
+    )
+    store.publish(structs.replace(manifest, environment=there, entries=entries))
     before = snapshot(copy)
     done = manage("verify", copy, "--deep")
     assert done.code == 4 and "jaxlib: built for '0.9.9'" in done.err

@@ -1,6 +1,5 @@
 """Configs as the published models have them, and a manifest of a pair of them."""
 
-import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
@@ -184,7 +184,7 @@ def manifest(environment, blobs, texts) -> Manifest:
         Entry(
             **structs.asdict(pack(blob)[0]),
             signature=signature,
-            key=hashlib.sha256(signature.label.encode()).hexdigest(),
+            key=executable_key(text, signature, environment),
             program=pack(text)[0],
             seconds=0.5,
             memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),

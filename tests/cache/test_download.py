@@ -17,9 +17,9 @@ from dflash_aot.cache.ed25519 import read_private_key
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.manifest import encode_manifest, read_content, read_manifest
 from dflash_aot.cache.patience import Patience
-from dflash_aot.cache.store import Store
+from dflash_aot.cache.store import Store, unpack
 from dflash_aot.cache.upload import push_bundle
-from dflash_aot.cache.verification import find_flaws, list_promises
+from dflash_aot.cache.verification import list_promises
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = Patience(attempts=2, seconds=20, pause=0)
@@ -80,7 +80,8 @@ def blobs_of(store):
 def check(copy, manifest):
     """Whole, and of this manifest."""
     assert read_content(copy) == encode_manifest(manifest)
-    assert find_flaws(copy, read_manifest(copy)) == []
+    for promise in list_promises(copy, manifest):
+        unpack(promise.blob, promise.path.read_bytes())
 
 
 def republish(store, manifest, bucket):
@@ -196,7 +197,9 @@ def test_a_copy_without_all_its_files_has_no_manifest(pushed, manifest, cache):
     assert list(cache.rglob("manifest.json")) == []
 
 
-@pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2])
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
+)
 def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest, damage):
     entry = manifest.entries[1]
     name = f"executables/{entry.sha256}"
@@ -211,7 +214,7 @@ def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest,
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff"])
 def test_a_manifest_that_is_none_is_refused(pushed, content):
     pushed.put("manifest.json", content)
-    with pytest.raises((CorruptBundle, StoreFailed), match=f"{pushed.url}/manifest.json: "):
+    with pytest.raises(CorruptBundle, match=f"{pushed.url}/manifest.json: "):
         fetch_bundle(pushed.url, patience=HASTY)
 
 

@@ -49,6 +49,8 @@ def test_what_was_written_is_read_back(place):
     assert place.size("folder/name") == 5
     place.write("folder/name", b"other")
     assert place.read("folder/name", 100) == b"other"
+    place.write("folder/name", b"")
+    assert (place.read("folder/name", 5), place.size("folder/name")) == (b"", 0)
     place.remove("folder/name")
     assert place.read("folder/name", 5) is None
     place.remove("folder/name")
@@ -58,6 +60,21 @@ def test_no_more_is_read_than_was_asked_for(place):
     place.write("name", bytes(1000))
     with pytest.raises(CorruptBundle, match=r"name: .*(more than 999 bytes|at most 999)"):
         place.read("name", 999)
+
+
+def test_no_more_is_transferred_than_was_asked_for(bucket, objects):
+    bucket.put("name", bytes(1000))
+    sent = []
+
+    def listen(forward):
+        answer = forward()
+        sent.append(len(answer.body))
+        return answer
+
+    bucket.server.fail("GET", "name", listen)
+    with pytest.raises(CorruptBundle, match="more than 9 bytes"):
+        objects.read("name", 9)
+    assert sent == [10]
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "unknown"])

@@ -56,8 +56,10 @@ def is_what(found, local, entry):
     return found == Shared(entry, *blobs)
 
 
-def find(store, built):
-    return store.find(built.signature, built.key)
+@pytest.fixture
+def find(local):
+    """Looks for what was compiled from the same program."""
+    return lambda store, entry: store.find(entry.key, entry.signature, local.read_program(entry))
 
 
 def name(kind, built):
@@ -67,14 +69,14 @@ def name(kind, built):
 
 def make_another(local, entry, number=0):
     """What one more compilation of the same comes to."""
-    (blob, executable), (program, text) = pack(b"made by %d" % number), pack(b"module")
-    made = structs.replace(entry, **structs.asdict(blob), program=program)
-    local.add(made, executable, text)
+    blob, executable = pack(b"made by %d" % number)
+    made = structs.replace(entry, **structs.asdict(blob))
+    local.add(made, executable, local.program_path(entry).read_bytes())
     return made
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory", "s3"])
-def test_what_one_build_added_another_finds(kind, tmp_path, bucket, local, built):
+def test_what_one_build_added_another_finds(kind, tmp_path, bucket, local, built, find):
     place = {"directory": str(tmp_path / "für alle"), "memory": f"memory://{tmp_path}/a b", "s3": f"{bucket.url}/a ü"}
     first, other = (SharedStore(open_objects(place[kind])) for _ in range(2))
     assert find(first, built) is None
@@ -102,8 +104,10 @@ def test_no_record_is_written_where_a_blob_could_not_be(bucket, open_store, loca
 
 
 @pytest.mark.parametrize("kind", ["record", "executable", "program"])
-@pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2])
-def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kind, damage):
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
+)
+def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kind, damage, find):
     path = directory / name(kind, built)
     path.write_bytes(damage(path.read_bytes()))
     store = SharedStore(Directory(directory))
@@ -114,11 +118,13 @@ def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kin
     assert is_what(find(SharedStore(Directory(directory)), built), local, built)
 
 
-def test_a_record_of_something_else_is_not_used(directory, local, built, manifest):
+def test_a_record_of_something_else_is_not_used(directory, local, built, manifest, find):
     other = manifest.entries[3]
+    add(SharedStore(Directory(directory)), local, other)
     for entry, words in (
         (structs.replace(built, key=other.key), f"the record of {other.key}"),
         (structs.replace(built, signature=other.signature), "with another signature than was asked for"),
+        (structs.replace(built, program=other.program), "compiled from another program"),
     ):
         (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
         store = SharedStore(Directory(directory))
@@ -126,14 +132,14 @@ def test_a_record_of_something_else_is_not_used(directory, local, built, manifes
         assert words in store.report().failures[0]
 
 
-def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built):
+def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built, find):
     (directory / name("executable", built)).unlink()
     store = SharedStore(Directory(directory))
     assert find(store, built) is None
     assert "not there, though its record is" in store.report().failures[0]
 
 
-def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built):
+def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built, find):
     bomb, executable = pack(bytes(10**7))
     entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
     (directory / name("executable", entry)).write_bytes(executable)
@@ -143,7 +149,7 @@ def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, bui
     assert "does not unpack to 100 bytes" in store.report().failures[0]
 
 
-def test_a_record_without_end_is_not_read(directory, local, built):
+def test_a_record_without_end_is_not_read(directory, local, built, find):
     with open(directory / name("record", built), "r+b") as record:
         record.truncate(1 << 40)
     store = SharedStore(Directory(directory))
@@ -155,7 +161,7 @@ def test_a_record_without_end_is_not_read(directory, local, built):
     "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
 )
 @pytest.mark.parametrize("kind", ["record", "executable", "program"])
-def test_what_went_wrong_once_is_asked_again(bucket, open_store, local, built, kind, fault):
+def test_what_went_wrong_once_is_asked_again(bucket, open_store, local, built, kind, fault, find):
     add(open_store(), local, built)
     store = open_store()
     bucket.server.fail("GET", name(kind, built), fault)
@@ -163,14 +169,13 @@ def test_what_went_wrong_once_is_asked_again(bucket, open_store, local, built, k
     assert store.report().failures == ()
 
 
-def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, local, built):
+def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, local, built, find):
     """Another builder puts its own in between, and the first one's is removed."""
     add(open_store(), local, built)
     other, store = make_another(local, built), open_store()
 
     def replace():
         bucket.put(name("executable", other), local.path(other).read_bytes())
-        bucket.put(name("program", other), local.program_path(other).read_bytes())
         bucket.put(name("record", other), msgspec.json.encode(other))
         bucket.remove(name("executable", built))
 
@@ -178,7 +183,7 @@ def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, loc
     assert is_what(find(store, built), local, other)
 
 
-def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built):
+def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built, find):
     add(open_store(), local, built)
     bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
     store = open_store()
@@ -190,7 +195,7 @@ def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built
     assert store.report().failures == ()
 
 
-def test_a_store_whose_objects_cannot_be_removed_is_written(bucket, open_store, local, built):
+def test_a_store_whose_objects_cannot_be_removed_is_written(bucket, open_store, local, built, find):
     bucket.server.fail("DELETE", ".writable", refuse(403, "AccessDenied"))
     store = open_store()
     add(store, local, built)
@@ -215,11 +220,11 @@ def test_a_store_that_is_not_there_is_refused_at_once(bucket):
         SharedStore(open_objects("s3://nobodys", HASTY))
 
 
-def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest):
+def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
     bucket.server.asked.clear()
-    assert all(store.find(entry.signature, entry.key) is None for entry in manifest.entries)
+    assert all(find(store, entry) is None for entry in manifest.entries)
     assert len(bucket.asked("GET")) == 2 * 3  # attempts, failures in a row
     report = store.report()
     assert report.misses == len(manifest.entries)
@@ -229,7 +234,7 @@ def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, lo
     assert not any(found.startswith("entries/") for found in bucket.names())
 
 
-def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built):
+def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     for _ in range(4):
@@ -239,7 +244,7 @@ def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built
     assert len(store.report().failures) == 4
 
 
-def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, built):
+def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, built, find):
     store = open_store(Patience(attempts=2, seconds=0.5, pause=0))
     bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
     assert find(store, built) is None
@@ -247,7 +252,7 @@ def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, bu
 
 
 @pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("directory", 8), ("s3", 2), ("s3", 8)])
-def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_path, bucket, local, manifest):
+def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_path, bucket, local, manifest, find):
     """All of them make everything, each a little different: whose stays does not matter, but it is all one's."""
     place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
     entries, start = manifest.entries[:3], threading.Barrier(builders)
@@ -290,7 +295,7 @@ def test_what_was_built_before_there_was_a_store_is_put_there(bucket, open_store
     assert store.report().written == 0
 
 
-def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, local, built):
+def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     assert is_what(find(store, built), local, built)
@@ -300,7 +305,7 @@ def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, lo
     assert is_what(find(open_store(), built), local, proven)
 
 
-def test_what_cannot_be_used_here_is_replaced(open_store, local, built):
+def test_what_cannot_be_used_here_is_replaced(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     store.refuse(find(store, built), "it was set aside")
@@ -310,7 +315,7 @@ def test_what_cannot_be_used_here_is_replaced(open_store, local, built):
     assert report.failures[0].endswith(f"executables/{built.sha256}: not used: it was set aside")
 
 
-def test_what_broke_here_is_not_shared(open_store, local, built):
+def test_what_broke_here_is_not_shared(open_store, local, built, find):
     local.path(built).write_bytes(b"broken")
     store = open_store()
     add(store, local, built)

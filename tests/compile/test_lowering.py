@@ -13,9 +13,9 @@ from msgspec import structs
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.key import executable_key
 from dflash_aot.compile.lowering import (
     check_donation,
-    executable_key,
     export_program,
     input_arrays,
     output_arrays,
@@ -30,7 +30,7 @@ import msgspec
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.compile.lowering import executable_key
+from dflash_aot.cache.key import executable_key
 from dflash_aot.compile.programs import Programs
 from dflash_aot.compile.source import Traced
 

@@ -93,7 +93,7 @@ def test_what_was_set_aside_here_is_compiled_all_the_same(run, open_shared, mani
     assert "it computes something else" in shared.report().failures[0]
     with shared:
         shared.add(store, report.entries[2])
-    assert open_shared().find(entry.signature, entry.key).entry == report.entries[2]
+    assert open_shared().find(entry.key, entry.signature, built.read_program(entry)).entry == report.entries[2]
 
 
 def test_what_nobody_has_built_is_compiled(run, open_shared, manifest, tmp_path):

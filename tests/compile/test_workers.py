@@ -12,11 +12,11 @@ import pytest
 
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile import workers as module
 from dflash_aot.compile.builder import Order
-from dflash_aot.compile.lowering import executable_key
 from dflash_aot.compile.machine import check_compiler
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.programs import Programs

@@ -1,0 +1,184 @@
+"""Builders as processes: killed at any moment, several at once, and read from while they publish."""
+
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.files import temporaries
+from dflash_aot.cache.manifest import Entry, Manifest, encode_manifest, read_manifest
+from dflash_aot.cache.store import Store, find_flaw, pack
+from dflash_aot.cache.verification import Flaw, check_file, list_promises
+from tests.cache.toy_builder import Order, Outcome
+
+REPOSITORY = Path(__file__).parents[2]
+MOMENTS = 30
+PUBLISH_UNTIL_STOPPED = """
+import sys, threading
+from pathlib import Path
+import msgspec
+from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.store import Store
+from tests.cache.test_builders import make_edition
+
+manifest = msgspec.json.decode(sys.stdin.buffer.readline(), type=Manifest)
+stopped = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stopped.set()), daemon=True).start()
+store, number = Store(Path(sys.argv[1])), 0
+with store.open_for_building():
+    while not stopped.is_set():
+        number += 1
+        edition, blobs = make_edition(manifest, number)
+        for entry, blob in zip(edition.entries, blobs, strict=True):
+            store.add(entry, *blob)
+        store.publish(edition)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_builders() -> Iterator[Callable[..., list[Outcome]]]:
+    """Orders of builders that are to run at once → how each of them ended."""
+    command = [sys.executable, "-m", "tests.cache.toy_builder"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
+
+        def run(*orders: Order) -> list[Outcome]:
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            process.stdin.flush()
+            return msgspec.json.decode(process.stdout.readline(), type=list[Outcome])
+
+        yield run
+        process.stdin.close()
+
+
+@pytest.fixture
+def order(manifest, blobs, texts) -> Callable[..., Order]:
+    """A place, and which entries the grid has there → what a builder is told."""
+
+    def make(place: Path, entries: slice, killed_at: int | None = None) -> Order:
+        packed = [(pack(blob)[1], pack(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
+        fewer = structs.replace(manifest, entries=manifest.entries[entries])
+        return Order(str(place), fewer, packed[entries], killed_at)
+
+    return make
+
+
+def keys(entries: tuple[Entry, ...]) -> list[str]:
+    return [entry.key for entry in entries]
+
+
+def read_records(bundle: Path) -> dict[str, Entry]:
+    """What builders left behind, by key."""
+    records = (bundle / "entries").glob("*.json")
+    return {record.stem: msgspec.json.decode(record.read_bytes(), type=Entry) for record in records}
+
+
+def find_temporaries(bundle: Path) -> list[Path]:
+    return [path for folder in (bundle, *bundle.glob("*/")) for path in temporaries(folder)]
+
+
+def find_flaws(bundle: Path, manifest: Manifest) -> list[Flaw]:
+    return [flaw for promise in list_promises(bundle, manifest) if (flaw := check_file(promise))]
+
+
+def assert_whole(bundle: Path) -> None:
+    """Every blob that the manifest names is there, and every one that a record speaks of."""
+    assert find_flaws(bundle, read_manifest(bundle)) == []
+    store = Store(bundle)
+    for entry in read_records(bundle).values():
+        for blob, path in ((entry, store.path(entry)), (entry.program, store.program_path(entry))):
+            assert find_flaw(blob, path.read_bytes()) is None
+
+
+def test_a_builder_killed_at_any_moment_harms_no_reader_and_the_next_one_does_only_what_is_missing(
+    run_builders, order, tmp_path
+):
+    """It has one executable of three. Its moments are lines of our code, so that they are the same every time."""
+    old, new = order(tmp_path / "template", slice(1)), order(tmp_path / "whole", slice(3))
+    run_builders(old)
+    shutil.copytree(old.bundle, new.bundle)
+    (whole,) = run_builders(new)
+    assert (whole.code, whole.built) == (0, keys(new.manifest.entries[1:]))
+    readable = {encode_manifest(old.manifest), encode_manifest(new.manifest)}
+    seen, left = set(), set()
+    for moment in [*random.Random(6).sample(range(1, whole.lines), MOMENTS), whole.lines]:
+        bundle = tmp_path / str(moment)
+        shutil.copytree(old.bundle, bundle)
+        (killed,) = run_builders(order(bundle, slice(3), killed_at=moment))
+        assert killed.code == -9
+        content = (bundle / "manifest.json").read_bytes()
+        assert content in readable
+        assert_whole(bundle)
+        seen.add(content)
+        left |= {path.parent.name for path in find_temporaries(bundle)}
+        missing = [key for key in keys(new.manifest.entries) if key not in read_records(bundle)]
+        (resumed,) = run_builders(order(bundle, slice(3)))
+        assert (resumed.code, resumed.built) == (0, missing)
+        assert (bundle / "manifest.json").read_bytes() == encode_manifest(new.manifest)
+        assert_whole(bundle)
+        assert find_temporaries(bundle) == []
+    assert seen == readable and left  # among the moments were some behind the end, and some in the middle of a file
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("same", [True, False], ids=["the same grid", "other grids"])
+def test_of_builders_at_once_one_builds_and_the_others_are_told(run_builders, order, tmp_path, count, same):
+    place = tmp_path / "bundle"
+    grids = [slice(4) if same else slice(at % 4, at % 4 + 4) for at in range(count)]
+    outcomes = run_builders(*(order(place, grid) for grid in grids))
+    assert sorted(outcome.code for outcome in outcomes) == [0] + [5] * (count - 1)
+    refused = f"{place}: another dflash-precompile is building here. Wait for it, or give another --bundle"
+    assert {outcome.words for outcome in outcomes if outcome.code} == {refused}
+    (winner,) = (at for at, outcome in enumerate(outcomes) if outcome.code == 0)
+    first = order(place, grids[winner]).manifest
+    assert outcomes[winner].built == keys(first.entries)
+    assert (place / "manifest.json").read_bytes() == encode_manifest(first)
+    assert_whole(place)
+    loser = order(place, grids[winner - 1])
+    (later,) = run_builders(loser)
+    assert (later.code, later.built) == (
+        0,
+        [key for key in keys(loser.manifest.entries) if key not in keys(first.entries)],
+    )
+    assert (place / "manifest.json").read_bytes() == encode_manifest(loser.manifest)
+    assert_whole(place)
+
+
+def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[bytes, bytes]]]:
+    """The manifest with executables that no other edition has, and their blobs."""
+    entries, blobs = [], []
+    for at, entry in enumerate(manifest.entries):
+        (blob, executable), (program_blob, program) = (pack(pickle.dumps((kind, number, at))) for kind in ("x", "p"))
+        entries.append(structs.replace(entry, **structs.asdict(blob), program=program_blob))
+        blobs.append((executable, program))
+    return structs.replace(manifest, entries=tuple(entries)), blobs
+
+
+def test_a_reader_during_publications_sees_one_whole_bundle_or_another(manifest, tmp_path):
+    few = structs.replace(manifest, entries=manifest.entries[:2])
+    command = [sys.executable, "-c", PUBLISH_UNTIL_STOPPED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE) as builder:
+        try:
+            builder.stdin.write(msgspec.json.encode(few) + b"\n")
+            builder.stdin.flush()
+            seen: set[str] = set()
+            while len(seen) < 25:
+                assert builder.poll() is None
+                if not os.path.exists(tmp_path / "manifest.json"):
+                    continue
+                found = read_manifest(tmp_path)
+                assert find_flaws(tmp_path, found) == []
+                seen.add(found.digest)
+            builder.stdin.close()
+            assert builder.wait() == 0
+        finally:
+            builder.kill()
+    assert_whole(tmp_path)
