@@ -1,5 +1,6 @@
 """A build from its beginning to a published bundle."""
 
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +10,17 @@ from tqdm import tqdm
 
 from dflash_aot.bin.bucket_table import Deployment
 from dflash_aot.bin.canary_recording import prove_executables
+from dflash_aot.bin.command import format_bytes
 from dflash_aot.bin.place import Place, describe_place, find_chip, open_site
 from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
 from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.shared_store import SharedStore
 from dflash_aot.cache.signature import state_arrays
 from dflash_aot.cache.store import Store
+from dflash_aot.compile.effort import estimate_effort
 from dflash_aot.compile.footprint import Measured, check_fits, read_measured
 from dflash_aot.compile.manager import Progress, Report, Site, build
 from dflash_aot.compile.programs import Programs
@@ -57,6 +60,7 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
     """Builds what is missing, tries it, publishes the bundle, shares it. Raises BuildFailed, BadInput."""
     check_memory(job.deployment)
     with job.store.open_for_building():
+        check_space(job)
         with open_site(job.place, job.store, job.jobs) as site:
             report = _build_with_progress(job.source, site, job.store, shared)
         if conflicts := find_layout_conflicts(report.entries):
@@ -69,6 +73,19 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
         for entry in entries:
             shared.add(job.store, entry)
     return msgspec.structs.replace(report, entries=entries)
+
+
+def check_space(job: Job) -> None:
+    """What is missing finds room on the disk, as far as is known what it takes. Raises BadInput."""
+    signatures, pair = job.source.signatures, job.deployment.programs.pair
+    effort = estimate_effort(signatures, pair, job.deployment.platform)
+    missing = effort.bytes - job.store.held_bytes() if effort else 0
+    free = shutil.disk_usage(job.store.bundle).free
+    if missing > free:
+        raise BadInput(
+            f"{job.store.bundle}: {len(signatures)} executables take about {format_bytes(missing)} more on disk, and "
+            f"{format_bytes(free)} are free there. Make room, name another place with --bundle, or a smaller grid"
+        )
 
 
 def check_memory(deployment: Deployment, measured: Measured | None = None) -> None:

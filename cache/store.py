@@ -135,6 +135,10 @@ class Store:
         """Its blob, see `set_aside`: one that does not what it should will not be taken again."""
         return set_aside(self.bundle, self.path(entry), kind, words)
 
+    def held_bytes(self) -> int:
+        """What executables and programs take here."""
+        return sum(path.stat().st_size for room in (self._executables, self._programs) for path in room.iterdir())
+
     def add(self, entry: Entry, executable: bytes, program: bytes) -> None:
         """Blobs, as `pack` makes them, first, record second: a record never speaks of a blob that is not there.
 

@@ -164,7 +164,8 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
             pair = PAIRS.get(name)
             named = {"target": pair.target, "draft": pair.draft} if pair else {}
             sampling = "greedy,sample" if name == "sampled" else "greedy"
-            flags = {**named, "bundle": path, "buckets": GRIDS[name], "sampling": sampling}
+            store = shelf / "store"  # sets share executables
+            flags = {**named, "bundle": path, "buckets": GRIDS[name], "sampling": sampling, "store": store}
             dtype = "bfloat16" if name == "bfloat16" else "float32"
             command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu", f"--dtype={dtype}"]
             done = subprocess.run(

@@ -2,6 +2,9 @@
 
 import fcntl
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from dflash_aot.bin import precompile
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.verification import find_flaws
 from dflash_aot.runtime import Engine
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
@@ -25,6 +29,9 @@ def pair(tied) -> list[str]:
 
 
 def test_a_second_build_compiles_nothing_and_says_so(command, pair, copy):
+    """Whatever the clock says."""
+    for path in copy.rglob("*"):
+        os.utime(path, (2**33, 2**33))
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT)
     assert (done.code, done.out) == (0, "")
     assert "nothing to compile: all 7 were there already" in done.err
@@ -220,10 +227,26 @@ def test_a_draft_for_another_target_is_refused(command, tied, untied):
     assert done.code == 2 and "trained for another one" in done.err
 
 
-def test_where_nothing_can_be_written_it_says_so(command, pair, tmp_path):
+@pytest.mark.parametrize("name", ["file", "/proc/bundle"])
+def test_where_nothing_can_be_written_it_says_so_before_anything_is_compiled(command, pair, tmp_path, name):
     (tmp_path / "file").write_text("")
-    done = command(precompile, *pair, f"--bundle={tmp_path / 'file'}", f"--buckets={GRID}")
-    assert done.code == 2 and f"cannot write to {tmp_path / 'file'}" in done.err
+    done = command(precompile, *pair, f"--bundle={tmp_path / name}", f"--buckets={GRID}")
+    assert done.code == 2 and f"cannot write to {tmp_path / name}" in done.err
+    assert "exe/s" not in done.err  # no bar
+
+
+def test_a_disk_that_is_full_in_mid_build_is_named_and_the_next_build_goes_on(command, pair, copy, full_disk):
+    flags = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT]
+    before, entries = (copy / "manifest.json").read_bytes(), read_manifest(copy).entries
+    smallest = min(entries, key=lambda entry: entry.bytes)
+    (copy / "executables" / smallest.sha256).unlink()
+    with full_disk(100):
+        done = command(precompile, *flags)
+    assert done.code == 5 and f"1 of {len(entries)} executables could not be built, the others are kept" in done.err
+    assert re.search(rf"{smallest.signature.label}: OSError: .* File too large: '{copy}/\w+/[0-9a-f]{{64}}'", done.err)
+    assert (copy / "manifest.json").read_bytes() == before and list(copy.rglob("*.unfinished")) == []
+    assert command(precompile, *flags).code == 0
+    assert find_flaws(copy, read_manifest(copy)) == []
 
 
 def test_two_builders_do_not_share_a_bundle(command, pair, copy):
@@ -248,3 +271,13 @@ def test_help_names_every_flag(command):
         "--json",
     ):
         assert flag in done.out.replace("[no]", "")
+
+
+def test_a_full_disk_is_found_before_anything_is_compiled(command, tmp_path, monkeypatch):
+    """What the system says of the disk is all that is not real here."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    done = command(precompile, "--bundle", tmp_path, "--buckets", "batch=1 length=64 k=0,7 prefill=32")
+    assert done.code == 2
+    assert re.search(r"\d+ executables take about [\d.]+ kB more on disk, and 1.0 kB are free there", done.err)
+    assert list((tmp_path / "executables").iterdir()) == []

@@ -1,5 +1,6 @@
 """What only a process of its own shows: signals, pipes, locales, and a platform that is not there."""
 
+import json
 import os
 import re
 import signal
@@ -12,10 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dflash_aot.bin import precompile
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.runtime import Engine, SamplingParams
 
 PATIENCE = 300  # seconds that a process may take on a machine that is busy
+EXECUTABLES = 4  # of the smallest grid: prefill, verify, and kv_write for each
 NOISE = re.compile("libtpu|TPU_|E0000|InitGoogle")  # what the TPU compiler says of a machine without a TPU
 
 
@@ -86,17 +90,43 @@ def test_ctrl_c_while_it_starts_leaves_cleanly(tied, bundle, tmp_path, command):
     assert code in (130, -signal.SIGINT)  # a shell reports both as 130
 
 
-def test_a_build_that_is_interrupted_goes_on_later_from_where_it_was(tied, tmp_path):
-    pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}"]
-    grid = "--buckets=batch=1 length=16 k=0 prefill=4"
-    process = dflash("precompile", *pair, grid, "--jobs=1")
-    wait_for(lambda: len(list(tmp_path.glob("entries/*.json"))) == 1, process)
+def test_a_build_that_is_ended_again_and_again_goes_on_from_where_it_was(command, tied, tmp_path):
+    """By Ctrl-C, by SIGKILL in mid-build, where another builder finds the lock held, and before its last files."""
+    flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}", "--platform=cpu", "--jobs=1"]
+    flags += ["--buckets=batch=1 length=16 k=0 prefill=4", "--sampling=greedy"]
+
+    def build_until(records: int) -> subprocess.Popen:
+        process = dflash("precompile", *flags)
+        wait_for(lambda: len(list(tmp_path.glob("entries/*.json"))) >= records, process)
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    process = build_until(1)
     process.send_signal(signal.SIGINT)
-    code, _, err = finish(process)
-    assert (code, (tmp_path / "manifest.json").exists()) == (130, False)
-    code, _, err = finish(dflash("precompile", *pair, grid))
-    assert code == 0 and re.search(r"\d compiled, [12] were there already", err)
-    assert (tmp_path / "manifest.json").exists()
+    process.send_signal(signal.SIGCONT)
+    assert finish(process)[0] == 130
+    for records in (2, EXECUTABLES):
+        process = build_until(records)
+        done = command(precompile, *flags)
+        assert done.code == 5 and f"{tmp_path}: another dflash-precompile is building here" in done.err
+        process.kill()
+        assert finish(process)[0] == -signal.SIGKILL
+        assert not (tmp_path / "manifest.json").exists()
+    code, _, err = finish(dflash("precompile", *flags))
+    assert code == 0 and f"nothing to compile: all {EXECUTABLES} were there already" in err
+    assert all(entry.canary for entry in read_manifest(tmp_path).entries)
+    assert list(tmp_path.rglob("*.unfinished")) == []
+
+
+def test_processes_share_a_bundle_and_change_nothing_of_it(command, copy, tmp_path):
+    """One serves while the other does."""
+    (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 12}\n')
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]}
+    with Engine.open(copy) as engine:
+        code, out, _ = finish(dflash("run", f"--bundle={copy}", f"--input={tmp_path / 'lines'}"))
+        served = engine.generate([3, 1, 4, 1, 5], SamplingParams(max_tokens=12))
+    assert code == 0 and tuple(json.loads(out)["token_ids"]) == tuple(served.token_ids)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]} == before
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")

@@ -101,7 +101,9 @@ class Harmful:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize(
-    "value", [Harmful(), [1, {"deep": (Harmful(),)}], os.system, pickle.loads, getattr, slice], ids=str
+    "value",
+    [Harmful(), [1, {"deep": (Harmful(),)}], os.system, pickle.loads, getattr, slice],
+    ids=["object", "deep inside", "os.system", "pickle.loads", "getattr", "slice"],
 )
 def test_a_foreign_name_is_refused_at_every_protocol(protocol, value):
     content = pickle.dumps(value, protocol)

@@ -1,5 +1,6 @@
 """A bundle that is damaged, tampered with, or meant for something else is refused before any of it runs."""
 
+import itertools
 import json
 import os
 import pickle
@@ -7,9 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.environment import Environment
@@ -44,8 +48,13 @@ def refusal(error: type[DflashError], path: Path, **places: str) -> str:
     return str(found.value)
 
 
-def test_a_copy_serves_from_wherever_it_lies(copy, cases):
-    with Engine.open(copy) as engine:
+def test_a_copy_serves_from_wherever_it_lies_and_while_it_is_moved(copy, tmp_path, cases):
+    """Its times are lost, or of a clock that was ahead."""
+    place = copy.rename(tmp_path / "ein Pfad mit Leerzeichen, ünïcödé ☃")
+    for path, time in zip(sorted(place.rglob("*")), itertools.cycle((0, 2**33)), strict=False):
+        os.utime(path, (time, time))
+    with Engine.open(place) as engine:
+        place.rename(tmp_path / "elsewhere")
         params = SamplingParams(max_tokens=9, stop_token_ids=())
         assert engine.generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:9]
 
@@ -90,6 +99,10 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def behead(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1])
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -103,11 +116,13 @@ def replace_by_directory(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES = [cut, flip, empty, lengthen, Path.unlink, replace_by_directory]
+DAMAGES = [cut, halve, behead, empty, flip, lengthen, Path.unlink, replace_by_directory]
+PROGRAMS = itertools.cycle(("prefill", "draft", "verify", "kv_write"))
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("program", ["prefill", "draft", "verify", "kv_write"])
+@pytest.mark.parametrize(
+    ("damage", "program"), [*zip(DAMAGES, PROGRAMS, strict=False)], ids=lambda one: getattr(one, "__name__", one)
+)
 def test_a_damaged_executable_is_named(copy, damage, program):
     path = blob(copy, program)
     damage(path)
@@ -269,6 +284,28 @@ def test_an_executable_of_another_bucket_is_refused(copy):
     assert "kv_write" in refusal(CorruptBundle, copy)
 
 
+def compile_in_vain(manifest: Manifest, entry: Entry) -> bytes:
+    """An executable that takes and returns what it should, and needs more memory than any address can name."""
+    known, signature = manifest.known_arrays(), entry.signature
+    inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
+    outputs = [*(known[name] for name in signature.donated), *signature.results]
+
+    def exhaust(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        much = jnp.sort(jax.lax.iota("float32", 1 << 50) * arrays[-1].ravel()[0])
+        return tuple(jnp.full(one.shape, much[0], one.dtype) for one in outputs)
+
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
+    compiled = jax.jit(exhaust, keep_unused=True).lower(*shapes).compile()
+    return serialize_executable.serialize(compiled)[0]
+
+
+def test_an_executable_that_raises_in_its_first_call_is_refused(copy):
+    plant(copy, compile_in_vain(read_manifest(copy), entry_of(copy, "verify")))
+    words = refusal(CorruptBundle, copy)
+    assert "verify batch=1 length=32 k=0 does not run: RESOURCE_EXHAUSTED" in words
+    assert str(copy) in words and BUILD in words
+
+
 # -- meant for another environment
 
 
@@ -400,6 +437,11 @@ def test_a_fine_tune_of_the_same_shapes_is_served_as_what_it_is(bundle, edited, 
     with Engine.open(bundle("tiny"), **places) as other, Engine.open(bundle("tiny"), k=0, **places) as plain:
         tuned = other.generate(cases["len5"].prompt, params).token_ids
         assert tuned == plain.generate(cases["len5"].prompt, params).token_ids != cases["len5"].answer[:20]
+
+
+def test_a_pair_the_wrong_way_round_is_noticed(bundle, tied):
+    words = refusal(BadCheckpoint, bundle("tiny"), target=str(tied.draft), draft=str(tied.target))
+    assert str(tied.draft) in words and "wrong way round" in words
 
 
 def test_damaged_weights_are_refused(bundle, edited):
