@@ -12,7 +12,15 @@ from dflash_aot.cache.attestation import Signers, list_signers
 from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.environment import Difference, Environment, compare_host
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.manifest import Blob, DraftModel, Manifest, TargetModel, parse_manifest, read_content
+from dflash_aot.cache.manifest import (
+    Blob,
+    DraftModel,
+    Manifest,
+    TargetModel,
+    mend_command,
+    parse_manifest,
+    read_content,
+)
 
 HEADER = ("program", "executables", "size", "largest", "temporaries")
 
@@ -41,6 +49,7 @@ class Verdict(msgspec.Struct, frozen=True):
     fits: bool
     differences: tuple[Difference, ...]
     known_only_when_jax_starts: tuple[str, ...]
+    mend: str
     rebuild: str
 
 
@@ -93,7 +102,13 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         memory_per_device=measure_memory(manifest),
         environment=manifest.environment,
         signers=signers,
-        verdict=Verdict(not found, tuple(found), tuple(unknown), manifest.rebuild_command(bundle)),
+        verdict=Verdict(
+            fits=not found,
+            differences=tuple(found),
+            known_only_when_jax_starts=tuple(unknown),
+            mend=mend_command(bundle),
+            rebuild=manifest.rebuild_command(bundle),
+        ),
     )
 
 
@@ -156,7 +171,8 @@ def format_verdict(verdict: Verdict) -> list[str]:
     if verdict.fits:
         return ["here: nothing known speaks against serving it", *later]
     lines = [f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in verdict.differences]
-    return ["here: it cannot be served", *lines, *later, f"Build it for this machine: {verdict.rebuild}"]
+    remedy = [f"Build it for this machine: {verdict.mend}", f"or, from its checkpoints: {verdict.rebuild}"]
+    return ["here: it cannot be served", *lines, *later, *remedy]
 
 
 def _count_bytes(blobs: Iterable[Blob]) -> int:

@@ -78,4 +78,5 @@ build_wheel
 check_wheel
 
 say "tests"
-.venv/bin/pytest
+# By files, for those of one share what they build; the longest first, so that no process is left with one at the end.
+.venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/runtime tests/compile tests

@@ -181,6 +181,11 @@ def mend_command(bundle: Path) -> str:
     return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
 
 
+def replace_commands(bundle: Path) -> str:
+    """The same for what is whole and does not do what it should: a builder takes it, unless it was set aside."""
+    return f"{shlex.join(['dflash-bundle', 'verify', str(bundle), '--deep'])}; {mend_command(bundle)}"
+
+
 def build_command(bundle: Path) -> str:
     """The command that builds a bundle of which nothing can be read."""
     return shlex.join(["dflash-precompile", "--bundle", str(bundle)])

@@ -109,8 +109,10 @@ class Store:
     def _is_whole(self, blob: Blob, path: Path) -> bool:
         if (content := self._read_or_set_aside(path)) is None:
             return False
-        if flaw := find_flaw(blob, content):
-            set_aside(self.bundle, path, "bytes", flaw)
+        try:
+            unpack(blob, content)
+        except ValueError as flaw:
+            set_aside(self.bundle, path, "bytes", str(flaw))
             return False
         return True
 

@@ -12,10 +12,10 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest
+from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest, replace_commands
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.store import Store
-from dflash_aot.runtime.executable import DeviceState, Executable, load_executable
+from dflash_aot.runtime.executable import DeviceState, Executable, is_exhausted, load_executable
 
 LOADERS = 2  # loading releases the interpreter for the most part
 
@@ -79,7 +79,11 @@ def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterato
 
     def load(entry: Entry) -> Executable:
         where = f"{path}/executables/{entry.sha256} ({entry.signature.label})"
-        return load_executable(store.read(entry), entry.signature, devices, where)
+        serialized = store.read(entry)
+        try:
+            return load_executable(serialized, entry.signature, devices, where)
+        except CorruptBundle as error:
+            raise CorruptBundle(f"{error}\nMend it: {replace_commands(path)}") from error
 
     with ThreadPoolExecutor(LOADERS, thread_name_prefix="load") as pool:
         loading: list[Future[Executable]] = [
@@ -94,15 +98,19 @@ def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterato
 def call_once(executable: Executable, state: DeviceState) -> None:
     """The first call of an executable does what later ones don't: it is not a user's. No slot is active.
 
-    Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call.
+    Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call. Raises
+    CorruptBundle, or what says that memory is exhausted.
     """
+    label = executable.signature.label
     try:
         executable(state, *map(state.zeros, executable.signature.arguments))
         state.wait()
     except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
-        raise CorruptBundle(f"{executable.signature.label} does not take what its signature says: {error}") from error
+        raise CorruptBundle(f"{label} does not take what its signature says: {error}") from error
     except jax.errors.JaxRuntimeError as error:
-        raise CorruptBundle(f"{executable.signature.label} does not run: {error}") from error
+        if is_exhausted(error):
+            raise
+        raise CorruptBundle(f"{label} does not run: {error}") from error
 
 
 def _serves(signature: Signature, k: int) -> bool:

@@ -31,10 +31,13 @@ class Canaries:
         self._log.close()
 
     def try_one(self, entry: Entry) -> Trial:
-        """Raises IncompatibleBundle on another machine, EngineFailed where the process does not even start."""
+        """Raises IncompatibleBundle on another machine, or one without the memory; EngineFailed where none starts."""
         answer = self._ask(entry)
         if answer.endswith(b"\n"):
-            return msgspec.json.decode(answer, type=Trial)
+            trial = msgspec.json.decode(answer, type=Trial)
+            if trial.canary is None and trial.kind is None:
+                raise IncompatibleBundle(f"{entry.signature.label} cannot be called here: {trial.words}")
+            return trial
         assert self._process
         code = self._process.wait()
         self._end()

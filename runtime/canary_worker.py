@@ -19,7 +19,7 @@ from dflash_aot.cache.set_aside import Kind
 from dflash_aot.cache.signature import Array
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime.canary import CanaryBench, find_deviations
-from dflash_aot.runtime.executable import load_executable
+from dflash_aot.runtime.executable import is_exhausted, load_executable
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Devices(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What an executable computed, or what is wrong with it and what kind of wrong."""
+    """What an executable computed, or what is wrong with it and what kind of wrong; neither where memory is short."""
 
     canary: Canary | None
     kind: Kind | None = None
@@ -75,7 +75,8 @@ def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Devi
     try:
         found = bench.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
-        return Trial(None, "canary", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return Trial(None, None if is_exhausted(error) else "canary", words)
     if entry.canary and (deviations := find_deviations(entry.canary, found, order.dtype)):
         return Trial(found, "canary", "; ".join(deviations))
     return Trial(found)

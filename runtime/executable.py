@@ -82,7 +82,8 @@ class DeviceState:
 def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Device], where: str) -> Executable:
     """A verified blob as an executable on `devices`, in their order.
 
-    Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices.
+    Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices, and
+    what says that memory is exhausted.
     """
     _check_devices(scan_pickle(blob, where), devices, where)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
@@ -91,8 +92,15 @@ def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Dev
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
     except Exception as error:  # whatever the library or the compiler raises: the blob is at fault
+        if is_exhausted(error):
+            raise
         raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}") from error
     return Executable(signature, compiled)
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Whether memory is what was missing: an executable is none the worse for it."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str) -> None:

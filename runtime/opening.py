@@ -1,17 +1,18 @@
 """From a bundle and its checkpoints to executables that have run once, on weights that are in place."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_aot.cache.errors import BadInput, CorruptBundle, GridMiss
-from dflash_aot.cache.manifest import Manifest, mend_command
+from dflash_aot.cache.errors import BadInput, CorruptBundle, GridMiss, IncompatibleBundle
+from dflash_aot.cache.manifest import Manifest, replace_commands
 from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, load_executables
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
-from dflash_aot.runtime.executable import DeviceState, Executable
+from dflash_aot.runtime.executable import DeviceState, Executable, is_exhausted
 from dflash_aot.runtime.pair import check_facts, locate_pair
 from dflash_aot.runtime.round_times import time_rounds
 from dflash_aot.runtime.weights import load_weights
@@ -42,7 +43,11 @@ def open_bundle(
     places = locate_pair(manifest, target, draft)
     check_facts(path, manifest, places)
     clock.lap("bundle")
-    with load_executables(path, manifest, chosen) as loading, CompileWatch().forbid_tracing():
+    with (
+        _within_memory(path, manifest),
+        load_executables(path, manifest, chosen) as loading,
+        CompileWatch().forbid_tracing(),
+    ):
         devices = bundle_devices(manifest)
         weights = load_weights(manifest.weights, places, devices)
         state = DeviceState(manifest.state, devices)
@@ -59,14 +64,27 @@ def open_bundle(
     return Opened(opened, state, depth, places["target"], clock.laps)
 
 
+@contextmanager
+def _within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
+    """Raises IncompatibleBundle where weights, state or what executables need besides find no room."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhausted(error):
+            raise
+        raise IncompatibleBundle(
+            f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
+            f"What it takes: dflash-bundle inspect {path}. Make room, or build a smaller grid: "
+            f"{manifest.rebuild_command(path)}"
+        ) from error
+
+
 def _try_first_call(path: Path, executable: Executable, state: DeviceState) -> None:
     """Raises CorruptBundle."""
     try:
         call_once(executable, state)
     except CorruptBundle as error:
-        raise CorruptBundle(
-            f"{path}: {error}\nMend it: {mend_command(path)} (dflash-bundle verify --deep may tell more)"
-        ) from error
+        raise CorruptBundle(f"{path}: {error}\nMend it: {replace_commands(path)}") from error
 
 
 def choose_depth(bundle: Bundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:

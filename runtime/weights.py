@@ -162,12 +162,13 @@ def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Seque
     found = {name for name in tensors.names() if name in expected or not any(fnmatch(name, one) for one in spare)}
     if fused := [name for name in found - expected if "qkv_proj" in name]:
         raise BadCheckpoint(f"{tensors.directory}: {_some(fused)}: fused q, k and v projections are not supported")
-    if missing := expected - found:
-        raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {_some(missing)}")
-    if extra := found - expected:
-        raise BadCheckpoint(
-            f"{tensors.directory}: {len(extra)} tensors that this architecture has no place for: {_some(extra)}"
-        )
+    missing, extra = expected - found, found - expected
+    strange = f"{len(extra)} tensors that this architecture has no place for: {_some(extra)}"
+    if missing:
+        renamed = f"; there are {strange}" if extra else ""
+        raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {_some(missing)}{renamed}")
+    if extra:
+        raise BadCheckpoint(f"{tensors.directory}: {strange}")
 
 
 def _load(recipe: WeightRecipe, tensors: Tensors, devices: Sequence[jax.Device]) -> jax.Array:

@@ -51,6 +51,15 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def unwritten(house: Path) -> list[str]:
+    """Tests that a document names, as `room/file::name`, and that are not there."""
+    pages = (page.read_text() for page in sorted((house / "docs").rglob("*.md")))
+    named = {match for page in pages for match in re.findall(r"`(\w+/test_\w+)::(test_\w+)`", page)}
+    files = {file: house / "tests" / f"{file}.py" for file, _ in named}
+    written = {file: path.read_text() if path.exists() else "" for file, path in files.items()}
+    return [f"{file}::{name}" for file, name in sorted(named) if f"def {name}(" not in written[file]]
+
+
 def undeclared(house: Path, project: Mapping) -> list[str]:
     """Imports that only work because another package happens to need the same distribution."""
     distributions = importlib.metadata.packages_distributions()
@@ -97,6 +106,10 @@ def test_every_module_says_what_it_is():
 
 def test_no_module_is_named_after_a_standard_one():
     assert shadowing(REPOSITORY) == []
+
+
+def test_every_test_that_a_document_names_is_there():
+    assert unwritten(REPOSITORY) == []
 
 
 def test_every_import_is_a_declared_dependency():
@@ -147,6 +160,15 @@ def test_a_broken_rule_is_found(tmp_path, rule, place, text):
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert rule(tmp_path) == [path.name]
+
+
+def test_a_named_test_that_is_not_there_is_found(tmp_path):
+    for folder in ("docs", "tests/cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests/cache/test_grid.py").write_text("def test_one():\n    pass")
+    names = ("cache/test_grid::test_one", "cache/test_grid::test_other", "cache/test_none::test_one")
+    (tmp_path / "docs/page.md").write_text(", ".join(f"`{name}`" for name in names))
+    assert unwritten(tmp_path) == [*names[1:]]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_the_description_is_json_for_machines(report, copy):
         "fits": True,
         "differences": [],
         "known_only_when_jax_starts": [],
+        "mend": mend_command(copy),
         "rebuild": manifest.rebuild_command(copy),
     }
 
@@ -125,7 +126,8 @@ def test_what_does_not_fit_is_told_field_by_field_with_the_command_that_mends_it
     done = manage("inspect", copy)
     assert done.code == 4
     assert "  jaxlib: built for '0.9.9', here" in done.out and "  machine: built for 'pdp11', here" in done.out
-    assert f"Build it for this machine: {read_manifest(copy).rebuild_command(copy)}" in done.out
+    assert f"Build it for this machine: {mend_command(copy)}" in done.out
+    assert f"or, from its checkpoints: {read_manifest(copy).rebuild_command(copy)}" in done.out
     told, code = report("inspect", copy)
     assert code == 4 and [one["field"] for one in told["verdict"]["differences"]] == ["jaxlib", "machine"]
 

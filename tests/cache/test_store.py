@@ -138,12 +138,13 @@ def packed(serialized):
         (bytes(102), "unknown compression method"),
     ],
 )
-def test_a_blob_that_is_not_what_was_packed_is_refused(store, entry, content, words):
-    """Its hash is right."""
+def test_a_blob_that_is_not_what_was_packed_is_refused(store, texts, entry, content, words):
+    """Its hash is right; a builder does not take it either."""
     other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
-    store.add(other, content, b"")
+    store.add(other, content, pack(texts[2])[1])
     with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Mend it"):
         store.read(other)
+    assert store.find(other.key) is None and not store.path(other).exists()
 
 
 def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):

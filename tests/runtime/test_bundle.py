@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
-from dflash_aot.cache.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest
+from dflash_aot.cache.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest, replace_commands
 from dflash_aot.cache.store import Store, pack
 from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.canaries import Canaries, order_canaries
 
 BUILD = "dflash-precompile"
 
@@ -284,26 +285,49 @@ def test_an_executable_of_another_bucket_is_refused(copy):
     assert "kv_write" in refusal(CorruptBundle, copy)
 
 
-def compile_in_vain(manifest: Manifest, entry: Entry) -> bytes:
-    """An executable that takes and returns what it should, and needs more memory than any address can name."""
+def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array], jax.Array]) -> bytes:
+    """An executable that takes and returns what it should; what it returns is full of what `compute` makes."""
     known, signature = manifest.known_arrays(), entry.signature
     inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
     outputs = [*(known[name] for name in signature.donated), *signature.results]
 
-    def exhaust(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        much = jnp.sort(jax.lax.iota("float32", 1 << 50) * arrays[-1].ravel()[0])
-        return tuple(jnp.full(one.shape, much[0], one.dtype) for one in outputs)
+    def fill(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        number = compute(jnp.float32(arrays[-1].ravel()[0]))
+        return tuple(jnp.full(one.shape, number, one.dtype) for one in outputs)
 
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
-    compiled = jax.jit(exhaust, keep_unused=True).lower(*shapes).compile()
-    return serialize_executable.serialize(compiled)[0]
+    return serialize_executable.serialize(jax.jit(fill, keep_unused=True).lower(*shapes).compile())[0]
 
 
 def test_an_executable_that_raises_in_its_first_call_is_refused(copy):
-    plant(copy, compile_in_vain(read_manifest(copy), entry_of(copy, "verify")))
+    """It factors a matrix with one result too few, which only the call finds out."""
+
+    def fail(number):
+        return jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))(number.reshape(1, 1))[
+            0, 0
+        ]
+
+    entry = entry_of(copy, "verify")
+    plant(copy, compile_other(read_manifest(copy), entry, fail))
     words = refusal(CorruptBundle, copy)
-    assert "verify batch=1 length=32 k=0 does not run: RESOURCE_EXHAUSTED" in words
-    assert str(copy) in words and BUILD in words
+    assert f"{copy}: {entry.signature.label} does not run: INVALID_ARGUMENT: " in words
+    assert words.endswith(f"Mend it: {replace_commands(copy)}")
+
+
+def test_an_executable_that_finds_no_memory_is_not_at_fault(copy):
+    """No address is long enough for what this one sorts."""
+
+    def exhaust(number):
+        return jnp.sort(jax.lax.iota("float32", 1 << 50) * number)[0]
+
+    plant(copy, compile_other(read_manifest(copy), entry_of(copy, "verify"), exhaust))
+    words = refusal(IncompatibleBundle, copy)
+    assert f"{copy} needs more memory than is free here: RESOURCE_EXHAUSTED: Out of memory" in words
+    assert f"dflash-bundle inspect {copy}" in words and BUILD in words
+    manifest, entry = read_manifest(copy), entry_of(copy, "verify")
+    told = pytest.raises(IncompatibleBundle, match=f"{entry.signature.label} cannot be called here: .*EXHAUSTED")
+    with Canaries(order_canaries(copy, manifest)) as canaries, told:
+        canaries.try_one(entry)
 
 
 # -- meant for another environment

@@ -1,0 +1,225 @@
+"""What a user sees of each fault: the exit code, file, field and both values, and the command that mends it."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+from safetensors.numpy import load_file, save_file
+
+from dflash_aot.bin import bundle as dflash_bundle
+from dflash_aot.bin import precompile, run
+from dflash_aot.cache.manifest import Entry, encode_manifest, mend_command, read_manifest, replace_commands
+from dflash_aot.cache.store import Store, pack
+
+Words = list[str]
+
+
+@pytest.fixture
+def pair(tied, tmp_path) -> dict[str, Path]:
+    """The checkpoints, to be changed."""
+    return {role: Path(shutil.copytree(getattr(tied, role), tmp_path / role)) for role in ("target", "draft")}
+
+
+@pytest.fixture
+def serve(command, copy, pair, tmp_path):
+    """Serves one request from the bundle and the checkpoints as they are now; changes are of flags."""
+    (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 4}\n')
+
+    def run_once(**changes: object):
+        flags = {"bundle": copy, **pair, "input": tmp_path / "lines", **changes}
+        return command(run, *(f"--{name}={value}" for name, value in flags.items()))
+
+    return run_once
+
+
+def find_entry(copy: Path, program: str) -> Entry:
+    return next(entry for entry in read_manifest(copy).entries if entry.signature.program == program)
+
+
+def rewrite_entry(copy: Path, entry: Entry, **changes: object) -> None:
+    """All hashes right, as somebody with the tools would write it."""
+    manifest = read_manifest(copy)
+    entries = tuple(structs.replace(one, **changes) if one == entry else one for one in manifest.entries)
+    (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=entries)))
+
+
+# -- bundles
+
+
+def cut_blob(copy: Path) -> Words:
+    entry = find_entry(copy, "verify")
+    path = Store(copy).path(entry)
+    path.write_bytes(path.read_bytes()[:-1])
+    sizes = f"{entry.bytes - 1} bytes, the manifest promises {entry.bytes}"
+    return [f"{path} ({entry.signature.label}): {sizes}", mend_command(copy)]
+
+
+def flip_blob(copy: Path) -> Words:
+    entry = find_entry(copy, "draft")
+    path = Store(copy).path(entry)
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    return [f"{path} ({entry.signature.label}): its sha256 is ", mend_command(copy)]
+
+
+def swap_blobs(copy: Path) -> Words:
+    entries = [find_entry(copy, program) for program in ("prefill", "verify")]
+    paths = [Store(copy).path(entry) for entry in entries]
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, reversed(contents), strict=True):
+        path.write_bytes(content)
+    sizes = f"{entries[1].bytes} bytes, the manifest promises {entries[0].bytes}"
+    return [f"{paths[0]} ({entries[0].signature.label}): {sizes}", mend_command(copy)]
+
+
+def remove_blob(copy: Path) -> Words:
+    entry = find_entry(copy, "prefill")
+    Store(copy).path(entry).unlink()
+    return [f"{Store(copy).path(entry)} ({entry.signature.label}): No such file or directory", mend_command(copy)]
+
+
+def link_blob(copy: Path) -> Words:
+    path = Store(copy).path(find_entry(copy, "kv_write"))
+    path.symlink_to(path.rename(copy / "elsewhere"))
+    return [f"{path} (kv_write", "a symbolic link, where a file of its own should be", mend_command(copy)]
+
+
+def block_blob(copy: Path) -> Words:
+    path = Store(copy).path(find_entry(copy, "kv_write"))
+    path.unlink()
+    os.mkfifo(path)
+    return [f"{path} (kv_write", "a fifo, where a file should be", mend_command(copy)]
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch /nowhere/at/all",)
+
+
+def plant(copy: Path, content: bytes, program: str = "verify") -> str:
+    """In the place of an executable, all hashes right; what a message names it by."""
+    entry, (blob, packed) = find_entry(copy, program), pack(content)
+    rewrite_entry(copy, entry, **structs.asdict(blob))
+    Store(copy).path(blob).write_bytes(packed)
+    return f"{copy}/executables/{blob.sha256} ({entry.signature.label})"
+
+
+def plant_payload(copy: Path) -> Words:
+    where = plant(copy, pickle.dumps(Payload()))
+    return [f"{where}: the pickle names posix.system", "It was not loaded", replace_commands(copy)]
+
+
+def plant_rubbish(copy: Path) -> Words:
+    serialized = Store(copy).read(find_entry(copy, "draft"))
+    rubbish = bytearray(serialized)
+    middle = len(rubbish) // 3
+    rubbish[middle : 2 * middle] = bytes(middle)
+    where = plant(copy, bytes(rubbish))
+    return [f"{where}: does not load: ", replace_commands(copy)]
+
+
+def plant_another_bucket(copy: Path) -> Words:
+    *_, other = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
+    plant(copy, Store(copy).read(other), "kv_write")
+    return [f"{copy}: kv_write rows=1 width=1 does not take what its signature says", replace_commands(copy)]
+
+
+CORRUPT = [
+    cut_blob,
+    flip_blob,
+    swap_blobs,
+    remove_blob,
+    link_blob,
+    block_blob,
+    plant_payload,
+    plant_rubbish,
+    plant_another_bucket,
+]
+
+
+@pytest.mark.parametrize("harm", CORRUPT, ids=lambda harm: harm.__name__)
+def test_a_corrupt_bundle_ends_with_3_and_a_message_that_has_it_all(serve, copy, harm):
+    words = harm(copy)
+    done = serve()
+    assert (done.code, done.out) == (3, "") and done.err.startswith("dflash-run: ")
+    assert [part for part in words if part not in done.err] == []
+
+
+# -- weights
+
+
+def change_tensors(place: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    path = place / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    return path
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def put_nan(pair: dict[str, Path]) -> Words:
+    path = change_tensors(pair["target"], lambda tensors: tensors[NORM].__setitem__(3, np.nan))
+    return [f"{path}: {NORM} holds NaN or infinity"]
+
+
+def rename(pair: dict[str, Path]) -> Words:
+    path = change_tensors(pair["target"], lambda tensors: tensors.update({f"language_{NORM}": tensors.pop(NORM)}))
+    return [
+        f"{path.parent}: 1 tensors are missing: {NORM}; "
+        f"there are 1 tensors that this architecture has no place for: language_{NORM}"
+    ]
+
+
+def reshape(pair: dict[str, Path]) -> Words:
+    path = change_tensors(pair["draft"], lambda tensors: tensors.update({"norm.weight": np.ones(5, np.float32)}))
+    return [f"{path}: norm.weight is [5], its config.json makes it [64]"]
+
+
+def retype(pair: dict[str, Path]) -> Words:
+    path = change_tensors(pair["target"], lambda tensors: tensors.update({NORM: tensors[NORM].astype(np.int32)}))
+    return [f"{path}: {NORM} is I32, expected one of BF16, F16, F32"]
+
+
+def mix_up(pair: dict[str, Path]) -> Words:
+    pair["target"], pair["draft"] = pair["draft"], pair["target"]
+    return [f"{pair['target']}/config.json", "architectures is ['DFlashDraftModel']", "the wrong way round?"]
+
+
+@pytest.mark.parametrize("harm", [put_nan, rename, reshape, retype, mix_up], ids=lambda harm: harm.__name__)
+def test_weights_that_are_not_what_they_should_be_end_with_2(serve, pair, harm):
+    words = harm(pair)
+    done = serve(**pair)
+    assert (done.code, done.out) == (2, "") and done.err.startswith("dflash-run: ")
+    assert [part for part in words if part not in done.err] == []
+
+
+def test_another_model_ends_with_4_and_both_values(serve, pair):
+    config = pair["target"] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-5}))
+    done = serve()
+    assert (done.code, done.out) == (4, "")
+    assert "decoder.epsilon: built for 1e-06, this checkpoint has 1e-05" in done.err
+    assert f"dflash-precompile --target {pair['target']} --draft {pair['draft']}" in done.err
+
+
+# -- the commands that the messages name
+
+
+def test_what_the_message_says_mends_it(command, serve, copy):
+    """Also where the builder's own records were not copied along, and a builder would take the blob as it is."""
+    whole = serve()
+    shutil.rmtree(copy / "entries")
+    plant_payload(copy)
+    assert command(precompile, "--rebuild", copy).code == 0
+    refused = serve()
+    assert refused.code == 3 and refused.err.endswith(f"\nMend it: {replace_commands(copy)}\n")
+    assert command(dflash_bundle, "verify", copy, "--deep").code == 3
+    assert command(precompile, "--rebuild", copy).code == 0
+    assert serve() == whole and whole.code == 0
