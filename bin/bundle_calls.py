@@ -35,8 +35,8 @@ class Calls(msgspec.Struct, frozen=True):
     mend: str
 
 
-def call_executables(bundle: Path, move: bool, record: bool) -> Calls:
-    """Those of a bundle whose files are sound; `move`: sets aside what is wrong.
+def call_executables(bundle: Path, manifest: Manifest, move: bool, record: bool) -> Calls:
+    """Those of a manifest that was verified, whose files are sound; `move`: sets aside what is wrong.
 
     `record`: keeps what executables compute of which nothing is known, where nothing is wrong. Raises
     IncompatibleBundle on another machine, EngineFailed where no process can be started, BadInput and BuildFailed where
@@ -45,21 +45,22 @@ def call_executables(bundle: Path, move: bool, record: bool) -> Calls:
     # Starts JAX's import, which no other command pays for.
     from dflash_aot.runtime.canaries import Canaries, order_canaries  # noqa: PLC0415
 
-    manifest, store = read_manifest(bundle), Store(bundle)
+    store, compared = Store(bundle), 0
     faults, entries = [], []
     with Canaries(order_canaries(bundle, manifest)) as canaries:
         for entry in manifest.entries:
             trial = canaries.try_one(entry)
             if trial.kind:
                 faults.append(Fault(entry.signature.label, store.path(entry), trial.kind, trial.words))
-            entries.append(msgspec.structs.replace(entry, canary=entry.canary or trial.canary))
+            compared += trial.compared
+            entries.append(entry if trial.compared else msgspec.structs.replace(entry, canary=trial.canary))
     recorded = 0
     if record and not faults:
         recorded = _record(store, manifest, tuple(entries))
     moved, left = _set_aside(store, manifest, faults) if move else ({}, None)
     return Calls(
         called=len(entries),
-        compared=sum(entry.canary is not None for entry in manifest.entries),
+        compared=compared,
         recorded=recorded,
         faults=tuple(faults),
         set_aside=moved,
@@ -73,6 +74,8 @@ def _record(store: Store, manifest: Manifest, entries: tuple[Entry, ...]) -> int
     new = [entry for entry, old in zip(entries, manifest.entries, strict=True) if entry != old]
     if new:
         with store.hold_lock():
+            if read_manifest(store.bundle).digest != manifest.digest:
+                raise BuildFailed(f"{store.bundle} was published anew meanwhile: nothing is recorded. Try again")
             store.recall(manifest)
             for entry in new:
                 store.record(entry)

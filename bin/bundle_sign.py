@@ -1,6 +1,7 @@
 """`dflash-bundle sign`: vouches for a bundle with an Ed25519 key."""
 
 import json
+import shlex
 from pathlib import Path
 
 from dflash_aot.cache import attestation
@@ -43,7 +44,7 @@ def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
         if flaws := find_flaws(bundle, manifest):
             raise CorruptBundle(
                 f"{bundle}: {len(flaws)} files are not what the manifest promises, {flaws[0].path} for one: nothing is "
-                f"signed. dflash-bundle verify {bundle} lists them"
+                f"signed. dflash-bundle verify {shlex.quote(str(bundle))} lists them"
             )
         envelope = attestation.sign(bundle, content, signer)
     return signer.public.id, [one.keyid for one in envelope.signatures]

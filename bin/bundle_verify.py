@@ -43,22 +43,18 @@ class Verification(msgspec.Struct, frozen=True):
 def report_verification(
     bundle: Path, key: Path | None, move: bool, as_json: bool, deep: bool = False, record: bool = False
 ) -> int:
-    """On standard output; 0 if all is as promised, else the code of a corrupt bundle.
-
-    `deep`: executables are called where their files are sound; `record`: what they compute is kept where nothing was.
-    """
-    verification = verify_bundle(bundle, key, move)
-    if deep and not verification.flaws:
-        verification = msgspec.structs.replace(verification, calls=call_executables(bundle, move, record))
+    """On standard output; 0 if all is as promised, else the code of a corrupt bundle."""
+    verification = verify_bundle(bundle, key, move, deep, record)
     print(msgspec.json.encode(verification, enc_hook=str).decode() if as_json else format_verification(verification))
     broken = verification.flaws or (verification.calls and verification.calls.faults)
     return CorruptBundle.exit_code if broken else 0
 
 
-def verify_bundle(bundle: Path, key: Path | None, move: bool) -> Verification:
+def verify_bundle(bundle: Path, key: Path | None, move: bool, deep: bool = False, record: bool = False) -> Verification:
     """The signature first, if there is a key: what does not pass is not even parsed. `move`: sets aside what is broken.
 
-    Raises MissingBundle, CorruptBundle, BadInput.
+    `deep`: executables are called where their files are sound; `record`: what they compute is kept where nothing was.
+    Raises MissingBundle, CorruptBundle, BadInput, and what `call_executables` does.
     """
     content = read_content(bundle)
     signer = check_signature(bundle, content, key) if key is not None else None
@@ -77,6 +73,7 @@ def verify_bundle(bundle: Path, key: Path | None, move: bool) -> Verification:
         set_aside={str(path): str(place) for path, place in moved.items()},
         not_set_aside=left,
         mend=_choose_command(bundle, manifest, flaws),
+        calls=call_executables(bundle, manifest, move, record) if deep and not flaws else None,
     )
 
 

@@ -1,5 +1,6 @@
 """After a build: every new executable is called once; what it computes is kept, or held to what was kept before."""
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +9,11 @@ import msgspec
 from tqdm import tqdm
 
 from dflash_aot.bin.command import format_bytes
-from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.cache.manifest import Canary, Entry, Manifest
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime.canaries import Canaries, order_canaries
+from dflash_aot.runtime.canary import is_comparable
 
 MEMORY = Path("/proc/meminfo")
 
@@ -25,7 +27,7 @@ def prove_executables(
     not do what they should; they are set aside.
     """
     entries = [_hold_to(entry, canaries) for entry in manifest.entries]
-    untried = [entry for entry in entries if entry.key in compiled or entry.canary is None]
+    untried = [entry for entry in entries if entry.key in compiled or not is_comparable(entry.canary)]
     if not asked or not untried:
         return tuple(entries)
     if reason := _find_obstacle(manifest, store.bundle):
@@ -42,7 +44,7 @@ def _hold_to(entry: Entry, canaries: Mapping[str, Canary]) -> Entry:
 def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
     """An accelerator is held by this process, or is not here at all; a processor has only so much memory."""
     if manifest.environment.platform != "cpu":
-        return f"on the host that serves, run dflash-bundle verify {bundle} --deep --record"
+        return f"on the host that serves, run dflash-bundle verify {shlex.quote(str(bundle))} --deep --record"
     needed = sum(array.bytes for array in manifest.known_arrays().values()) + sum(one.bytes for one in manifest.state)
     available = _available_memory()
     if available is not None and needed > available:
@@ -67,12 +69,17 @@ def _try_all(store: Store, manifest: Manifest, entries: list[Entry]) -> dict[str
         tqdm(entries, desc="calling", unit="exe", file=sys.stderr, dynamic_ncols=True, leave=False) as bar,
     ):
         for entry in bar:
-            trial = canaries.try_one(entry)
+            try:
+                trial = canaries.try_one(entry)
+            except IncompatibleBundle as error:  # memory is short
+                print(f"no more executables were called: {error}", file=sys.stderr)
+                break
             if trial.kind:
                 store.set_aside(entry, trial.kind, trial.words)
                 failures.append(f"  {entry.signature.label}: {trial.words}")
             else:
-                proven[entry.key] = msgspec.structs.replace(entry, canary=entry.canary or trial.canary)
+                canary = entry.canary if trial.compared else trial.canary
+                proven[entry.key] = msgspec.structs.replace(entry, canary=canary)
                 store.record(proven[entry.key])
     if failures:
         lines = "\n".join(failures)

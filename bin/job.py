@@ -13,12 +13,12 @@ from dflash_aot.bin.canary_recording import prove_executables
 from dflash_aot.bin.command import format_bytes
 from dflash_aot.bin.place import Place, describe_place, find_chip, open_site
 from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
 from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.signature import state_arrays
 from dflash_aot.cache.store import Store
 from dflash_aot.compile.effort import estimate_effort
 from dflash_aot.compile.footprint import Measured, check_fits, read_measured
@@ -32,7 +32,8 @@ from dflash_aot.compile.source import Source
 class Job:
     """What is built, from what, where, and into which store.
 
-    `canaries` by label: what executables of the same programs computed before, to which the new ones are held.
+    `canaries` by label: what executables of the same programs computed before, to which the new ones are held. `known`:
+    a manifest whose executables the store holds, with records or without.
     """
 
     target: TargetModel
@@ -44,6 +45,7 @@ class Job:
     jobs: int | None = None
     call_canaries: bool = True
     canaries: Mapping[str, Canary] = field(default_factory=dict)
+    known: Manifest | None = None
 
 
 def describe_deployment(
@@ -61,12 +63,15 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
     check_memory(job.deployment)
     with job.store.open_for_building():
         check_space(job)
+        if job.known:
+            job.store.recall(job.known)
         with open_site(job.place, job.store, job.jobs) as site:
             report = _build_with_progress(job.source, site, job.store, shared)
         if conflicts := find_layout_conflicts(report.entries):
             raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
         check_memory(job.deployment, read_measured(report.entries))
         manifest = _describe_bundle(job, site, report)
+        check_consistent(job.store.bundle, manifest)
         entries = prove_executables(job.store, manifest, report.compiled, job.canaries, job.call_canaries)
         job.store.publish(msgspec.structs.replace(manifest, entries=entries))
     if shared:
@@ -79,7 +84,7 @@ def check_space(job: Job) -> None:
     """What is missing finds room on the disk, as far as is known what it takes. Raises BadInput."""
     signatures, pair = job.source.signatures, job.deployment.programs.pair
     effort = estimate_effort(signatures, pair, job.deployment.platform)
-    missing = effort.bytes - job.store.held_bytes() if effort else 0
+    missing = effort.bytes - job.store.held_bytes(signatures) if effort else 0
     free = shutil.disk_usage(job.store.bundle).free
     if missing > free:
         raise BadInput(
@@ -120,7 +125,7 @@ def _describe_bundle(job: Job, site: Site, report: Report) -> Manifest:
         dtype=deployment.dtype,
         sampling=programs.pair.sampling,
         grid=deployment.grid,
-        state=state_arrays(programs.pair, deployment.grid),
-        weights=programs.recipes(),
+        state=job.source.state,
+        weights=job.source.recipes,
         entries=report.entries,
     )

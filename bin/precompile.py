@@ -5,7 +5,8 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--sampling greedy,sample] [--canaries] [--check_reproducible] [--store URL]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
-dflash-precompile --rebuild BUNDLE [--bundle DIR] [--jobs N] [--canaries] [--store URL] [--tau T] [--json]
+dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--canaries] [--store URL]
+    [--tau T] [--json]
 """
 
 import sys
@@ -38,7 +39,8 @@ from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.source import Traced
 
-WITH_REBUILD = frozenset({"rebuild", "bundle", "jobs", "canaries", "store", "tau", "json"})
+WITH_REBUILD = frozenset({"rebuild", "require_signature", "bundle", "jobs", "canaries", "store", "tau", "json"})
+NOT_WITH_PLAN = ("store", "check_reproducible", "canaries")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target: a directory, or a hub id in the local cache", flag_values=FLAGS
@@ -96,6 +98,9 @@ _REBUILD = flags.DEFINE_string(
     "a bundle to compile anew, by the compiler that is here, from the programs in it: no checkpoint is needed",
     flag_values=FLAGS,
 )
+_REQUIRE_SIGNATURE = flags.DEFINE_string(
+    "require_signature", None, "with --rebuild, a public key, PEM: of what its owner signed only", flag_values=FLAGS
+)
 _CHECK_REPRODUCIBLE = flags.DEFINE_bool(
     "check_reproducible", False, "build twice and compare, byte by byte where that is promised (TPU)", flag_values=FLAGS
 )
@@ -114,15 +119,26 @@ def main() -> None:
 def precompile() -> None:
     """Builds what is missing, publishes the bundle, reports; or says what would be built."""
     if _REBUILD.value is not None:
+        if not _REBUILD.value:
+            raise BadInput("--rebuild '': name the bundle")
         _rebuild(choose_directory(_REBUILD.value, f"Fetch it: dflash-bundle fetch {_REBUILD.value}"))
         return
+    if _REQUIRE_SIGNATURE.value is not None:
+        raise BadInput("--require_signature without --rebuild: there is no bundle that could be signed yet")
     job = _plan_job()
     check_tau(_TAU.value, job.deployment.grid, job.deployment.chip)
     _say(f"draft of {job.draft.facts.dialect}'s format: {describe_draft(job.draft.facts)}")
     if _PLAN.value:
+        _check_plan_flags()
         report_plan(job.deployment, job.store.bundle, choose_jobs(job.place, _JOBS.value), _TAU.value, _JSON.value)
     else:
         _run(job)
+
+
+def _check_plan_flags() -> None:
+    """Raises BadInput for what would be passed over in silence."""
+    if asked := sorted(f"--{name}" for name in NOT_WITH_PLAN if FLAGS[name].present):
+        raise BadInput(f"--plan compiles nothing and asks no store: {', '.join(asked)} cannot be given with it")
 
 
 def _plan_job() -> Job:
@@ -159,14 +175,16 @@ def _rebuild(bundle: Path) -> None:
             f"--{', --'.join(sorted(WITH_REBUILD - {'rebuild'}))}"
         )
     store = Store(_choose_bundle(_BUNDLE.value) if _BUNDLE.value else bundle)
-    _run(plan_rebuild(bundle, store, _JOBS.value, _CANARIES.value))
+    signed_by = Path(_REQUIRE_SIGNATURE.value) if _REQUIRE_SIGNATURE.value is not None else None
+    _run(plan_rebuild(bundle, signed_by, store, _JOBS.value, _CANARIES.value))
 
 
 def _run(job: Job) -> None:
     bundle = job.store.bundle
     with _open_shared_store() as shared:
         report = run_job(job, shared)
-    comparison = check_reproducible(bundle) if _CHECK_REPRODUCIBLE.value else None
+    jobs = choose_jobs(job.place, job.jobs)
+    comparison = check_reproducible(bundle, jobs + 1) if _CHECK_REPRODUCIBLE.value else None
     store = shared.report() if shared else None
     report_build(job.deployment, report, bundle, _TAU.value, _JSON.value, comparison, store)
 

@@ -4,20 +4,21 @@ from pathlib import Path
 
 from dflash_aot.bin.job import Job, describe_deployment
 from dflash_aot.bin.place import recall_place
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.cache.store import Store
 from dflash_aot.compile.source import Stored
 
 
-def plan_rebuild(bundle: Path, store: Store, jobs: int | None, call_canaries: bool) -> Job:
+def plan_rebuild(bundle: Path, signed_by: Path | None, store: Store, jobs: int | None, call_canaries: bool) -> Job:
     """The same grid for the same kind of devices, by the compiler that is here, into `store`; starts JAX.
 
-    Checkpoints are neither needed nor looked at. Raises MissingBundle, CorruptBundle, BadInput.
+    Checkpoints are neither needed nor looked at. `signed_by`: as `read_manifest` takes it. Raises MissingBundle,
+    CorruptBundle, BadInput.
     """
-    manifest = read_manifest(bundle)
+    manifest = read_manifest(bundle, signed_by)
+    check_consistent(bundle, manifest)
     place = recall_place(manifest.environment)
-    if store.bundle.resolve() == bundle.resolve():
-        store.recall(manifest)
     facts = manifest.target.facts, manifest.draft.facts
     return Job(
         target=manifest.target,
@@ -29,4 +30,5 @@ def plan_rebuild(bundle: Path, store: Store, jobs: int | None, call_canaries: bo
         jobs=jobs,
         call_canaries=call_canaries,
         canaries={entry.signature.label: entry.canary for entry in manifest.entries if entry.canary},
+        known=manifest if store.bundle.resolve() == bundle.resolve() else None,
     )

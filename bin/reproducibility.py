@@ -29,16 +29,17 @@ class Comparison(msgspec.Struct, frozen=True):
         return ", ".join(f"{same} of {self.executables} {what}" for what, same in counts) + " are the same"
 
 
-def check_reproducible(bundle: Path) -> Comparison:
+def check_reproducible(bundle: Path, jobs: int) -> Comparison:
     """Builds what a bundle holds once more.
 
-    In another directory, with another home, user, hash seed and number of jobs, and nothing to find. Executables
+    In another directory, with another home, user (as the environment tells it) and hash seed, so many jobs, and nothing
+    to find. The host has one name, so that is not tried. Executables
     for the CPU are compiled by several threads into one file, in the order in which they end: there only keys and
     programs must be the same. Raises BuildFailed where they are not, or for a TPU any byte is not.
     """
     with tempfile.TemporaryDirectory(prefix="dflash-again-") as elsewhere:
         first, again = read_manifest(bundle), Path(elsewhere) / "bundle"
-        _build_again([*first.build_flags(_locate), f"--bundle={again}"], elsewhere)
+        _build_again([*first.build_flags(_locate), f"--bundle={again}", f"--jobs={jobs}"], elsewhere)
         second = read_manifest(again)
     found = _compare(first, second)
     must = [found.same_keys, found.same_programs]
@@ -64,7 +65,7 @@ def _build_again(flags: Sequence[str], elsewhere: str) -> None:
         "LOGNAME": "somebody-else",
         "PYTHONHASHSEED": "31337",
     }
-    command = [sys.executable, "-P", "-m", "dflash_aot.bin.precompile", *flags, "--jobs=1", "--nocanaries", "--json"]
+    command = [sys.executable, "-P", "-m", "dflash_aot.bin.precompile", *flags, "--nocanaries", "--json"]
     done = subprocess.run(command, cwd=elsewhere, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]

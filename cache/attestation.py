@@ -83,13 +83,18 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
 
     Raises BadInput for a key that is none, CorruptBundle for everything else.
     """
+    return check_envelope(read_signatures(bundle), manifest, public_key, str(bundle / FILE), _sign_command(bundle))
+
+
+def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str) -> "PublicKey":
+    """The same for signatures that lay elsewhere; None where there were none."""
     # Only those who ask for signatures wait for the library.
     from dflash_aot.cache.ed25519 import read_public_key  # noqa: PLC0415
 
-    key, where = read_public_key(public_key), bundle / FILE
-    envelope = read_envelope(bundle)
-    if envelope is None:
-        raise CorruptBundle(f"{where} does not exist: the bundle is not signed. {_sign_command(bundle)}")
+    key = read_public_key(public_key)
+    if content is None:
+        raise CorruptBundle(f"{where} does not exist: the bundle is not signed. {remedy}")
+    envelope = _decode(content, where, remedy)
     if envelope.payload_type != PAYLOAD_TYPE:
         raise CorruptBundle(f"{where}: payloadType is {envelope.payload_type!r}, a bundle's is {PAYLOAD_TYPE!r}")
     mine = [one for one in envelope.signatures if one.keyid in ("", key.id)]
@@ -99,9 +104,9 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
     if not any(key.verifies(one.sig, envelope.encoding) for one in mine):
         raise CorruptBundle(
             f"{where}: its signature does not verify with {key.id}, the key of {public_key}: envelope or signature "
-            f"is not what was signed. {_sign_command(bundle)}"
+            f"is not what was signed. {remedy}"
         )
-    _check_statement(bundle, envelope, manifest)
+    _check_statement(envelope, manifest, where, remedy)
     return key
 
 
@@ -128,7 +133,7 @@ def is_about(envelope: Envelope, manifest: bytes) -> bool:
 
 
 def remove_outdated(bundle: Path, manifest: bytes) -> None:
-    """For whoever is about to publish these bytes: signatures over others would only be refused."""
+    """For whoever has published these bytes: signatures over others would only be refused."""
     try:
         envelope = read_envelope(bundle)
     except CorruptBundle:
@@ -139,15 +144,26 @@ def remove_outdated(bundle: Path, manifest: bytes) -> None:
 
 def read_envelope(bundle: Path) -> Envelope | None:
     """As it lies there, nothing verified; None where there is none. Raises CorruptBundle."""
+    content = read_signatures(bundle)
+    return None if content is None else _decode(content, str(bundle / FILE), _sign_command(bundle))
+
+
+def read_signatures(bundle: Path) -> bytes | None:
+    """The file of an envelope, which may be none; None where there is no file. Raises CorruptBundle."""
     path = bundle / FILE
     try:
-        return msgspec.json.decode(read_plain(path, LARGEST), type=Envelope)
+        return read_plain(path, LARGEST)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CorruptBundle(f"{path}: {error.strerror}. {_sign_command(bundle)}") from error
+
+
+def _decode(content: bytes, where: str, remedy: str) -> Envelope:
+    try:
+        return msgspec.json.decode(content, type=Envelope)
     except MALFORMED as error:
-        raise CorruptBundle(f"{path}: {error}. {_sign_command(bundle)}") from error
+        raise CorruptBundle(f"{where}: {error}. {remedy}") from error
 
 
 def _state(manifest: bytes) -> Statement:
@@ -155,8 +171,8 @@ def _state(manifest: bytes) -> Statement:
     return Statement(STATEMENT_TYPE, (subject,), PREDICATE_TYPE)
 
 
-def _check_statement(bundle: Path, envelope: Envelope, manifest: bytes) -> None:
-    where, found = bundle / FILE, hashlib.sha256(manifest).hexdigest()
+def _check_statement(envelope: Envelope, manifest: bytes, where: str, remedy: str) -> None:
+    found = hashlib.sha256(manifest).hexdigest()
     try:
         signed = _digests(envelope)
     except MALFORMED as error:
@@ -166,7 +182,7 @@ def _check_statement(bundle: Path, envelope: Envelope, manifest: bytes) -> None:
     if signed != {found}:
         raise CorruptBundle(
             f"{where}: the signature verifies, for a {SUBJECT} whose sha256 is {', '.join(sorted(signed))}; the one "
-            f"here has {found}: it was built anew, or changed, since it was signed. {_sign_command(bundle)}"
+            f"here has {found}: it was built anew, or changed, since it was signed. {remedy}"
         )
 
 

@@ -1,10 +1,12 @@
 """Whether a manifest is consistent with itself: from facts and grid follows what must be there, but for the weights."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.grid import AXES
+from dflash_aot.cache.manifest import Manifest, build_command
 from dflash_aot.cache.recipe import WeightRecipe, find_flaw
 from dflash_aot.cache.signature import AXIS, Array, ProgramWeights, Signature, describe_pair, signatures, state_arrays
 
@@ -13,15 +15,34 @@ Name = tuple[str, tuple[int, ...]]
 
 def check_consistent(path: Path, manifest: Manifest) -> None:
     """Every bucket of the grid has its executables, which take and return what they must. Raises CorruptBundle."""
+    if flaw := find_contradiction(manifest):
+        # A grid that cannot be is no use in a command, and may be long.
+        again = build_command(path) if _find_flaw_of_grid(manifest) else manifest.rebuild_command(path)
+        raise CorruptBundle(f"{path}/manifest.json: {flaw}. Build it again: {again}")
+
+
+def find_contradiction(manifest: Manifest) -> str | None:
+    """The first, in words."""
     try:
-        flaw = next(_find_flaws(manifest), None)
+        return next(_find_flaws(manifest), None)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        flaw = f"facts or grid cannot be: {type(error).__name__}: {error}"  # whatever forged numbers lead to
-    if flaw:
-        raise CorruptBundle(f"{path}/manifest.json: {flaw}. Build it again: {manifest.rebuild_command(path)}")
+        return f"facts or grid cannot be: {type(error).__name__}: {error}"  # whatever forged numbers lead to
+
+
+def _find_flaw_of_grid(manifest: Manifest) -> str | None:
+    """Before anything is made of it: a few numbers on each axis are buckets by the billion."""
+    for axis in AXES:
+        sizes = getattr(manifest.grid, axis)
+        if not sizes or any(size >= after for size, after in pairwise(sizes)):
+            return f"grid: {axis} holds nothing, or is not ascending"
+    if (count := manifest.grid.count()) > len(manifest.entries):
+        return f"promises a grid of {count} buckets and chunks, but has {len(manifest.entries)} entries"
+    return None
 
 
 def _find_flaws(manifest: Manifest) -> Iterator[str]:
+    if flaw := _find_flaw_of_grid(manifest):
+        yield flaw
     facts = manifest.target.facts, manifest.draft.facts
     pair = describe_pair(*facts, manifest.dtype, manifest.sampling)
     expected = {one.label: one for one in signatures(pair, manifest.grid, ProgramWeights((), (), ()))}

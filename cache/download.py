@@ -10,24 +10,24 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache import attestation
-from dflash_aot.cache.attestation import check_signature
+from dflash_aot.cache.attestation import check_envelope
+from dflash_aot.cache.blob import read_packed
+from dflash_aot.cache.completeness import find_contradiction
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
 from dflash_aot.cache.files import read_plain, temporaries, write_atomically
 from dflash_aot.cache.location import is_url
-from dflash_aot.cache.manifest import FILE, decode_manifest
-from dflash_aot.cache.objects import Objects, open_objects
+from dflash_aot.cache.manifest import FILE, LARGEST, Manifest, decode_manifest
+from dflash_aot.cache.objects import Objects, open_objects, read_blob
 from dflash_aot.cache.patience import PATIENT, Patience
-from dflash_aot.cache.store import find_flaw, unpack
 from dflash_aot.cache.user_cache import user_cache
 from dflash_aot.cache.verification import Promise, list_promises
 
-LARGEST_MANIFEST = 1 << 28
 READERS = 4
 TRIES = 3  # what was replaced while it was read is whole the next time
 Observe = Callable[[int, int], None]
@@ -78,7 +78,7 @@ def fetch_bundle(
 def _read_offer(objects: Objects, home: Path) -> Offer:
     """Raises MissingBundle; StoreFailed with the copy that was fetched last, if there is one."""
     try:
-        manifest = objects.read(FILE, LARGEST_MANIFEST)
+        manifest = objects.read(FILE, LARGEST)
         signatures = objects.read(attestation.FILE, attestation.LARGEST)
     except StoreFailed as error:
         copies = sorted(home.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
@@ -92,28 +92,38 @@ def _read_offer(objects: Objects, home: Path) -> Offer:
 def _complete(objects: Objects, home: Path, offer: Offer, signed_by: Path | None, observe: Observe) -> Path:
     """The whole copy of what is offered. Raises CorruptBundle."""
     copy = home / offer.sha256
-    if offer.signatures is not None:
-        _keep(copy / attestation.FILE, offer.signatures)
-    if signed_by is not None:
-        try:
-            check_signature(copy, offer.manifest, signed_by)
-        except CorruptBundle as error:
-            raise CorruptBundle(f"{objects.url}, fetched: {error}") from error
-    promises = list_promises(copy, decode_manifest(offer.manifest, f"{objects.url}/{FILE}", _push_command(objects)))
-    if not _holds(copy / FILE, offer.manifest) or _list_missing(promises):
+    promises = list_promises(copy, _check(objects, offer, signed_by))
+    # Nothing is written where all of it is there: a cache that is complete may be read-only.
+    if not _holds_offer(copy, offer) or _list_missing(promises):
         with _hold_lock(home, objects.url):
             _sweep(copy)
             missing = _list_missing(promises)  # whoever held the lock may have done it
             _download(objects, copy, missing, observe)
-            _keep(copy / FILE, offer.manifest)
+            if offer.signatures is not None:
+                write_atomically(copy / attestation.FILE, offer.signatures)
+            write_atomically(copy / FILE, offer.manifest)
     return copy
 
 
-def _keep(path: Path, content: bytes) -> None:
-    """Writes nothing where it is there: a cache that is complete may be read-only."""
-    if not _holds(path, content):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
+def _check(objects: Objects, offer: Offer, signed_by: Path | None) -> Manifest:
+    """From bytes: nothing is written of what is not signed, is no manifest or contradicts itself.
+
+    Raises CorruptBundle; BadInput for a key that is none.
+    """
+    where = f"{objects.url}/{FILE}"
+    if signed_by is not None:
+        remedy = f"Whoever vouches for it: dflash-bundle sign BUNDLE --key PRIVATE.pem. {_push_command(objects)}"
+        envelope = f"{objects.url}/{attestation.FILE}"
+        check_envelope(offer.signatures, offer.manifest, signed_by, envelope, remedy)
+    manifest = decode_manifest(offer.manifest, where, _push_command(objects))
+    if flaw := find_contradiction(manifest):
+        raise CorruptBundle(f"{where}: {flaw}. {_push_command(objects)}")
+    return manifest
+
+
+def _holds_offer(copy: Path, offer: Offer) -> bool:
+    signed = offer.signatures is None or _holds(copy / attestation.FILE, offer.signatures)
+    return signed and _holds(copy / FILE, offer.manifest)
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -130,9 +140,10 @@ def _list_missing(promises: list[Promise]) -> list[Promise]:
 
 def _is_whole(promise: Promise, path: Path) -> bool:
     try:
-        return find_flaw(promise.blob, read_plain(path)) is None
-    except OSError:
+        read_packed(promise.blob, path)
+    except CorruptBundle:
         return False
+    return True
 
 
 def _sweep(copy: Path) -> None:
@@ -179,19 +190,13 @@ def _link(promise: Promise, copy: Path) -> bool:
 def _read(objects: Objects, copy: Path, promise: Promise) -> bytes:
     """Raises CorruptBundle for what is not as promised twice in a row."""
     name = promise.path.relative_to(copy).as_posix()
-    for last in (False, True):
-        try:
-            content = objects.read(name, promise.blob.bytes, promise.blob.bytes)
-            if content is None:
-                raise ValueError("not there, though the manifest names it")
-            unpack(promise.blob, content)
-            return content
-        except (CorruptBundle, ValueError) as flaw:
-            if last:
-                where = f"{objects.url}/{name} ({promise.label})"
-                remedy = f"Remove it there if it is; then push it again. {_push_command(objects)}"
-                raise CorruptBundle(f"{where}: {flaw}. {remedy}") from flaw
-    raise AssertionError("unreachable")
+    with suppress(CorruptBundle):
+        return read_blob(objects, name, promise.blob)[0]
+    try:
+        return read_blob(objects, name, promise.blob)[0]
+    except CorruptBundle as error:
+        remedy = f"Remove it there if it is; then push it again. {_push_command(objects)}"
+        raise CorruptBundle(f"{promise.label}: {error}. {remedy}") from error
 
 
 @contextmanager

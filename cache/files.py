@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished"
@@ -20,7 +21,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        os.unlink(temporary)
+        with suppress(OSError):  # what went wrong before is what is told
+            os.unlink(temporary)
         if isinstance(error, OSError):  # a full disk does not say of what file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -64,7 +64,12 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunks(self) -> list[Chunk]:
         """A chunk never attends to fewer positions than it is wide: a longer bucket serves it."""
-        return [Chunk(p, s) for p in self.prefill for s in self.length if s >= p]
+        return [Chunk(p, s) for p in self.prefill for s in self.length[bisect_left(self.length, p) :]]
+
+    def count(self) -> int:
+        """Of buckets and chunks; none is made for it."""
+        chunks = sum(len(self.length) - bisect_left(self.length, p) for p in self.prefill)
+        return len(self.batch) * len(self.length) * len(self.k) + chunks
 
     def fit(self, batch: int, length: int, k: int) -> Bucket:
         """The smallest bucket with at least `batch` rows, `length` positions and `k` verified tokens, or GridMiss."""

@@ -28,7 +28,7 @@ LARGEST = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
 END = b'"\n}\n'  # behind the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Size = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # which every reader of JSON holds exactly
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,7 +188,8 @@ def replace_commands(bundle: Path) -> str:
 
 def build_command(bundle: Path) -> str:
     """The command that builds a bundle of which nothing can be read."""
-    return shlex.join(["dflash-precompile", "--bundle", str(bundle)])
+    command = shlex.join(["dflash-precompile", "--bundle", str(bundle)])
+    return f"{command} (and --target, --draft for a pair of your own)"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -217,17 +218,15 @@ def read_content(bundle: Path) -> bytes:
         return read_plain(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBundle(
-            f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)} "
-            "(and --target, --draft for a pair of your own)"
+            f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)}"
         ) from error
     except OSError as error:
-        raise CorruptBundle(f"{path}: {error.strerror}") from error
+        raise CorruptBundle(f"{path}: {error.strerror}. Build it again: {build_command(bundle)}") from error
 
 
 def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     """Raises CorruptBundle."""
-    remedy = f"Build it again: {build_command(bundle)} (and --target, --draft for a pair of your own)"
-    return decode_manifest(content, str(bundle / FILE), remedy)
+    return decode_manifest(content, str(bundle / FILE), f"Build it again: {build_command(bundle)}")
 
 
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:

@@ -4,9 +4,11 @@ import errno
 from pathlib import Path
 from typing import Protocol
 
+from dflash_aot.cache.blob import LARGEST, BrokenBlob, unpack
 from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.files import read_plain, write_atomically
 from dflash_aot.cache.location import is_url
+from dflash_aot.cache.manifest import Blob
 from dflash_aot.cache.patience import PATIENT, Patience
 
 REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -78,7 +80,8 @@ class Directory:
 def open_objects(place: str, patience: Patience = PATIENT) -> Objects:
     """Those in a directory, which is made when something is written, or behind a URL.
 
-    Nothing is asked yet. Raises StoreFailed for a URL that nobody knows, or whose package is missing.
+    Nothing is asked yet. Raises BadInput for a URL with a query, StoreFailed for one that nobody knows, or whose
+    package is missing.
     """
     if not is_url(place):
         return Directory(Path(place).expanduser())
@@ -86,6 +89,18 @@ def open_objects(place: str, patience: Patience = PATIENT) -> Objects:
     from dflash_aot.cache.remote import open_remote  # noqa: PLC0415
 
     return open_remote(place, patience)
+
+
+def read_blob(objects: Objects, name: str, blob: Blob) -> tuple[bytes, bytes]:
+    """As it lies there, and unpacked, once it is whole. Raises StoreFailed, CorruptBundle."""
+    most = min(blob.bytes, LARGEST)  # whatever it promises
+    content = objects.read(name, most, most)
+    if content is None:
+        raise CorruptBundle(f"{objects.url}/{name}: not there, though it was promised")
+    try:
+        return content, unpack(blob, content)
+    except BrokenBlob as flaw:
+        raise CorruptBundle(f"{objects.url}/{name}: {flaw}") from flaw
 
 
 def _translate(path: Path, error: OSError) -> StoreFailed:

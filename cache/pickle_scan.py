@@ -38,7 +38,7 @@ FOREIGN = {"GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
 NUMBERS = {"BININT", "BININT1", "BININT2"}
 
 
-def scan_pickle(blob: bytes, where: str) -> frozenset[int]:
+def scan_pickle(blob: bytes) -> frozenset[int]:
     """Reads the opcodes without executing them. Raises CorruptBundle for a name outside ALLOWED.
 
     A class is named by STACK_GLOBAL with two texts right before it, written out or recalled from the memo;
@@ -66,17 +66,15 @@ def scan_pickle(blob: bytes, where: str) -> frozenset[int]:
             elif opcode.name in STORES:
                 memo[argument] = texts[-1] if texts else None
             elif opcode.name in FOREIGN:
-                raise CorruptBundle(
-                    f"{where}: the pickle uses {opcode.name}, which JAX does not write. It was not loaded"
-                )
+                raise CorruptBundle(f"the pickle uses {opcode.name}, which JAX does not write. It was not loaded")
             elif opcode.name != "FRAME":  # a frame's border may fall between the two texts, and means nothing
                 if opcode.name == "STACK_GLOBAL" and (name := tuple(texts[-2:])) not in ALLOWED:
                     raise CorruptBundle(
-                        f"{where}: the pickle names {_dotted(name)}, which no executable needs. It was not loaded"
+                        f"the pickle names {_dotted(name)}, which no executable needs. It was not loaded"
                     )
                 texts = []
     except (ValueError, IndexError, UnicodeDecodeError) as error:
-        raise CorruptBundle(f"{where}: not a pickle: {error}") from error
+        raise CorruptBundle(f"not a pickle: {error}") from error
     return frozenset(devices)
 
 

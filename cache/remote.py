@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.location import hide_secrets
 from dflash_aot.cache.objects import REFUSALS
 from dflash_aot.cache.patience import Patience
@@ -21,6 +21,8 @@ from dflash_aot.cache.patience import Patience
 T = TypeVar("T")
 # Where an object appears whole, or not at all, when it was put. Elsewhere it is renamed when it is whole.
 WHOLE_PUTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "memory"}
+# Where a server may send the whole object, whatever part of it was asked for.
+STREAMS = {"http", "https"}
 TRAILING = re.compile(r"(?<![:/])/+$")  # slashes, but those of "memory://"
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # Asking again would get the same answer. Whatever else a backend raises may pass.
@@ -45,10 +47,11 @@ class Remote:
         self._system, self._root, self._patience = system, root, patience
         protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
         self._puts_whole = not protocols.isdisjoint(WHOLE_PUTS)
+        self._read = self._read_stream if not protocols.isdisjoint(STREAMS) else self._read_range
 
     def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
         try:
-            content: bytes = self._ask(expected, self._system.cat_file, name, start=0, end=limit + 1)
+            content = self._ask(expected, self._read, name, limit + 1)
         except FileNotFoundError:
             return None
         except StoreFailed as error:
@@ -93,6 +96,19 @@ class Remote:
         except Exception as error:  # every backend has errors of its own
             raise self._translate(name, error) from error
 
+    def _read_range(self, path: str, most: int, **timed: float) -> bytes:
+        content: bytes = self._system.cat_file(path, start=0, end=most, **timed)
+        return content
+
+    def _read_stream(self, path: str, most: int, **timed: float) -> bytes:
+        """Hangs up after `most` bytes."""
+        content = bytearray()
+        # Any size will do: without one fsspec asks for it first.
+        with self._system.open(path, block_size=0, size=most, **timed) as stream:
+            while len(content) < most and (part := stream.read(most - len(content))):
+                content += part
+        return bytes(content)
+
     def _write_and_rename(self, path: str, content: bytes, **timed: float) -> None:
         folder, name = posixpath.split(path)
         unfinished = f"{folder}/.{name}.{secrets.token_hex(4)}.unfinished"
@@ -114,8 +130,16 @@ class Remote:
 
 
 def open_remote(url: str, patience: Patience) -> Remote:
-    """Nothing is asked yet. Raises StoreFailed for a URL that fsspec does not know, or whose package is missing."""
+    """Nothing is asked yet.
+
+    Raises BadInput for a URL with a query, StoreFailed for one that fsspec does not know, or whose package is missing.
+    """
     shown, protocol = hide_secrets(url), url.partition(":")[0].lower()
+    if "?" in url:
+        raise BadInput(
+            f"{shown}: was given with a query. Names are appended to the URL of a place, which leaves none for a "
+            "query. Give it without, and credentials as its backend takes them: in its environment or configuration"
+        )
     try:
         system, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:

@@ -3,16 +3,15 @@
 executables/<sha256>, programs/<sha256>, entries/<key>.json     as in a bundle
 """
 
-from pathlib import Path
-
 import msgspec
 
+from dflash_aot.cache.blob import read_packed
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.files import read_plain
-from dflash_aot.cache.manifest import Blob, Entry
-from dflash_aot.cache.objects import Objects
+from dflash_aot.cache.manifest import Entry
+from dflash_aot.cache.objects import Objects, read_blob
+from dflash_aot.cache.record import OTHER_PROGRAM, find_record
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.store import Store, find_flaw, unpack
+from dflash_aot.cache.store import Store
 
 LARGEST_RECORD = 1 << 24
 TRIES = 2  # what was replaced while it was read is whole the next time
@@ -46,7 +45,8 @@ def read_shared(objects: Objects, key: str, signature: Signature, program: bytes
 
 def write_shared(objects: Objects, store: Store, entry: Entry) -> None:
     """From a bundle. Blobs first: a record never speaks of what is not there. Raises StoreFailed, CorruptBundle."""
-    program, executable = _read_file(entry.program, store.program_path(entry)), _read_file(entry, store.path(entry))
+    program = read_packed(entry.program, store.program_path(entry))
+    executable = read_packed(entry, store.path(entry))
     objects.write(f"programs/{entry.program.sha256}", program)
     objects.write(f"executables/{entry.sha256}", executable)
     objects.write(_record_name(entry.key), msgspec.json.encode(entry))
@@ -58,41 +58,13 @@ def _read(objects: Objects, key: str, signature: Signature, program: bytes) -> S
     if record is None:
         return None
     try:
-        entry = msgspec.json.decode(record, type=Entry)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptBundle(f"{where}: {error}") from error
-    if entry.key != key:
-        raise CorruptBundle(f"{where}: the record of {entry.key}")
-    if entry.signature != signature:
-        raise CorruptBundle(
-            f"{where}: the record of {entry.signature.label}, with another signature than was asked for"
-        )
-    packed, unpacked = _read_blob(objects, "programs", entry.program)
-    if unpacked != program:
-        raise CorruptBundle(f"{where}: the record of {entry.signature.label}, compiled from another program")
-    return Shared(entry, _read_blob(objects, "executables", entry)[0], packed)
-
-
-def _read_blob(objects: Objects, folder: str, blob: Blob) -> tuple[bytes, bytes]:
-    """As it lies there, and unpacked."""
-    name = f"{folder}/{blob.sha256}"
-    content = objects.read(name, blob.bytes, blob.bytes)
-    if content is None:
-        raise CorruptBundle(f"{objects.url}/{name}: not there, though its record is")
-    try:
-        return content, unpack(blob, content)
+        entry = find_record(record, key, signature, program)
     except ValueError as flaw:
-        raise CorruptBundle(f"{objects.url}/{name}: {flaw}") from flaw
-
-
-def _read_file(blob: Blob, path: Path) -> bytes:
-    try:
-        content = read_plain(path)
-    except OSError as error:
-        raise CorruptBundle(f"{path}: {error.strerror}") from error
-    if flaw := find_flaw(blob, content):
-        raise CorruptBundle(f"{path}: {flaw}")
-    return content
+        raise CorruptBundle(f"{where}: {flaw}") from flaw
+    packed, unpacked = read_blob(objects, f"programs/{entry.program.sha256}", entry.program)
+    if unpacked != program:
+        raise CorruptBundle(f"{where}: {OTHER_PROGRAM}")
+    return Shared(entry, read_blob(objects, f"executables/{entry.sha256}", entry)[0], packed)
 
 
 def _record_name(key: str) -> str:

@@ -8,21 +8,25 @@ set-aside/               what was found broken, and why
 """
 
 import fcntl
-import hashlib
 import os
 import stat
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache.attestation import remove_outdated
+from dflash_aot.cache.blob import BrokenBlob, unpack
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import read_plain, temporaries, write_atomically
 from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest, encode_manifest, mend_command
-from dflash_aot.cache.set_aside import Kind, find_refusal, set_aside
+from dflash_aot.cache.record import OTHER_PROGRAM, decode_record, find_record
+from dflash_aot.cache.set_aside import DIRECTORY, Kind, find_refusal, set_aside
+from dflash_aot.cache.signature import Signature
+
+LOCK = ".lock"
 
 
 class Store:
@@ -38,48 +42,57 @@ class Store:
     def open_for_building(self) -> Iterator[None]:
         """Makes the directories, holds the builders' lock, and removes what killed builders had begun to write.
 
-        Raises BadInput where nothing can be written, BuildFailed where another builder is at work.
+        Raises BadInput where nothing can be written, BuildFailed where somebody else is at work.
         """
-        try:
-            for directory in (self._executables, self._programs, self._entries):
-                directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
+        with self._writing(self.bundle):
+            self.bundle.mkdir(parents=True, exist_ok=True)
         with self.hold_lock():
-            try:
+            for room in (self._executables, self._programs, self._entries):
+                with self._writing(room):
+                    room.mkdir(exist_ok=True)
+                    _probe(room)
+            with self._writing(self.bundle):
                 self._sweep()
-            except OSError as error:
-                raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
             yield
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """The builders' lock, which dies with its process, in a directory that can be written.
+        """The lock of all who write here, which dies with its process, in a directory that can be written.
 
-        Raises BadInput where it cannot, BuildFailed where a builder is at work.
+        Raises BadInput where it cannot, BuildFailed where somebody else is at work.
         """
+        with self._writing(self.bundle):
+            lock = os.open(self.bundle / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            lock = os.open(self.bundle / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
-        try:
-            self._take(lock)
+            with self._writing(self.bundle):
+                self._take(lock)
+                _probe(self.bundle)
             yield
         finally:
             os.close(lock)
+
+    @contextmanager
+    def _writing(self, directory: Path) -> Iterator[None]:
+        """Nothing is written to where a link leads: that is somebody else's. Raises BadInput, also for OSError."""
+        for own in (self._executables, self._programs, self._entries, self.bundle / DIRECTORY, self.bundle / LOCK):
+            if own.is_symlink():
+                raise BadInput(
+                    f"cannot write to {self.bundle}: {own.name} is a symbolic link, and may lead to what is somebody "
+                    "else's. Remove it, or name another bundle"
+                )
+        try:
+            yield
+        except OSError as error:
+            raise BadInput(f"cannot write to {directory}: {error.strerror}") from error
 
     def _take(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BuildFailed(
-                f"{self.bundle}: another dflash-precompile is building here. Wait for it, or give another --bundle"
+                f"{self.bundle}: another dflash-precompile or dflash-bundle is at work here. Wait for it, or name "
+                "another bundle"
             ) from error
-        try:
-            write_atomically(self.bundle / ".writable", b"")
-            (self.bundle / ".writable").unlink()
-        except OSError as error:
-            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
 
     def _sweep(self) -> None:
         """Removes what builders that were killed had begun to write; only the lock's holder writes here."""
@@ -87,34 +100,37 @@ class Store:
             for temporary in temporaries(directory):
                 temporary.unlink()
 
-    def find(self, key: str) -> Entry | None:
-        """The record of an executable built before, if its blobs are whole; for a builder, who sets aside what is not.
+    def find(self, key: str, signature: Signature, program: bytes) -> Entry | None:
+        """The record of what was compiled from this program before, if its blobs are whole.
 
-        What is not there, or cannot be read just now, is built anew.
+        For a builder, who sets aside what is not. What is not there, or cannot be read just now, is built anew.
         """
         record = self._entries / f"{key}.json"
         if (content := self._read_or_set_aside(record)) is None:
             return None
         try:
-            entry = msgspec.json.decode(content, type=Entry)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            set_aside(self.bundle, record, "bytes", str(error))
-            return None
-        if entry.key != key:
-            set_aside(self.bundle, record, "bytes", f"the record of {entry.key}")
-            return None
-        blobs = ((entry, self.path(entry)), (entry.program, self.program_path(entry)))
-        return entry if all([self._is_whole(blob, path) for blob, path in blobs]) else None
-
-    def _is_whole(self, blob: Blob, path: Path) -> bool:
-        if (content := self._read_or_set_aside(path)) is None:
-            return False
-        try:
-            unpack(blob, content)
+            entry = find_record(content, key, signature, program)
         except ValueError as flaw:
-            set_aside(self.bundle, path, "bytes", str(flaw))
-            return False
-        return True
+            set_aside(self.bundle, record, "bytes", str(flaw))
+            return None
+        executable = self._unpack_or_set_aside(entry, self.path(entry))
+        found = self._unpack_or_set_aside(entry.program, self.program_path(entry))
+        if executable is None or found is None:
+            return None
+        if found != program:
+            set_aside(self.bundle, record, "bytes", OTHER_PROGRAM)
+            return None
+        return entry
+
+    def _unpack_or_set_aside(self, blob: Blob, path: Path) -> bytes | None:
+        if (content := self._read_or_set_aside(path)) is None:
+            return None
+        try:
+            return unpack(blob, content)
+        except BrokenBlob as flaw:
+            if flaw.content:
+                set_aside(self.bundle, path, "bytes", str(flaw))
+            return None
 
     def _read_or_set_aside(self, path: Path) -> bytes | None:
         """Links and the like are set aside, too; a disk that does not answer proves nothing."""
@@ -137,9 +153,23 @@ class Store:
         """Its blob, see `set_aside`: one that does not what it should will not be taken again."""
         return set_aside(self.bundle, self.path(entry), kind, words)
 
-    def held_bytes(self) -> int:
-        """What executables and programs take here."""
-        return sum(path.stat().st_size for room in (self._executables, self._programs) for path in room.iterdir())
+    def held_bytes(self, signatures: Iterable[Signature]) -> int:
+        """What executables of these, and their programs, take here; one of each, for they may be of another compiler.
+
+        By what their records say: none of it is read, or verified.
+        """
+        wanted, held = list(signatures), dict[Path, Blob]()
+        for entry in self._list_records():
+            if entry.signature in wanted:
+                wanted.remove(entry.signature)
+                held |= {self.path(entry): entry, self.program_path(entry): entry.program}
+        return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
+
+    def _list_records(self) -> Iterator[Entry]:
+        """Those that can be read."""
+        for record in self._entries.glob("*.json"):
+            with suppress(OSError, ValueError):
+                yield decode_record(read_plain(record))
 
     def add(self, entry: Entry, executable: bytes, program: bytes) -> None:
         """Blobs, as `pack` makes them, first, record second: a record never speaks of a blob that is not there.
@@ -162,25 +192,20 @@ class Store:
 
     def recall(self, manifest: Manifest) -> None:
         """What a manifest names is found again, also where records were not copied along. Raises BadInput."""
-        try:
+        with self._writing(self._entries):
             self._entries.mkdir(exist_ok=True)
             for entry in manifest.entries:
                 if not (self._entries / f"{entry.key}.json").exists():
                     self.record(entry)
-        except OSError as error:
-            raise BadInput(f"cannot write to {self.bundle}: {error.strerror}") from error
 
     def publish(self, manifest: Manifest) -> None:
         """From here on readers see the new bundle; signatures over another manifest go."""
         content = encode_manifest(manifest)
-        remove_outdated(self.bundle, content)
         write_atomically(self.bundle / FILE, content)
+        remove_outdated(self.bundle, content)  # last: where the new bundle cannot be written, the old one stays signed
 
     def read(self, entry: Entry) -> bytes:
-        """A serialized executable, whose blob has the size and sha256 that the manifest promises.
-
-        Unpacked no further than to the size that it promises as well. Raises CorruptBundle.
-        """
+        """A serialized executable that is whole, see `unpack`. Raises CorruptBundle."""
         return self._read(entry, self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
 
     def read_program(self, entry: Entry) -> bytes:
@@ -195,34 +220,20 @@ class Store:
             raise CorruptBundle(f"{path} ({label}): {error.strerror}. {remedy}") from error
         try:
             return unpack(blob, content)
-        except ValueError as flaw:
+        except BrokenBlob as flaw:
+            remedy = remedy if flaw.content else "Make room"
             raise CorruptBundle(f"{path} ({label}): {flaw}. {remedy}") from flaw
 
 
-def find_flaw(blob: Blob, content: bytes) -> str | None:
-    """In what a file's content is not what the manifest promises."""
-    if len(content) != blob.bytes:
-        return f"{len(content)} bytes, the manifest promises {blob.bytes}"
-    if (found := hashlib.sha256(content).hexdigest()) != blob.sha256:
-        return f"its sha256 is {found}"
-    return None
+def _probe(directory: Path) -> None:
+    """Raises OSError where nothing can be written."""
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
-def pack(serialized: bytes) -> tuple[Blob, bytes]:
-    """What is serialized, as a file: a fifth of its size, unpacked in 3 ms per MB."""
-    content = zlib.compress(serialized)
-    return Blob(hashlib.sha256(content).hexdigest(), len(content), len(serialized)), content
-
-
-def unpack(blob: Blob, content: bytes) -> bytes:
-    """What a file holds, never more than it should. Raises ValueError with what is wrong with it."""
-    if flaw := find_flaw(blob, content):
-        raise ValueError(flaw)
-    unpacking = zlib.decompressobj()
+def _has_size(path: Path, blob: Blob) -> bool:
     try:
-        serialized = unpacking.decompress(content, blob.serialized_bytes + 1)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if len(serialized) != blob.serialized_bytes or not unpacking.eof or unpacking.unused_data:
-        raise ValueError(f"does not unpack to {blob.serialized_bytes} bytes, as the manifest promises")
-    return serialized
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == blob.bytes

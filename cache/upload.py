@@ -1,17 +1,18 @@
 """A bundle to where others fetch it from: its blobs first, its manifest last."""
 
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache import attestation
+from dflash_aot.cache.blob import read_packed
+from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.files import read_plain
 from dflash_aot.cache.manifest import FILE, parse_manifest, read_content
 from dflash_aot.cache.objects import Objects, open_objects
 from dflash_aot.cache.patience import PATIENT, Patience
-from dflash_aot.cache.store import unpack
 from dflash_aot.cache.verification import Promise, list_promises
 
 WRITERS = 4
@@ -32,8 +33,9 @@ def push_bundle(bundle: Path, url: str, patience: Patience = PATIENT) -> Pushed:
     Raises MissingBundle, CorruptBundle where the bundle is broken, StoreFailed.
     """
     content = read_content(bundle)
-    promises = list_promises(bundle, parse_manifest(bundle, content))
-    envelope = _read_envelope(bundle)
+    manifest = parse_manifest(bundle, content)
+    check_consistent(bundle, manifest)
+    promises, signatures = list_promises(bundle, manifest), attestation.read_signatures(bundle)
     objects = open_objects(url, patience)
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="push") as pool:
         try:
@@ -42,8 +44,8 @@ def push_bundle(bundle: Path, url: str, patience: Patience = PATIENT) -> Pushed:
         finally:
             pool.shutdown(cancel_futures=True)
     # Whoever sees the new manifest sees its signatures, too.
-    if envelope is not None:
-        objects.write(attestation.FILE, envelope)
+    if signatures is not None:
+        objects.write(attestation.FILE, signatures)
     elif objects.size(attestation.FILE) is not None:
         objects.remove(attestation.FILE)
     objects.write(FILE, content)
@@ -51,26 +53,14 @@ def push_bundle(bundle: Path, url: str, patience: Patience = PATIENT) -> Pushed:
 
 
 def _send(objects: Objects, bundle: Path, promise: Promise) -> int:
-    """How many bytes; none where it was there."""
+    """How many bytes; none where it was there. It has to be whole here all the same."""
+    try:
+        content = read_packed(promise.blob, promise.path)
+    except CorruptBundle as error:
+        remedy = f"What mends it says {shlex.join(['dflash-bundle', 'verify', str(bundle)])}"
+        raise CorruptBundle(f"{promise.label}: {error}. Nothing is published at {objects.url}. {remedy}") from error
     name = promise.path.relative_to(bundle).as_posix()
     if objects.size(name) == promise.blob.bytes:
         return 0
-    try:
-        content = read_plain(promise.path)
-        unpack(promise.blob, content)
-    except (OSError, ValueError) as flaw:
-        words = flaw.strerror if isinstance(flaw, OSError) else flaw
-        raise CorruptBundle(
-            f"{promise.path} ({promise.label}): {words}. Nothing is published at {objects.url}"
-        ) from flaw
     objects.write(name, content)
     return len(content)
-
-
-def _read_envelope(bundle: Path) -> bytes | None:
-    try:
-        return read_plain(bundle / attestation.FILE, attestation.LARGEST)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CorruptBundle(f"{bundle / attestation.FILE}: {error.strerror}") from error

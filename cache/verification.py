@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache import attestation
+from dflash_aot.cache.blob import find_flaw
 from dflash_aot.cache.environment import Environment
-from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.files import is_temporary, name_kind, read_plain
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest
-from dflash_aot.cache.pickle_scan import scan_pickle
 from dflash_aot.cache.set_aside import DIRECTORY, set_aside
-from dflash_aot.cache.store import Store, find_flaw, unpack
+from dflash_aot.cache.store import Store
 
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
 BLOB = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +29,11 @@ class Promise(msgspec.Struct, frozen=True):
     path: Path
     blob: Blob
     label: str
-    pickled: bool
+
+    @property
+    def pickled(self) -> bool:
+        """Executables are, programs are not."""
+        return isinstance(self.blob, Entry)
 
 
 class Flaw(msgspec.Struct, frozen=True):
@@ -61,8 +65,8 @@ def list_promises(bundle: Path, manifest: Manifest) -> list[Promise]:
         promise
         for entry in manifest.entries
         for promise in (
-            Promise(store.path(entry), entry, entry.signature.label, pickled=True),
-            Promise(store.program_path(entry), entry.program, f"program of {entry.signature.label}", pickled=False),
+            Promise(store.path(entry), entry, entry.signature.label),
+            Promise(store.program_path(entry), entry.program, f"program of {entry.signature.label}"),
         )
     )
     return list({promise.path: promise for promise in promises}.values())
@@ -89,34 +93,23 @@ def check_key(store: Store, entry: Entry, environment: Environment) -> Flaw | No
 
 
 def check_file(promise: Promise) -> Flaw | None:
-    """Kind, size, sha256, what it unpacks to, and the names in its pickle, in this order."""
+    """What kind of file it is, and whether it is whole, see `unpack`."""
     blob, path = promise.blob, promise.path
 
-    def flaw(field: str, promised: object, found: object, content: bool = True) -> Flaw:
-        return Flaw(path, promise.label, field, str(promised), str(found), content)
+    def flaw(promised: str, found: str, content: bool) -> Flaw:
+        return Flaw(path, promise.label, "file", promised, found, content)
 
     if path.parent.is_symlink():
-        return flaw("file", "a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
+        return flaw("a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
     try:
         content = read_plain(path)
     except FileNotFoundError:
-        return flaw("file", f"a file of {blob.bytes} bytes", "missing", content=False)
+        return flaw(f"a file of {blob.bytes} bytes", "missing", content=False)
     except OSError as error:
         # A link or a fifo is no file of the bundle's; a disk that does not answer, or permission, proves nothing.
-        return flaw("file", f"a file of {blob.bytes} bytes", error.strerror, content=_is_strange(path))
-    if len(content) != blob.bytes:
-        return flaw("bytes", blob.bytes, len(content))
-    if wrong := find_flaw(blob, content):
-        return flaw("sha256", blob.sha256, wrong.removeprefix("its sha256 is "))
-    try:
-        serialized = unpack(blob, content)
-    except ValueError as error:
-        return flaw("serialized_bytes", blob.serialized_bytes, error)
-    try:
-        if promise.pickled:
-            scan_pickle(serialized, "its pickle")
-    except CorruptBundle as error:
-        return flaw("pickle", "names that JAX writes", error)
+        return flaw(f"a file of {blob.bytes} bytes", str(error.strerror), content=_is_strange(path))
+    if broken := find_flaw(blob, content):
+        return Flaw(path, promise.label, broken.field, broken.promised, broken.found, broken.content)
     return None
 
 

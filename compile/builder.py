@@ -6,11 +6,12 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import BuildFailed, DflashError
 from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.manifest import Entry, Memory
 from dflash_aot.cache.signature import Array, Signature
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.compile.exhaustion import explain_exhaustion
 from dflash_aot.compile.inspection import inspect, read_cost
 from dflash_aot.compile.lowering import check_donation, input_arrays, lower_program, output_arrays
@@ -27,10 +28,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Builder:
-    """Compiles for one machine into one store."""
+    """Compiles for one machine into one store; JAX's own cache of executables is off from here on, in all threads."""
 
     def __init__(self, machine: Machine, store: Store):
         self._machine, self._store = machine, store
+        # Nobody verifies what comes from there, and on CPU it cannot be serialized once more: it has lost functions.
+        jax.config.update("jax_enable_compilation_cache", False)
 
     def compile(self, order: Order) -> Entry:
         """Compiles, checks, serializes and publishes. Raises BuildFailed, or what the compiler raises."""

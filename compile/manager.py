@@ -78,7 +78,7 @@ class _Build:
             self._say(signature.label)
             try:
                 order = self._prepare(signature, site.environment)
-                if entry := self._store.find(order.key) or self._take_shared(order):
+                if entry := self._store.find(order.key, order.signature, order.program) or self._take_shared(order):
                     self._note(signature.label, entry)
                 else:
                     pending[site.start(order)] = signature.label

@@ -7,17 +7,24 @@ from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import Manifest
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.recipe import WeightRecipe
+from dflash_aot.cache.signature import Array, Signature, state_arrays
 from dflash_aot.cache.store import Store
 from dflash_aot.compile.lowering import export_program
 from dflash_aot.compile.programs import Programs
 
 
 class Source(Protocol):
-    """Every signature of a grid, the weights and state that they name, and each as portable StableHLO."""
+    """Every signature of a grid, the state and weights that they name (`known` by name), each as portable StableHLO."""
 
     @property
     def signatures(self) -> Sequence[Signature]: ...
+
+    @property
+    def state(self) -> tuple[Array, ...]: ...
+
+    @property
+    def recipes(self) -> tuple[WeightRecipe, ...]: ...
 
     @property
     def known(self) -> Mapping[str, Array]: ...
@@ -30,6 +37,7 @@ class Traced:
 
     def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
         self.signatures, self.known = programs.signatures(grid), programs.known_arrays(grid)
+        self.state, self.recipes = state_arrays(programs.pair, grid), programs.recipes()
         self._programs, self._platform, self._devices = programs, platform, devices
 
     def export(self, signature: Signature) -> bytes:
@@ -41,7 +49,8 @@ class Stored:
     """The programs of a bundle, whose checkpoints nobody needs."""
 
     def __init__(self, manifest: Manifest, store: Store):
-        self.signatures, self.known = [entry.signature for entry in manifest.entries], manifest.known_arrays()
+        self.signatures = [entry.signature for entry in manifest.entries]
+        self.state, self.recipes, self.known = manifest.state, manifest.weights, manifest.known_arrays()
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
         self._manifest, self._store = manifest, store
 

@@ -11,7 +11,7 @@ from types import TracebackType
 import msgspec
 
 from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
-from dflash_aot.cache.manifest import Entry, Manifest
+from dflash_aot.cache.manifest import Entry, Manifest, mend_command
 from dflash_aot.runtime.canary_worker import Devices, Order, Trial
 
 
@@ -41,6 +41,11 @@ class Canaries:
         assert self._process
         code = self._process.wait()
         self._end()
+        if code == -signal.SIGKILL:  # not its own doing: whoever has too little memory is killed so
+            raise IncompatibleBundle(
+                f"{entry.signature.label} cannot be called here: the process that called it was killed. Where nobody "
+                "did that, memory was short"
+            )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return Trial(None, "crash", f"the process that called it {how}{self._read_last_words()}")
 
@@ -82,7 +87,8 @@ class Canaries:
             lines.append(f"  {devices.failure}")
         if lines:
             raise IncompatibleBundle(
-                f"{self._order.bundle} was built for another machine, no executable was called:\n" + "\n".join(lines)
+                f"{self._order.bundle} was built for another machine, no executable was called:\n"
+                + "\n".join([*lines, f"Build it for this one: {mend_command(Path(self._order.bundle))}"])
             )
 
     def _end(self) -> None:

@@ -1,6 +1,7 @@
 """What an executable computes from inputs that anyone can make: recorded once, compared wherever it runs later."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -88,16 +89,25 @@ def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -
     return Output(name, str(values.dtype), numbers.size, tuple(numbers[places].tolist()), mean)
 
 
+def is_comparable(golden: Canary | None) -> TypeGuard[Canary]:
+    """Whether it is of the inputs that are made today."""
+    return golden is not None and golden.version == VERSION
+
+
 def find_deviations(golden: Canary, found: Canary, dtype: str) -> list[str]:
     """Where an executable of a bundle in `dtype` does not compute what was recorded, output by output."""
-    if golden.version != found.version:
-        return []  # other inputs: nothing to compare
+    if (outputs := _name_outputs(found)) != (recorded := _name_outputs(golden)):
+        return [f"outputs are {outputs}, recorded are {recorded}"]
     pairs = list(zip(golden.outputs, found.outputs, strict=True))
     deviations = list(_compare_numbers(pairs, TOLERANCE[dtype]))
     tokens = [(one, other) for one, other in pairs if _is_whole(one)]
     if not deviations and tokens:
         deviations += _compare_tokens(tokens, AGREEING_TOKENS[dtype])
     return deviations
+
+
+def _name_outputs(canary: Canary) -> str:
+    return ", ".join(f"{output.name} {output.dtype}" for output in canary.outputs)
 
 
 def _compare_numbers(pairs: Iterable[tuple[Output, Output]], tolerance: float) -> Iterator[str]:

@@ -18,7 +18,7 @@ from dflash_aot.cache.manifest import Canary, Entry
 from dflash_aot.cache.set_aside import Kind
 from dflash_aot.cache.signature import Array
 from dflash_aot.cache.store import Store
-from dflash_aot.runtime.canary import CanaryBench, find_deviations
+from dflash_aot.runtime.canary import CanaryBench, find_deviations, is_comparable
 from dflash_aot.runtime.executable import is_exhausted, load_executable
 
 
@@ -40,11 +40,15 @@ class Devices(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What an executable computed, or what is wrong with it and what kind of wrong; neither where memory is short."""
+    """What an executable computed, or what is wrong with it and what kind of wrong; neither where memory is short.
+
+    `compared`: with what is known of it, that is, something of the same inputs.
+    """
 
     canary: Canary | None
     kind: Kind | None = None
     words: str = ""
+    compared: bool = False
 
 
 def main() -> None:
@@ -70,16 +74,16 @@ def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Devi
     store = Store(Path(order.bundle))
     try:
         executable = load_executable(store.read(entry), entry.signature, devices, str(store.path(entry)))
+        found = bench.call(executable)
     except (CorruptBundle, IncompatibleBundle) as error:
         return Trial(None, "bytes", str(error))
-    try:
-        found = bench.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
         words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return Trial(None, None if is_exhausted(error) else "canary", words)
-    if entry.canary and (deviations := find_deviations(entry.canary, found, order.dtype)):
-        return Trial(found, "canary", "; ".join(deviations))
-    return Trial(found)
+    if not is_comparable(entry.canary):
+        return Trial(found)
+    deviations = find_deviations(entry.canary, found, order.dtype)
+    return Trial(found, "canary" if deviations else None, "; ".join(deviations), compared=True)
 
 
 def _send(answers: BinaryIO, message: msgspec.Struct) -> None:

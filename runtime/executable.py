@@ -85,7 +85,11 @@ def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Dev
     Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices, and
     what says that memory is exhausted.
     """
-    _check_devices(scan_pickle(blob, where), devices, where)
+    try:
+        built = scan_pickle(blob)
+    except CorruptBundle as error:
+        raise CorruptBundle(f"{where}: {error}") from error
+    _check_devices(built, devices, where)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)

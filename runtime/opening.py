@@ -1,5 +1,6 @@
 """From a bundle and its checkpoints to executables that have run once, on weights that are in place."""
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def _within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
             raise
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
-            f"What it takes: dflash-bundle inspect {path}. Make room, or build a smaller grid: "
+            f"What it takes: dflash-bundle inspect {shlex.quote(str(path))}. Make room, or build a smaller grid: "
             f"{manifest.rebuild_command(path)}"
         ) from error
 

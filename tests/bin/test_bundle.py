@@ -11,11 +11,12 @@ from msgspec import structs
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.ed25519 import read_public_key
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import encode_manifest, mend_command, read_manifest
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.cache.verification import list_promises
 
 PRECOMPILE = "dflash-precompile --bundle"
@@ -338,7 +339,7 @@ def test_nothing_is_removed_or_signed_while_a_builder_is_at_work(manage, copy, m
     with Store(copy).open_for_building():
         for arguments in (["gc", copy], ["sign", copy, "--key", make_key("ours")[0]]):
             done = manage(*arguments)
-            assert done.code == 5 and "another dflash-precompile is building here" in done.err
+            assert done.code == 5 and "another dflash-precompile or dflash-bundle is at work here" in done.err
         assert manage("gc", copy, "--dry_run").code == 0
 
 

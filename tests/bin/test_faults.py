@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile, run
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.manifest import Entry, encode_manifest, mend_command, read_manifest, replace_commands
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 
 Words = list[str]
 
@@ -111,7 +112,7 @@ def plant(copy: Path, content: bytes, program: str = "verify") -> str:
 
 def plant_payload(copy: Path) -> Words:
     where = plant(copy, pickle.dumps(Payload()))
-    return [f"{where}: the pickle names posix.system", "It was not loaded", replace_commands(copy)]
+    return [f"{where}: the pickle names posix.system", "It was not loaded", mend_command(copy)]
 
 
 def plant_rubbish(copy: Path) -> Words:
@@ -213,10 +214,14 @@ def test_another_model_ends_with_4_and_both_values(serve, pair):
 
 
 def test_what_the_message_says_mends_it(command, serve, copy):
-    """Also where the builder's own records were not copied along, and a builder would take the blob as it is."""
+    """Also where the builder's own records were not copied along, and it cannot see what is wrong with a blob."""
     whole = serve()
     shutil.rmtree(copy / "entries")
     plant_payload(copy)
+    assert command(precompile, "--rebuild", copy).code == 0
+    assert serve() == whole
+    shutil.rmtree(copy / "entries")
+    plant_another_bucket(copy)
     assert command(precompile, "--rebuild", copy).code == 0
     refused = serve()
     assert refused.code == 3 and refused.err.endswith(f"\nMend it: {replace_commands(copy)}\n")

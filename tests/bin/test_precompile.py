@@ -253,7 +253,7 @@ def test_two_builders_do_not_share_a_bundle(command, pair, copy):
     with open(copy / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
-    assert done.code == 5 and "another dflash-precompile is building here" in done.err
+    assert done.code == 5 and "another dflash-precompile or dflash-bundle is at work here" in done.err
 
 
 def test_help_names_every_flag(command):

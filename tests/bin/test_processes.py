@@ -108,7 +108,7 @@ def test_a_build_that_is_ended_again_and_again_goes_on_from_where_it_was(command
     for records in (2, EXECUTABLES):
         process = build_until(records)
         done = command(precompile, *flags)
-        assert done.code == 5 and f"{tmp_path}: another dflash-precompile is building here" in done.err
+        assert done.code == 5 and f"{tmp_path}: another dflash-precompile or dflash-bundle is at work here" in done.err
         process.kill()
         assert finish(process)[0] == -signal.SIGKILL
         assert not (tmp_path / "manifest.json").exists()

@@ -144,3 +144,43 @@ def test_for_a_tpu_every_byte_is_the_same_for_everyone(tied, tmp_path):
     assert again["compiled"] == found["executables"]
     old, new = read_manifest(tmp_path / "a b"), read_manifest(tmp_path / "new")
     assert [entry.sha256 for entry in new.entries] == [entry.sha256 for entry in old.entries]
+
+
+def test_a_manifest_that_contradicts_itself_is_not_compiled(copy, tmp_path):
+    manifest = read_manifest(copy)
+    rewrite(copy, entries=manifest.entries[1:])
+    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.returncode == 3 and "has no entry for prefill" in done.stderr
+    facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=0))
+    rewrite(copy, target=structs.replace(manifest.target, facts=facts), entries=manifest.entries)
+    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+
+
+def test_recipes_are_those_of_the_bundle(copy, tmp_path):
+    """What an older version of this project said of the weights belongs to the programs that it traced."""
+    first, *rest = read_manifest(copy).weights
+    renamed = structs.replace(first, placements=(structs.replace(first.placements[0], tensor="of.another.name"),))
+    rewrite(copy, weights=(renamed, *rest))
+    report(precompile("--rebuild", copy, "--bundle", tmp_path / "new", "--json", "--nocanaries", **OTHER_FLAGS))
+    assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
+
+
+def test_only_what_was_signed_is_compiled_if_that_is_asked(copy, make_key):
+    done = precompile("--rebuild", copy, "--require_signature", make_key("somebody")[1])
+    assert done.returncode == 3 and "manifest.sig.json" in done.stderr
+
+
+def test_the_cache_of_jax_is_neither_read_nor_written(tied, tmp_path):
+    """What comes from there cannot be serialized once more; and nobody has verified it."""
+    pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--nocanaries")
+    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8")
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    for place in ("one", "other"):
+        done = precompile(*flags, "--bundle", tmp_path / place, **cache)
+        assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("cache/*")) == []

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.config_file import ConfigFile
 from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment
@@ -20,7 +21,7 @@ from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
 from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
@@ -205,6 +206,13 @@ def manifest(environment, blobs, texts) -> Manifest:
         weights=weights,
         entries=entries,
     )
+
+
+@pytest.fixture(scope="session")
+def find(manifest, texts) -> Callable[[Store, Entry], Entry | None]:
+    """A store and an entry of the manifest → what a builder finds that is about to compile it."""
+    programs = {entry.key: text for entry, text in zip(manifest.entries, texts, strict=True)}
+    return lambda store, entry: store.find(entry.key, entry.signature, programs[entry.key])
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import find_flaw, pack
 from dflash_aot.cache.files import temporaries
 from dflash_aot.cache.manifest import Entry, Manifest, encode_manifest, read_manifest
-from dflash_aot.cache.store import Store, find_flaw, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.cache.verification import Flaw, check_file, list_promises
 from tests.cache.toy_builder import Order, Outcome
 
@@ -135,7 +136,9 @@ def test_of_builders_at_once_one_builds_and_the_others_are_told(run_builders, or
     grids = [slice(4) if same else slice(at % 4, at % 4 + 4) for at in range(count)]
     outcomes = run_builders(*(order(place, grid) for grid in grids))
     assert sorted(outcome.code for outcome in outcomes) == [0] + [5] * (count - 1)
-    refused = f"{place}: another dflash-precompile is building here. Wait for it, or give another --bundle"
+    refused = (
+        f"{place}: another dflash-precompile or dflash-bundle is at work here. Wait for it, or name another bundle"
+    )
     assert {outcome.words for outcome in outcomes if outcome.code} == {refused}
     (winner,) = (at for at, outcome in enumerate(outcomes) if outcome.code == 0)
     first = order(place, grids[winner]).manifest

@@ -3,21 +3,27 @@
 import fcntl
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from dflash_aot.cache.attestation import sign
+from dflash_aot.cache.blob import pack, unpack
 from dflash_aot.cache.download import fetch_bundle
 from dflash_aot.cache.ed25519 import read_private_key
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.manifest import encode_manifest, read_content, read_manifest
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.manifest import LARGEST, encode_manifest, read_content, read_manifest
 from dflash_aot.cache.patience import Patience
-from dflash_aot.cache.store import Store, unpack
+from dflash_aot.cache.signature import ProgramWeights, describe_pair, signatures, state_arrays
+from dflash_aot.cache.store import Store
 from dflash_aot.cache.upload import push_bundle
 from dflash_aot.cache.verification import list_promises
 from tests.object_server import afterwards, change, cut, refuse, silence
@@ -25,8 +31,9 @@ from tests.object_server import afterwards, change, cut, refuse, silence
 HASTY = Patience(attempts=2, seconds=20, pause=0)
 FETCH = """
 import sys
+from pathlib import Path
 from dflash_aot.cache.download import fetch_bundle
-print(fetch_bundle(sys.argv[1]))
+print(fetch_bundle(sys.argv[1], Path(sys.argv[2])))
 """
 FETCH_TO_A_FULL_DISK = """
 import resource, signal, sys
@@ -84,6 +91,24 @@ def check(copy, manifest):
         unpack(promise.blob, promise.path.read_bytes())
 
 
+@pytest.fixture
+def smaller(manifest):
+    """A bundle with some of the same executables."""
+    pair = describe_pair(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
+    grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
+    labels = {one.label for one in signatures(pair, grid, ProgramWeights((), (), ()))}
+    entries = tuple(entry for entry in manifest.entries if entry.signature.label in labels)
+    return structs.replace(manifest, grid=grid, state=state_arrays(pair, grid), entries=entries)
+
+
+@pytest.fixture
+def forged(manifest):
+    """A bundle one of whose executables would run something else, and that executable as a file."""
+    blob, executable = pack(pickle.dumps(os.system))
+    entry = structs.replace(manifest.entries[0], **structs.asdict(blob))
+    return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), executable
+
+
 def republish(store, manifest, bucket):
     """Another bundle at the same URL."""
     store.publish(manifest)
@@ -117,9 +142,41 @@ def test_a_bundle_may_be_pushed_to_any_place(kind, store, manifest, tmp_path):
 
 def test_a_broken_bundle_is_not_pushed(store, bucket, manifest):
     store.path(manifest.entries[0]).write_bytes(b"broken")
-    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256} .*Nothing is published at {bucket.url}"):
+    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: .*Nothing is published at {bucket.url}"):
         push_bundle(store.bundle, bucket.url)
     assert "manifest.json" not in bucket.names()
+
+
+def test_what_broke_here_is_found_where_the_other_side_has_it_whole(store, pushed, manifest):
+    store.path(manifest.entries[0]).write_bytes(b"broken")
+    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: 6 bytes, .*Nothing is published"):
+        push_bundle(store.bundle, pushed.url)
+    assert "manifest.json" not in pushed.asked("PUT")
+
+
+def test_a_bundle_that_contradicts_itself_is_neither_pushed_nor_fetched(store, pushed, manifest):
+    contradiction = structs.replace(manifest, dtype="float32")
+    store.publish(contradiction)
+    with pytest.raises(CorruptBundle, match="manifest.json: state is .*Build it again: dflash-precompile"):
+        push_bundle(store.bundle, pushed.url)
+    assert pushed.asked("PUT") == []
+    pushed.put("manifest.json", encode_manifest(contradiction))
+    with pytest.raises(CorruptBundle, match=f"^{pushed.url}/manifest.json: state is .*dflash-bundle push"):
+        fetch_bundle(pushed.url)
+    assert not any("/" in name for name in pushed.asked("GET"))
+
+
+def test_an_executable_that_would_run_something_else_is_neither_pushed_nor_fetched(store, pushed, forged):
+    """Its size and its sha256 are what the manifest promises."""
+    manifest, executable = forged
+    store.path(manifest.entries[0]).write_bytes(executable)
+    store.publish(manifest)
+    with pytest.raises(CorruptBundle, match="the pickle names posix.system"):
+        push_bundle(store.bundle, pushed.url)
+    pushed.put(f"executables/{manifest.entries[0].sha256}", executable)
+    pushed.put("manifest.json", encode_manifest(manifest))
+    with pytest.raises(CorruptBundle, match="the pickle names posix.system"):
+        fetch_bundle(pushed.url)
 
 
 def test_a_push_that_is_refused_says_so(store, bucket):
@@ -206,7 +263,7 @@ def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest,
     pushed.put(name, damage(pushed.get(name)))
     with pytest.raises(CorruptBundle) as refused:
         fetch_bundle(pushed.url)
-    assert str(refused.value).startswith(f"{pushed.url}/{name} ({entry.signature.label}): ")
+    assert str(refused.value).startswith(f"{entry.signature.label}: {pushed.url}/{name}: ")
     assert str(refused.value).endswith(f"dflash-bundle push BUNDLE {pushed.url}")
     assert len(pushed.asked("GET", name)) == 2
 
@@ -218,29 +275,35 @@ def test_a_manifest_that_is_none_is_refused(pushed, content):
         fetch_bundle(pushed.url, patience=HASTY)
 
 
+def test_a_manifest_that_no_reader_takes_is_not_fetched(tmp_path):
+    with open(tmp_path / "manifest.json", "wb") as manifest:
+        manifest.truncate(LARGEST + 1)
+    with pytest.raises(CorruptBundle, match=f"{LARGEST + 1} bytes, where at most {LARGEST} are read"):
+        fetch_bundle(str(tmp_path))
+
+
 def test_a_place_without_a_bundle_is_refused(bucket):
     with pytest.raises(MissingBundle, match=f"{bucket.url}/manifest.json does not exist: .*dflash-bundle push BUNDLE"):
         fetch_bundle(bucket.url)
 
 
-def test_a_bundle_that_is_replaced_while_it_is_fetched_comes_whole(pushed, store, manifest, blobs_of):
+def test_a_bundle_that_is_replaced_while_it_is_fetched_comes_whole(pushed, store, manifest, smaller, blobs_of):
     """The old one's executables are gone, too."""
-    fewer = structs.replace(manifest, entries=manifest.entries[:2])
-    gone = [name for name in blobs_of(manifest) if name not in blobs_of(fewer)]
+    gone = [name for name in blobs_of(manifest) if name not in blobs_of(smaller)]
 
     def replace():
-        republish(store, fewer, pushed)
+        republish(store, smaller, pushed)
         for name in gone:
             pushed.remove(name)
 
     pushed.server.fail("GET", "manifest.sig.json", afterwards(replace))
-    check(fetch_bundle(pushed.url), fewer)
+    check(fetch_bundle(pushed.url), smaller)
 
 
 def test_both_bundles_of_a_url_stay_whole(pushed, store, manifest, blobs_of):
     """Whoever opened the old one may go on with it; what they share is not downloaded twice."""
     old = fetch_bundle(pushed.url)
-    other = structs.replace(manifest, dtype="float32")
+    other = structs.replace(manifest, target=structs.replace(manifest.target, reference="elsewhere"))
     republish(store, other, pushed)
     pushed.server.forget()
     check(fetch_bundle(pushed.url), other)
@@ -269,14 +332,6 @@ def test_a_full_disk_leaves_nothing_half(pushed, cache):
     assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)
 
 
-def test_two_processes_download_a_bundle_once(pushed, manifest, blobs_of):
-    command = [sys.executable, "-c", FETCH, pushed.url]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    copies = [process.communicate()[0] for process in processes]
-    assert copies[0] == copies[1]
-    assert sorted(name for name in pushed.asked("GET") if "/" in name) == blobs_of(manifest)
-
-
 def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
     """The first one is held up until the second one says that it waits."""
     listener, logger = Listener(), logging.getLogger("dflash_aot.cache.download")
@@ -291,8 +346,56 @@ def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
     assert sorted(name for name in pushed.asked("GET") if "/" in name) == blobs_of(manifest)
 
 
+@pytest.fixture
+def signed(pushed, store, make_key):
+    """The same with a signature, and the public key."""
+    private, public = make_key("mine")
+    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    push_bundle(store.bundle, pushed.url)
+    return pushed, public
+
+
+def test_two_processes_fetch_a_signed_bundle_once(signed, manifest, blobs_of):
+    bucket, public = signed
+    bucket.server.forget()
+    command = [sys.executable, "-c", FETCH, bucket.url, str(public)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (copy,) = {process.communicate()[0].strip() for process in processes}
+    check(Path(copy), manifest)
+    read_manifest(Path(copy), public)
+    assert sorted(name for name in bucket.asked("GET") if "/" in name) == blobs_of(manifest)
+
+
+def test_whoever_waits_for_the_lock_has_not_written_anything(signed, cache):
+    """Its holder removes what is not finished."""
+    bucket, public = signed
+    copy = fetch_bundle(bucket.url, public)
+    shutil.rmtree(copy)
+    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.download")
+    logger.addHandler(listener)
+    with open(copy.parent / ".lock") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fetching = pool.submit(fetch_bundle, bucket.url, public)
+        listener.heard.wait()
+        found = list(copy.parent.iterdir())
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert fetching.result() == copy
+    logger.removeHandler(listener)
+    assert [path.name for path in found] == [".lock"]
+
+
+def test_a_signature_that_is_not_right_does_not_replace_one_that_is(signed, make_key):
+    bucket, public = signed
+    copy = fetch_bundle(bucket.url, public)
+    bucket.put("manifest.sig.json", b"{}")
+    with pytest.raises(CorruptBundle, match=f"^{bucket.url}/manifest.sig.json: .*dflash-bundle sign BUNDLE"):
+        fetch_bundle(bucket.url, public)
+    read_manifest(copy, public)
+
+
 def test_what_has_to_be_signed_is_fetched_with_its_signature(pushed, store, manifest, make_key):
     private, public = make_key("mine")
+    fetch_bundle(pushed.url)
     with pytest.raises(CorruptBundle, match="not signed"):
         fetch_bundle(pushed.url, public)
     sign(store.bundle, read_content(store.bundle), read_private_key(private))

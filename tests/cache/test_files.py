@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dflash_aot.cache.files import is_temporary, read_plain, temporaries
+from dflash_aot.cache.files import is_temporary, read_plain, temporaries, write_atomically
 
 
 def test_a_file_is_read(tmp_path):
@@ -53,3 +53,10 @@ def test_only_our_own_temporaries_are_taken_for_such(tmp_path):
         (tmp_path / name).touch()
     assert [path.name for path in temporaries(tmp_path)] == [".blob.abc.unfinished"]
     assert not is_temporary(tmp_path / ".lock")
+
+
+def test_a_writer_whose_temporary_was_swept_away_says_what_it_could_not_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in temporaries(tmp_path)])
+    with pytest.raises(FileNotFoundError) as refused:
+        write_atomically(tmp_path / "name", b"content")
+    assert refused.value.filename == str(tmp_path / "name")

@@ -150,6 +150,11 @@ def test_a_grid_covers_everything_up_to_its_maximum(grid):
     assert grid.fit(1, 1, 0) == min(grid.buckets())
 
 
+@given(GRIDS)
+def test_what_is_counted_is_what_is_listed(grid):
+    assert grid.count() == len(grid.buckets()) + len(grid.chunks())
+
+
 @given(GRIDS, st.data())
 def test_chunks_walk_through_every_prompt_that_the_kv_holds(grid, data):
     prompt = data.draw(st.integers(1, grid.capacity))

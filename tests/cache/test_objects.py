@@ -3,13 +3,14 @@
 import errno
 import os
 import threading
+from contextlib import suppress
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
 import pytest
 
-from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.objects import Directory, open_objects
 from dflash_aot.cache.patience import Patience
 from dflash_aot.cache.remote import Remote, is_refusal, is_transient
@@ -188,6 +189,50 @@ def test_a_place_that_can_only_be_read_refuses(tmp_path):
         with pytest.raises(StoreRefused, match="other: not allowed: 501"):
             objects.write("other", b"")
         server.shutdown()
+
+
+class Boundless(BaseHTTPRequestHandler):
+    """Sends more than anybody wants, whatever part of it is asked for, and counts what it got rid of."""
+
+    TOTAL, PART = 1 << 25, bytes(1 << 16)
+    sent = 0
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while Boundless.sent < self.TOTAL:
+                self.wfile.write(self.PART)
+                Boundless.sent += len(self.PART)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_that_sends_more_than_was_asked_for_is_not_listened_to():
+    with HTTPServer(("127.0.0.1", 0), Boundless) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        with pytest.raises(CorruptBundle, match="name: more than 9 bytes"):
+            open_objects(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
+        server.shutdown()
+        thread.join()
+    assert 0 < Boundless.sent < Boundless.TOTAL
+
+
+def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
+    bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
+    objects = open_objects(bucket.server.endpoint, Patience(attempts=2, seconds=0.2, pause=0))
+    with pytest.raises(StoreFailed, match=r"name: no answer in time \(2 attempts\)"):
+        objects.read("name", 10)
+
+
+@pytest.mark.parametrize("url", ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"])
+def test_a_url_with_a_query_is_refused(url):
+    """A name appended to it would be one of the query."""
+    with pytest.raises(BadInput, match="place: was given with a query") as refused:
+        open_objects(url)
+    assert "secret" not in str(refused.value)
 
 
 class Coded(Exception):

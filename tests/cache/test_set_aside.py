@@ -1,14 +1,16 @@
 """What is broken moves out of the way once, with its reason, and what does wrong is never built again in a loop."""
 
 import os
+import pickle
 
 import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle
 from dflash_aot.cache.set_aside import Finding, set_aside
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 
 
 @pytest.fixture
@@ -59,26 +61,26 @@ def test_what_cannot_be_moved_stays_and_leaves_no_reason_behind(store, entry, tm
 
 
 @pytest.mark.parametrize("kind", ["canary", "crash"])
-def test_what_does_wrong_is_not_taken_again(store, manifest, blobs, texts, entry, kind):
+def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts, entry, kind):
     executable, program = pack(blobs[2])[1], pack(texts[2])[1]
     store.set_aside(entry, kind, "signal 11 in draft")
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     with pytest.raises(BuildFailed, match=rf"\({kind}\): signal 11 in draft.*remove .*{entry.sha256}.0.json and build"):
         store.add(entry, executable, program)
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     other = manifest.entries[3]
     store.add(other, pack(blobs[3])[1], pack(texts[3])[1])
     (store.bundle / "set-aside" / f"{entry.sha256}.0.json").unlink()
     store.add(entry, executable, program)
-    assert store.find(entry.key) == entry
+    assert find(store, entry) == entry
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
-def test_a_reason_that_cannot_be_read_accuses_nobody(store, blobs, texts, entry, content):
+def test_a_reason_that_cannot_be_read_accuses_nobody(find, store, blobs, texts, entry, content):
     store.set_aside(entry, "crash", "signal 11")
     (store.bundle / "set-aside" / f"{entry.sha256}.0.json").write_bytes(content)
     store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
-    assert store.find(entry.key) == entry
+    assert find(store, entry) == entry
 
 
 # -- what a builder finds
@@ -110,43 +112,53 @@ def fifo(path):
 
 @pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])
 @pytest.mark.parametrize("place", ["path", "program_path"])
-def test_a_broken_blob_is_set_aside_and_built_anew(store, blobs, texts, entry, damage, place):
+def test_a_broken_blob_is_set_aside_and_built_anew(find, store, blobs, texts, entry, damage, place):
     path = getattr(store, place)(entry)
     damage(path)
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     assert not os.path.lexists(path)
     assert [(one.kind, one.file) for one in findings(store).values()] == [("bytes", f"{path.parent.name}/{path.name}")]
     store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
-    assert store.find(entry.key) == entry
+    assert find(store, entry) == entry
 
 
-def test_both_blobs_of_an_executable_are_looked_at(store, entry):
+def test_an_executable_whose_pickle_names_what_none_needs_is_not_taken_again_and_again(find, store, entry):
+    """Its hash is right, and so is what it unpacks to."""
+    blob, attack = pack(pickle.dumps(os.system))
+    forged = structs.replace(entry, **structs.asdict(blob))
+    store.add(forged, attack, store.program_path(entry).read_bytes())
+    assert find(store, entry) is None
+    assert not store.path(forged).exists()
+    assert "the pickle names posix.system" in findings(store)[f"{blob.sha256}.0"].words
+
+
+def test_both_blobs_of_an_executable_are_looked_at(find, store, entry):
     cut(store.path(entry))
     cut(store.program_path(entry))
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     assert len(findings(store)) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 100_000])
-def test_a_broken_record_is_set_aside(store, entry, content):
+def test_a_broken_record_is_set_aside(find, store, entry, content):
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(content)
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     assert not record.exists()
     assert [one.file for one in findings(store).values()] == [f"entries/{entry.key}.json"]
 
 
-def test_the_record_of_another_executable_is_set_aside(store, manifest, entry):
+def test_the_record_of_another_executable_is_set_aside(find, store, manifest, entry):
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
     assert "the record of" in findings(store)[f"{record.name}.0"].words
 
 
-def test_what_is_missing_is_no_finding(store, entry):
+def test_what_is_missing_is_no_finding(find, store, entry):
     store.path(entry).unlink()
-    assert store.find(entry.key) is None
-    assert store.find("0" * 64) is None
+    assert find(store, entry) is None
+    assert store.find("0" * 64, entry.signature, b"") is None
     assert not (store.bundle / "set-aside").exists()
 
 

@@ -1,18 +1,20 @@
 """A store that a team shares: what is found there is whole or not found, and no failure of it is a build's."""
 
+import os
+import pickle
 import threading
 
 import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import LARGEST, pack
 from dflash_aot.cache.errors import StoreFailed
 from dflash_aot.cache.manifest import Canary
 from dflash_aot.cache.objects import Directory, open_objects
 from dflash_aot.cache.patience import Patience
 from dflash_aot.cache.shared_entries import Shared
 from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.store import pack
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = Patience(attempts=2, seconds=20, pause=0)
@@ -69,7 +71,7 @@ def name(kind, built):
 
 def make_another(local, entry, number=0):
     """What one more compilation of the same comes to."""
-    blob, executable = pack(b"made by %d" % number)
+    blob, executable = pack(pickle.dumps(number))
     made = structs.replace(entry, **structs.asdict(blob))
     local.add(made, executable, local.program_path(entry).read_bytes())
     return made
@@ -136,7 +138,7 @@ def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built, find):
     (directory / name("executable", built)).unlink()
     store = SharedStore(Directory(directory))
     assert find(store, built) is None
-    assert "not there, though its record is" in store.report().failures[0]
+    assert "not there, though it was promised" in store.report().failures[0]
 
 
 def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built, find):
@@ -147,6 +149,40 @@ def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, bui
     store = SharedStore(Directory(directory))
     assert find(store, built) is None
     assert "does not unpack to 100 bytes" in store.report().failures[0]
+
+
+def test_a_program_of_another_size_than_was_asked_for_is_not_even_read(bucket, open_store, local, built, find):
+    add(open_store(), local, built)
+    entry = structs.replace(built, program=structs.replace(built.program, serialized_bytes=1 << 29))
+    bucket.put(name("record", built), msgspec.json.encode(entry))
+    bucket.server.asked.clear()
+    store = open_store()
+    assert find(store, built) is None
+    assert "compiled from another program" in store.report().failures[0]
+    assert bucket.asked("GET", "programs/") == []
+
+
+def test_an_executable_that_would_run_something_else_is_not_used_and_is_replaced(directory, local, built, find):
+    """Its record promises it as it is."""
+    forged, executable = pack(pickle.dumps(os.system))
+    entry = structs.replace(built, **structs.asdict(forged))
+    (directory / name("executable", entry)).write_bytes(executable)
+    (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    assert "the pickle names posix.system" in store.report().failures[0]
+    add(store, local, built)
+    assert is_what(find(SharedStore(Directory(directory)), built), local, built)
+
+
+def test_no_record_makes_a_builder_read_without_end(directory, local, built, find):
+    entry = structs.replace(built, bytes=1 << 40)
+    with open(directory / name("executable", built), "r+b") as executable:
+        executable.truncate(entry.bytes)
+    (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
+    store = SharedStore(Directory(directory))
+    assert find(store, built) is None
+    assert f"1099511627776 bytes, where at most {LARGEST} are read" in store.report().failures[0]
 
 
 def test_a_record_without_end_is_not_read(directory, local, built, find):

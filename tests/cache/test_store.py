@@ -1,22 +1,30 @@
 """The store: whole blobs or none, one builder at a time."""
 
 import hashlib
+import os
+import pickle
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import write_atomically
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.set_aside import Finding
+from dflash_aot.cache.store import Store
 
 HOLD_THE_LOCK = """
 import sys
@@ -52,9 +60,9 @@ def hidden(directory):
     return sorted(path.name for path in directory.rglob(".*"))
 
 
-def test_what_was_added_is_found_and_read_back(store, manifest, blobs, texts):
+def test_what_was_added_is_found_and_read_back(find, store, manifest, blobs, texts):
     for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
-        assert store.find(entry.key) == entry
+        assert find(store, entry) == entry
         assert store.read(entry) == blob
         assert store.read_program(entry) == text
     assert structs.replace(read_manifest(store.bundle), digest="") == manifest
@@ -64,18 +72,18 @@ def test_a_build_leaves_no_temporary_files(store):
     assert hidden(store.bundle) == [".lock"]
 
 
-def test_a_store_may_be_moved(store, manifest, tmp_path):
+def test_a_store_may_be_moved(find, store, manifest, tmp_path):
     moved = Store(shutil.move(store.bundle, tmp_path / "elsewhere"))
-    assert [moved.find(entry.key) for entry in manifest.entries] == list(manifest.entries)
+    assert [find(moved, entry) for entry in manifest.entries] == list(manifest.entries)
 
 
-def test_a_key_that_was_never_built_is_not_found(store):
-    assert store.find("0" * 64) is None
-    assert Store(store.bundle / "nowhere").find("0" * 64) is None
+def test_a_key_that_was_never_built_is_not_found(store, entry, texts):
+    for place in (store, Store(store.bundle / "nowhere")):
+        assert place.find("0" * 64, entry.signature, texts[2]) is None
 
 
 @pytest.mark.parametrize("kept", [0, 1, 0.5, -1])
-def test_a_truncated_blob_is_refused_with_both_sizes(store, entry, blob_path, kept):
+def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_path, kept):
     whole = blob_path.read_bytes()
     blob_path.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
     with pytest.raises(CorruptBundle) as refused:
@@ -83,14 +91,15 @@ def test_a_truncated_blob_is_refused_with_both_sizes(store, entry, blob_path, ke
     promised = f"{blob_path.stat().st_size} bytes, the manifest promises {entry.bytes}."
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
     assert str(refused.value).endswith(f"Mend it: dflash-precompile --rebuild {store.bundle}")
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
 
 
 @pytest.mark.parametrize("kind", ["executable", "program"])
 def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
     """All by the hash: no other check would find them all."""
     chance = random.Random(6)
-    (blob, executable), (program_blob, program) = pack(chance.randbytes(100)), pack(chance.randbytes(100))
+    text = chance.randbytes(100)
+    (blob, executable), (program_blob, program) = pack(pickle.dumps(chance.randbytes(100))), pack(text)
     entry = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(entry, executable, program)
     path, read = {
@@ -104,12 +113,12 @@ def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
         path.write_bytes(damaged)
         with pytest.raises(CorruptBundle, match=rf"{path} \(.*{entry.signature.label}\): its sha256 is [0-9a-f]{{64}}"):
             read(entry)
-    assert store.find(entry.key) is None
+    assert store.find(entry.key, entry.signature, text) is None
     path.write_bytes(whole)
-    assert store.find(entry.key) == entry
+    assert store.find(entry.key, entry.signature, text) == entry
 
 
-def test_two_blobs_that_changed_places_are_both_refused(store, manifest):
+def test_two_blobs_that_changed_places_are_both_refused(find, store, manifest):
     one, other = manifest.entries[:2]
     contents = [store.path(entry).read_bytes() for entry in (one, other)]
     for entry, content in zip((other, one), contents, strict=True):
@@ -119,7 +128,7 @@ def test_two_blobs_that_changed_places_are_both_refused(store, manifest):
             CorruptBundle, match=rf"\({entry.signature.label}\): .*Mend it: dflash-precompile --rebuild"
         ):
             store.read(entry)
-        assert store.find(entry.key) is None
+        assert find(store, entry) is None
 
 
 def packed(serialized):
@@ -138,13 +147,13 @@ def packed(serialized):
         (bytes(102), "unknown compression method"),
     ],
 )
-def test_a_blob_that_is_not_what_was_packed_is_refused(store, texts, entry, content, words):
+def test_a_blob_that_is_not_what_was_packed_is_refused(find, store, texts, entry, content, words):
     """Its hash is right; a builder does not take it either."""
     other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     store.add(other, content, pack(texts[2])[1])
     with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Mend it"):
         store.read(other)
-    assert store.find(other.key) is None and not store.path(other).exists()
+    assert find(store, other) is None and not store.path(other).exists()
 
 
 def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
@@ -158,25 +167,51 @@ def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
     tracemalloc.stop()
 
 
-def test_a_missing_blob_is_refused(store, entry, blob_path):
+def test_a_missing_blob_is_refused(find, store, entry, blob_path):
     blob_path.unlink()
     with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
         store.read(entry)
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff\xfe"])
-def test_a_record_that_cannot_be_read_is_as_if_never_built(store, entry, content):
+def test_a_record_that_cannot_be_read_is_as_if_never_built(find, store, entry, content):
     (store.bundle / "entries" / f"{entry.key}.json").write_bytes(content)
-    assert store.find(entry.key) is None
+    assert find(store, entry) is None
 
 
-def test_a_record_under_another_key_is_not_taken(store, manifest):
+def test_a_record_under_another_key_is_not_taken(find, store, manifest):
     one, other = manifest.entries[:2]
     records = store.bundle / "entries"
     (records / f"{one.key}.json").write_bytes((records / f"{other.key}.json").read_bytes())
-    assert store.find(one.key) is None
-    assert store.find(other.key) == other
+    assert find(store, one) is None
+    assert find(store, other) == other
+
+
+def test_a_record_of_another_executable_that_claims_the_key_is_set_aside(find, store, manifest):
+    one, other = manifest.entries[:2]
+    store.record(structs.replace(other, key=one.key))
+    assert find(store, one) is None
+    words = f"the record of {other.signature.label}, with another signature than was asked for"
+    assert set_aside_words(store) == [words]
+    store.record(one)
+    assert find(store, one) == one
+
+
+@pytest.mark.parametrize("length", ["the same", "another"])
+def test_a_record_of_what_was_compiled_from_another_program_is_set_aside(find, store, entry, blobs, texts, length):
+    text = texts[2][::-1] if length == "the same" else texts[3]
+    (blob, executable), (program_blob, program) = pack(blobs[2]), pack(text)
+    changed = structs.replace(entry, **structs.asdict(blob), program=program_blob)
+    store.add(changed, executable, program)
+    assert find(store, entry) is None
+    assert set_aside_words(store) == ["the record of what was compiled from another program"]
+    assert store.path(changed).exists() and store.program_path(changed).exists()  # which are what they should be
+
+
+def set_aside_words(store) -> list[str]:
+    notes = (store.bundle / "set-aside").glob("*.0.json")
+    return [msgspec.json.decode(note.read_bytes(), type=Finding).words for note in notes]
 
 
 def test_a_record_is_only_there_when_its_blob_is(tmp_path, entry):
@@ -242,6 +277,108 @@ def test_publishing_again_replaces_the_manifest(store, manifest):
     assert (store.bundle / "manifest.json").read_bytes() == encode_manifest(fewer)
 
 
+def test_where_no_manifest_can_be_written_the_old_one_stays_signed(store, manifest, full_disk):
+    signatures = store.bundle / "manifest.sig.json"
+    signatures.write_bytes(b"of the old one")
+    fewer = structs.replace(manifest, entries=())
+    with full_disk(200), pytest.raises(OSError):
+        store.publish(fewer)
+    assert signatures.exists()
+    store.publish(fewer)
+    assert not signatures.exists()
+
+
+# -- what is there already
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def dangle(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def test_what_is_held_is_what_records_of_the_grid_name(store, manifest):
+    wanted = [entry.signature for entry in manifest.entries[:2]]
+    held = sum(entry.bytes + entry.program.bytes for entry in manifest.entries[:2])
+    assert store.held_bytes(wanted) == held
+    (store.bundle / "executables" / ("0" * 64)).write_bytes(b"of nobody")
+    assert store.held_bytes(wanted) == held
+    assert store.held_bytes([]) == 0
+
+
+def test_of_what_several_compilers_made_of_a_program_one_is_held(store, entry, texts):
+    blob, executable = pack(pickle.dumps("made by another compiler"))
+    store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack(texts[2])[1])
+    assert store.held_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, Path.unlink, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere")), dangle]
+)
+def test_what_is_missing_or_cut_off_or_a_link_is_not_held(store, entry, blob_path, damage):
+    damage(blob_path)
+    (store.bundle / "entries" / f"{'0' * 64}.json").write_bytes(b"{")
+    assert store.held_bytes([entry.signature]) == entry.program.bytes
+
+
+# -- who may write
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root may write anywhere: somebody else then."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("room", ["executables", "programs", "entries"])
+def test_a_directory_that_cannot_be_written_is_found_before_anything_is_built(store, room):
+    with tempfile.TemporaryDirectory() as place:  # pytest's own is for nobody else
+        os.chmod(place, 0o755)
+        copy = Path(shutil.copytree(store.bundle, Path(place) / "bundle"))
+        for path in (copy, *copy.iterdir()):
+            path.chmod(0o777)
+        (copy / room).chmod(0o555)
+        refused = pytest.raises(BadInput, match=f"cannot write to {copy / room}: Permission denied")
+        with without_rights(), refused, Store(copy).open_for_building():
+            pytest.fail("a builder that will not be able to keep what it compiles")
+
+
+@pytest.mark.parametrize("own", ["executables", "programs", "entries", "set-aside", ".lock"])
+@pytest.mark.parametrize("there", [True, False], ids=["something", "nothing"])
+@pytest.mark.parametrize("write", [Store.open_for_building, Store.hold_lock])
+def test_nothing_is_written_to_where_a_link_leads(store, tmp_path, own, there, write):
+    elsewhere = tmp_path / "elsewhere"
+    path = store.bundle / own
+    if path.exists():
+        path.rename(tmp_path / "was here")
+    if there:
+        elsewhere.touch() if own == ".lock" else elsewhere.mkdir()
+    path.symlink_to(elsewhere)
+    refused = pytest.raises(BadInput, match=f"cannot write to {store.bundle}: {own} is a symbolic link.*Remove it, or")
+    with refused, write(store):
+        pytest.fail("writing where somebody else has pointed")
+    assert elsewhere.exists() == there and (own == ".lock" or not there or list(elsewhere.iterdir()) == [])
+
+
+def test_records_are_recalled_to_a_directory_of_the_bundles_own(store, manifest, tmp_path):
+    (store.bundle / "entries").rename(tmp_path / "was here")
+    (tmp_path / "elsewhere").mkdir()
+    (store.bundle / "entries").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match="entries is a symbolic link"):
+        store.recall(manifest)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_one_builder_at_a_time(tmp_path):
     command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -267,9 +404,7 @@ def test_an_error_of_the_build_is_not_taken_for_a_lock(tmp_path):
         raise BlockingIOError("a terminal that does not keep up")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("file", "Not a directory"), ("/proc/bundle", "No such file or directory")]
-)
+@pytest.mark.parametrize(("name", "words"), [("file", "File exists"), ("/proc/bundle", "No such file or directory")])
 def test_a_place_that_cannot_be_written_is_refused(tmp_path, name, words):
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / name)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.store import pack
 from dflash_aot.cache.verification import check_file, find_flaws, find_strays, list_promises, set_flaws_aside
 
 
@@ -187,7 +187,7 @@ def test_while_a_builder_is_at_work_nothing_is_moved(store, bundle, manifest, pa
     flaws = find_flaws(bundle, manifest)
     with store.open_for_building():
         moved, left = set_flaws_aside(bundle, manifest, flaws)
-    assert moved == {} and "another dflash-precompile is building here" in left
+    assert moved == {} and "another dflash-precompile or dflash-bundle is at work here" in left
     assert paths[0].exists()
 
 
@@ -198,6 +198,15 @@ def test_what_a_builder_has_mended_meanwhile_stays(bundle, manifest, paths):
     paths[0].write_bytes(whole)
     assert set_flaws_aside(bundle, manifest, flaws) == ({}, None)
     assert check_file(list_promises(bundle, manifest)[0]) is None
+
+
+def test_nothing_is_moved_to_where_a_link_leads(bundle, manifest, paths, tmp_path):
+    cut(paths[0])
+    (tmp_path / "elsewhere").mkdir()
+    (bundle / "set-aside").symlink_to(tmp_path / "elsewhere")
+    moved, left = set_flaws_aside(bundle, manifest, find_flaws(bundle, manifest))
+    assert moved == {} and "set-aside is a symbolic link" in left
+    assert paths[0].exists() and list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_where_nothing_can_be_moved_that_is_said(bundle, manifest, paths):

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
+from dflash_aot.cache.blob import unpack
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.cache.store import Store
@@ -69,7 +70,7 @@ def build(order: Order, tried: int, gate: int) -> Outcome:
             os.write(tried, b".")
             os.read(gate, 1)
             for entry, (executable, program) in zip(order.manifest.entries, order.blobs, strict=True):
-                if store.find(entry.key) is None:
+                if store.find(entry.key, entry.signature, unpack(entry.program, program)) is None:
                     store.add(entry, executable, program)
                     built.append(entry.key)
             store.publish(order.manifest)

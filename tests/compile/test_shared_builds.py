@@ -1,14 +1,16 @@
 """A build that finds what others have built: it compiles the rest, and what was found to do wrong here."""
 
+import pickle
 from concurrent.futures import Future
 
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.cache.objects import Directory
 from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.compile.manager import build
 from dflash_aot.compile.source import Stored
 
@@ -24,7 +26,7 @@ class Compiler:
 
     def start(self, order):
         self.started.append(order.signature.label)
-        (blob, executable), (program, text) = pack(b"compiled here"), pack(order.program)
+        (blob, executable), (program, text) = pack(pickle.dumps("compiled here")), pack(order.program)
         entry = structs.replace(self._entries[order.key], **structs.asdict(blob), program=program)
         self._store.add(entry, executable, text)
         done = Future()

@@ -16,10 +16,11 @@ import pytest
 from jax.experimental import serialize_executable
 from safetensors.numpy import load_file, save_file
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest, replace_commands
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.canaries import Canaries, order_canaries
 

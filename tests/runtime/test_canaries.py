@@ -1,15 +1,18 @@
 """Executables called in a process of their own: what they compute, and what becomes of those that crash."""
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.manifest import Entry, Manifest, read_manifest
-from dflash_aot.cache.store import Store, pack
+from dflash_aot.cache.store import Store
 from dflash_aot.runtime.canaries import Canaries, order_canaries
 from dflash_aot.runtime.canary_worker import Trial
 
@@ -30,6 +33,11 @@ def try_all(copy) -> Callable[..., list[Trial]]:
             return [canaries.try_one(entry) for entry in entries]
 
     return run
+
+
+def children() -> set[int]:
+    """Processes that this thread has started and that live."""
+    return set(map(int, Path("/proc/thread-self/children").read_text().split()))
 
 
 def find(manifest: Manifest, label: str) -> Entry:
@@ -100,3 +108,22 @@ def test_on_another_machine_nothing_is_called(copy, changes, words):
     order = structs.replace(order, environment=structs.replace(order.environment, **changes))
     with Canaries(order) as canaries, pytest.raises(IncompatibleBundle, match=words):
         canaries.try_one(manifest.entries[0])
+
+
+def test_an_executable_whose_process_was_killed_is_not_to_blame(copy):
+    """As the system kills who takes too much memory."""
+    manifest = read_manifest(copy)
+    with Canaries(order_canaries(copy, manifest)) as canaries:
+        assert canaries.try_one(manifest.entries[0]).kind is None
+        (worker,) = children()
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(IncompatibleBundle, match="was killed. Where nobody did that, memory was short"):
+            canaries.try_one(manifest.entries[0])
+
+
+def test_what_is_kept_of_other_inputs_is_not_compared(copy, try_all):
+    entry = read_manifest(copy).entries[0]
+    old = structs.replace(entry, canary=structs.replace(entry.canary, version=0, outputs=()))
+    (again,), (now,) = try_all(old), try_all(entry)
+    assert (again.kind, again.compared, again.canary) == (None, False, entry.canary)
+    assert (now.kind, now.compared) == (None, True)

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from dflash_aot.cache.manifest import Canary, Output, read_manifest
 from dflash_aot.cache.signature import Array
-from dflash_aot.runtime.canary import find_deviations
+from dflash_aot.runtime.canary import find_deviations, is_comparable
 from dflash_aot.runtime.canary_inputs import make_argument, make_state, make_weight
 
 NOISE_ELSEWHERE = """
@@ -128,5 +128,14 @@ def test_another_token_is_a_deviation_in_float32_and_may_be_a_tie_in_bfloat16():
     ]
 
 
-def test_other_inputs_compare_with_nothing():
-    assert deviations(structs.replace(FLOATS, mean=7.0), version=2) == []
+def test_what_is_of_other_inputs_is_not_comparable():
+    assert is_comparable(GOLDEN)
+    assert not is_comparable(structs.replace(GOLDEN, version=2)) and not is_comparable(None)
+
+
+@pytest.mark.parametrize(
+    "outputs", [(FLOATS,), (TOKENS, FLOATS), (FLOATS, structs.replace(TOKENS, name="x")), (FLOATS, TOKENS, TOKENS)]
+)
+def test_other_outputs_are_a_deviation(outputs):
+    (words,) = find_deviations(GOLDEN, Canary(1, outputs), "float32")
+    assert words.startswith("outputs are ") and words.endswith("recorded are features float32, verdict int32")

@@ -1,0 +1,77 @@
+"""What a file holds: given out when it is whole, and no further than memory reaches."""
+
+import hashlib
+import pickle
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.blob import LARGEST, BrokenBlob, find_flaw, pack, unpack
+from dflash_aot.cache.manifest import Blob
+
+UNPACK_WITH_LITTLE_MEMORY = """
+import resource
+from dflash_aot.cache.blob import find_flaw, pack
+
+blob, content = pack(bytes(1 << 27))
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 25),) * 2)
+flaw = find_flaw(blob, content)
+print(flaw.content, flaw)
+"""
+
+
+class Calls:
+    """What a pickle must not be able to do."""
+
+    def __reduce__(self):
+        return print, ("called",)
+
+
+@pytest.mark.parametrize("serialized", [b"", b"x", bytes(range(256)) * 100])
+def test_what_is_packed_is_unpacked(serialized):
+    blob, content = pack(serialized)
+    assert (blob.bytes, blob.serialized_bytes) == (len(content), len(serialized))
+    assert unpack(blob, content) == serialized
+    assert find_flaw(blob, content) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        (lambda content: content[:-1], "bytes", "bytes, the manifest promises"),
+        (lambda content: bytes([content[0] ^ 1]) + content[1:], "sha256", "its sha256 is"),
+    ],
+)
+def test_a_flaw_says_in_what_and_both_values(change, field, words):
+    blob, content = pack(b"serialized")
+    flaw = find_flaw(blob, change(content))
+    assert flaw.field == field and words in str(flaw) and flaw.content
+    assert flaw.promised == str(getattr(blob, field)) != flaw.found
+
+
+@pytest.mark.parametrize("size", [LARGEST + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
+def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
+    _, bomb = pack(bytes(10**7))
+    blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
+    tracemalloc.start()
+    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, no file unpacks to more than {LARGEST}"):
+        unpack(blob, bomb)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+
+
+def test_too_little_memory_is_said_and_not_held_against_the_file():
+    done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
+    assert done.stdout == f"False unpacks to {1 << 27} bytes, for which no memory is free here\n"
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])
+def test_an_executable_is_whole_when_its_pickle_is_harmless_and_a_program_is_no_pickle(manifest, content):
+    blob, packed = pack(content)
+    flaw = find_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
+    assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
+    assert unpack(blob, packed) == content
