@@ -9,7 +9,7 @@ from dflash_aot.cache.files import read_plain
 from dflash_aot.cache.manifest import Blob, Entry
 from dflash_aot.cache.pickle_scan import scan_pickle
 
-LARGEST = 1 << 30  # bytes that a file may unpack to, whatever it promises; executables take some MB
+LARGEST = 1 << 30  # bytes of a file, and of what it unpacks to, whatever is promised; executables take some MB
 
 
 class BrokenBlob(ValueError):
@@ -39,9 +39,14 @@ def unpack(blob: Blob, content: bytes) -> bytes:
         raise BrokenBlob(words, "bytes", blob.bytes, len(content))
     if (found := hashlib.sha256(content).hexdigest()) != blob.sha256:
         raise BrokenBlob(f"its sha256 is {found}", "sha256", blob.sha256, found)
-    serialized = _decompress(blob.serialized_bytes, content)
-    if isinstance(blob, Entry):
-        _check_pickle(serialized)
+    size = blob.serialized_bytes
+    try:
+        serialized = _decompress(size, content)
+        if isinstance(blob, Entry):
+            _check_pickle(serialized)
+    except MemoryError as error:
+        words = f"unpacks to {size} bytes, for which no memory is free here"
+        raise BrokenBlob(words, "serialized_bytes", size, words, content=False) from error
     return serialized
 
 
@@ -57,7 +62,7 @@ def find_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:
 def read_packed(blob: Blob, path: Path) -> bytes:
     """A file as it lies there, once it is whole. Raises CorruptBundle, which names it."""
     try:
-        content = read_plain(path)
+        content = read_plain(path, LARGEST)
     except OSError as error:
         raise CorruptBundle(f"{path}: {error.strerror}") from error
     if flaw := find_flaw(blob, content):
@@ -66,8 +71,8 @@ def read_packed(blob: Blob, path: Path) -> bytes:
 
 
 def _decompress(size: int, content: bytes) -> bytes:
-    def broken(words: str, content: bool = True) -> BrokenBlob:
-        return BrokenBlob(words, "serialized_bytes", size, words, content)
+    def broken(words: str) -> BrokenBlob:
+        return BrokenBlob(words, "serialized_bytes", size, words)
 
     if size > LARGEST:
         raise broken(f"promises to unpack to {size} bytes, no file unpacks to more than {LARGEST}")
@@ -76,8 +81,6 @@ def _decompress(size: int, content: bytes) -> bytes:
         serialized = unpacking.decompress(content, size + 1)
     except zlib.error as error:
         raise broken(str(error)) from error
-    except MemoryError as error:
-        raise broken(f"unpacks to {size} bytes, for which no memory is free here", content=False) from error
     if len(serialized) != size or not unpacking.eof or unpacking.unused_data:
         raise broken(f"does not unpack to {size} bytes, as the manifest promises")
     return serialized

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.attestation import remove_outdated
-from dflash_aot.cache.blob import BrokenBlob, unpack
+from dflash_aot.cache.blob import LARGEST, BrokenBlob, unpack
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import read_plain, temporaries, write_atomically
 from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest, encode_manifest, mend_command
@@ -135,7 +135,7 @@ class Store:
     def _read_or_set_aside(self, path: Path) -> bytes | None:
         """Links and the like are set aside, too; a disk that does not answer proves nothing."""
         try:
-            return read_plain(path)
+            return read_plain(path, LARGEST)
         except OSError as error:
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 set_aside(self.bundle, path, "bytes", str(error.strerror))
@@ -215,7 +215,7 @@ class Store:
 
     def _read(self, blob: Blob, path: Path, label: str, remedy: str) -> bytes:
         try:
-            content = read_plain(path)
+            content = read_plain(path, LARGEST)
         except OSError as error:
             raise CorruptBundle(f"{path} ({label}): {error.strerror}. {remedy}") from error
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache import attestation
-from dflash_aot.cache.blob import find_flaw
+from dflash_aot.cache.blob import LARGEST, find_flaw
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.files import is_temporary, name_kind, read_plain
@@ -102,7 +102,7 @@ def check_file(promise: Promise) -> Flaw | None:
     if path.parent.is_symlink():
         return flaw("a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
     try:
-        content = read_plain(path)
+        content = read_plain(path, LARGEST)
     except FileNotFoundError:
         return flaw(f"a file of {blob.bytes} bytes", "missing", content=False)
     except OSError as error:

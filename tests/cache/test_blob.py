@@ -9,7 +9,8 @@ import tracemalloc
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import LARGEST, BrokenBlob, find_flaw, pack, unpack
+from dflash_aot.cache.blob import LARGEST, BrokenBlob, find_flaw, pack, read_packed, unpack
+from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.manifest import Blob
 
 UNPACK_WITH_LITTLE_MEMORY = """
@@ -75,3 +76,11 @@ def test_an_executable_is_whole_when_its_pickle_is_harmless_and_a_program_is_no_
     flaw = find_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
     assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
     assert unpack(blob, packed) == content
+
+
+def test_a_file_of_a_terabyte_is_not_even_read(tmp_path):
+    blob, _ = pack(b"little")
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(1 << 40)  # takes no place on the disk
+    with pytest.raises(CorruptBundle, match="huge: 1099511627776 bytes, where at most 1073741824 are read"):
+        read_packed(blob, tmp_path / "huge")
