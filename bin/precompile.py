@@ -76,7 +76,7 @@ _SPECULATIVE = flags.DEFINE_string(
 _JOBS = flags.DEFINE_integer(
     "jobs",
     None,
-    f"executables compiled at a time; default: {ATTACHED_JOBS}, for a TPU that is not here one per two cores",
+    f"executables compiled at a time; default: {ATTACHED_JOBS}, for a TPU that is not here one per core",
     lower_bound=1,
     flag_values=FLAGS,
 )

@@ -25,16 +25,16 @@ class Effort(msgspec.Struct, frozen=True):
 
 # Of one executable: what it takes at least, and what each of its units adds. Layers are a loop on TPU, so there a
 # unit is a token of the call; elsewhere they are unrolled, and it is a layer. Measured with jax 0.10.2 on two cores of
-# an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu 0.0.42.1) and for its CPU.
+# an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu 0.0.42.1; a process started for each) and for its CPU.
 MEASURED: dict[str, dict[str, tuple[Effort, Effort]]] = {
     "tpu": {
-        "prefill": (Effort(2.0, 300e3), Effort(0.02, 4e3)),
-        "draft": (Effort(2.7, 400e3), Effort(0.03, 4.5e3)),
-        "verify": (Effort(2.0, 330e3), Effort(0.03, 5.5e3)),
-        "sampled_verify": (Effort(3.3, 650e3), Effort(0.1, 8e3)),
-        "kv_write": (Effort(0.9, 110e3), Effort(0.003, 1e3)),
-        "move": (Effort(0.5, 75e3), Effort(0.0, 0.0)),
-        "admit": (Effort(0.3, 25e3), Effort(0.0, 0.0)),
+        "prefill": (Effort(3.3, 300e3), Effort(0.02, 4e3)),
+        "draft": (Effort(4.0, 400e3), Effort(0.03, 4.5e3)),
+        "verify": (Effort(3.3, 330e3), Effort(0.03, 5.5e3)),
+        "sampled_verify": (Effort(4.6, 650e3), Effort(0.1, 8e3)),
+        "kv_write": (Effort(2.2, 110e3), Effort(0.003, 1e3)),
+        "move": (Effort(1.8, 75e3), Effort(0.0, 0.0)),
+        "admit": (Effort(1.6, 25e3), Effort(0.0, 0.0)),
     },
     "cpu": {
         "prefill": (Effort(0.0, 0.0), Effort(0.4, 11e3)),
