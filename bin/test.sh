@@ -79,4 +79,5 @@ check_wheel
 
 say "tests"
 # By files, for those of one share what they build; the longest first, so that no process is left with one at the end.
-.venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/runtime tests/compile tests
+.venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+    tests/runtime tests/compile tests
