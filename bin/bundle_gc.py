@@ -52,7 +52,8 @@ def format_collection(one: Collection, keep_hours: float) -> str:
     """For people."""
     lines = [f"{garbage.path}: {garbage.why}, {format_bytes(garbage.bytes)}" for garbage in one.removed]
     if one.kept:
-        lines.append(f"{len(one.kept)} more stay: changed less than {keep_hours:g} hours ago, or the manifest was")
+        young = f"changed less than {keep_hours:g} hours ago, or the manifest was"
+        lines.append(f"{len(one.kept)} more stay: {young}. --keep_hours 0 removes them too")
     done = "would be removed" if one.dry_run else "removed"
     count = f"{len(one.removed)} file{'s' * (len(one.removed) != 1)}"
     return "\n".join([*lines, f"{count}, {format_bytes(one.bytes)} {done}"])
