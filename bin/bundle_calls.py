@@ -4,10 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest
 from dflash_aot.cache.set_aside import Kind
 from dflash_aot.cache.store import Store
+from dflash_aot.cache.verification import set_all_aside
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -57,13 +58,14 @@ def call_executables(bundle: Path, manifest: Manifest, move: bool, record: bool)
     recorded = 0
     if record and not faults:
         recorded = _record(store, manifest, tuple(entries))
-    moved, left = _set_aside(store, manifest, faults) if move else ({}, None)
+    broken = [(fault.path, fault.kind, fault.words) for fault in faults]
+    moved, left = set_all_aside(bundle, broken) if move and broken else ({}, None)
     return Calls(
         called=len(entries),
         compared=compared,
         recorded=recorded,
         faults=tuple(faults),
-        set_aside=moved,
+        set_aside={fault.label: str(moved[fault.path]) for fault in faults if fault.path in moved},
         not_set_aside=left,
         mend=mend_command(bundle),
     )
@@ -81,21 +83,6 @@ def _record(store: Store, manifest: Manifest, entries: tuple[Entry, ...]) -> int
                 store.record(entry)
             store.publish(msgspec.structs.replace(manifest, entries=entries))
     return len(new)
-
-
-def _set_aside(store: Store, manifest: Manifest, faults: list[Fault]) -> tuple[dict[str, str], str | None]:
-    moved: dict[str, str] = {}
-    by_label = {entry.signature.label: entry for entry in manifest.entries}
-    if not faults:
-        return moved, None
-    try:
-        with store.hold_lock():
-            for fault in faults:
-                if place := store.set_aside(by_label[fault.label], fault.kind, fault.words):
-                    moved[fault.label] = str(place)
-    except (BadInput, BuildFailed, OSError) as error:
-        return moved, str(error)
-    return moved, None
 
 
 def format_calls(calls: Calls) -> str:

@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.files import is_temporary, name_kind, read_plain
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest
-from dflash_aot.cache.set_aside import DIRECTORY, set_aside
+from dflash_aot.cache.set_aside import DIRECTORY, Kind, set_aside
 from dflash_aot.cache.store import Store
 
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
@@ -116,16 +116,26 @@ def check_file(promise: Promise) -> Flaw | None:
 def set_flaws_aside(bundle: Path, manifest: Manifest, flaws: list[Flaw]) -> tuple[dict[Path, Path], str | None]:
     """Moves away what is of no use, unless a builder has mended it by now. Where things are, or why they were left."""
     broken = {flaw.path for flaw in flaws if flaw.content}
+
+    def find_still_broken() -> Iterator[tuple[Path, Kind, str]]:
+        for promise in list_promises(bundle, manifest):
+            if promise.path in broken and (flaw := check_file(promise)) and flaw.content:
+                yield promise.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest promises {flaw.promised}"
+
+    return set_all_aside(bundle, find_still_broken()) if broken else ({}, None)
+
+
+def set_all_aside(bundle: Path, found: Iterable[tuple[Path, Kind, str]]) -> tuple[dict[Path, Path], str | None]:
+    """Moves away files, each with what is wrong with it; `found` is asked under the lock of all who write there.
+
+    Where things are, or why they were left.
+    """
     moved: dict[Path, Path] = {}
-    if not broken:
-        return moved, None
     try:
         with Store(bundle).hold_lock():
-            for promise in list_promises(bundle, manifest):
-                if promise.path in broken and (flaw := check_file(promise)) and flaw.content:
-                    words = f"{flaw.field} is {flaw.found}, the manifest promises {flaw.promised}"
-                    if place := set_aside(bundle, promise.path, "bytes", words):
-                        moved[promise.path] = place
+            for path, kind, words in found:
+                if place := set_aside(bundle, path, kind, words):
+                    moved[path] = place
     except (BadInput, BuildFailed, OSError) as error:
         return moved, str(error)
     return moved, None

@@ -78,7 +78,7 @@ def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterato
     devices, store = bundle_devices(manifest), Store(path)
 
     def load(entry: Entry) -> Executable:
-        where = f"{path}/executables/{entry.sha256} ({entry.signature.label})"
+        where = f"{store.path(entry)} ({entry.signature.label})"
         serialized = store.read(entry)
         try:
             return load_executable(serialized, entry.signature, devices, where)

@@ -11,6 +11,7 @@ from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle
 from dflash_aot.cache.set_aside import Finding, set_aside
 from dflash_aot.cache.store import Store
+from tests.cache.damage import cut, directory, fifo, flip
 
 
 @pytest.fixture
@@ -86,28 +87,9 @@ def test_a_reason_that_cannot_be_read_accuses_nobody(find, store, blobs, texts, 
 # -- what a builder finds
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path):
-    content = path.read_bytes()
-    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-
-
 def link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
-
-
-def directory(path):
-    path.unlink()
-    path.mkdir()
-
-
-def fifo(path):
-    path.unlink()
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])

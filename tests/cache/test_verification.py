@@ -11,6 +11,7 @@ from dflash_aot.cache.blob import pack
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.cache.verification import check_file, find_flaws, find_strays, list_promises, set_flaws_aside
+from tests.cache.damage import cut, directory, fifo, flip
 
 
 class Calls:
@@ -31,27 +32,8 @@ def paths(bundle, manifest):
     return [promise.path for promise in list_promises(bundle, manifest)]
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path):
-    content = path.read_bytes()
-    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-
-
 def link(path):
     path.symlink_to(path.rename(path.parents[1] / "elsewhere"))
-
-
-def fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def directory(path):
-    path.unlink()
-    path.mkdir()
 
 
 def describe(flaws):
