@@ -205,11 +205,14 @@ class Store:
         remove_outdated(self.bundle, content)  # last: where the new bundle cannot be written, the old one stays signed
 
     def read(self, entry: Entry) -> bytes:
-        """A serialized executable that is whole, see `unpack`. Raises CorruptBundle."""
-        return self._read(entry, self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
+        """A serialized executable that is what was promised. Its pickle is scanned when it is loaded, not here as well.
+
+        Raises CorruptBundle.
+        """
+        return self._read(entry.file, self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
 
     def read_program(self, entry: Entry) -> bytes:
-        """What an executable was compiled from, likewise."""
+        """What an executable was compiled from, as it was promised. Raises CorruptBundle."""
         label, remedy = f"program of {entry.signature.label}", "Build it again from its checkpoints"
         return self._read(entry.program, self.program_path(entry), label, remedy)
 
