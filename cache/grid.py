@@ -11,13 +11,15 @@ import msgspec
 from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
+ROUNDS = "rounds"  # beside the axes: one number, and it may be left out
 MEANING = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
     "k": "speculative tokens verified per round, at least 0",
     "prefill": "prompt tokens per chunk, at least 1",
+    ROUNDS: "rounds of a single row per dispatch, at least 1",
 }
-LOWEST = {"batch": 1, "length": 2, "k": 0, "prefill": 1}
+LOWEST = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1}
 LARGEST = 1 << 24
 EXAMPLE = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 
@@ -38,12 +40,16 @@ class Chunk(msgspec.Struct, frozen=True, order=True):
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All combinations of four axes, each ascending without repeats. Covers its own maximum by construction."""
+    """All combinations of four axes, each ascending without repeats. Covers its own maximum by construction.
+
+    `rounds`: how many a dispatch of a single row may run on the device; with 1 there are no executables for that.
+    """
 
     batch: tuple[int, ...]
     length: tuple[int, ...]
     k: tuple[int, ...]
     prefill: tuple[int, ...]
+    rounds: int = 1
 
     @property
     def capacity(self) -> int:
@@ -57,7 +63,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def widest_write(self) -> int:
         """Positions one call may write from a slot's length on: the slack that the kv arrays need."""
-        return max(self.k[-1] + 1, self.prefill[-1])
+        return max(self.k[-1] + 1, self.prefill[-1], self.rounds)
 
     def buckets(self) -> list[Bucket]:
         return [Bucket(b, s, k) for b in self.batch for s in self.length for k in self.k]
@@ -100,10 +106,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for axis, least in wanted.items():
             if least > max(axes[axis]):
                 axes[axis].add(least)
-        return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()})
+        return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()}, rounds=self.rounds)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
+        axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
+        return axes if self.rounds == 1 else f"{axes} {ROUNDS}={self.rounds}"
 
 
 def _at_least(sizes: tuple[int, ...], least: int) -> int:
@@ -118,10 +125,15 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
     """
     if missing := [axis for axis in AXES if axis not in axes]:
         raise BadInput(f"{source}: {', '.join(missing)} not given. All four are needed, for example '{EXAMPLE}'")
-    if unknown := [axis for axis in axes if axis not in AXES]:
-        raise BadInput(f"{source}: unknown {', '.join(unknown)}; the axes are {', '.join(AXES)}")
+    if unknown := [axis for axis in axes if axis not in (*AXES, ROUNDS)]:
+        raise BadInput(f"{source}: unknown {', '.join(unknown)}; the axes are {', '.join(AXES)}, and {ROUNDS}")
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
-    grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))})
+    rounds = _check_axis(ROUNDS, axes.get(ROUNDS, [1]), source)
+    grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))}, rounds=rounds[0])
+    if rounds[1:]:
+        raise BadInput(f"{source}: rounds={','.join(map(str, rounds))}: one number is needed, {MEANING[ROUNDS]}")
+    if grid.rounds > 1 and 1 not in grid.batch:
+        raise BadInput(f"{source}: rounds={grid.rounds} is for batch=1, and batch is {','.join(map(str, grid.batch))}")
     if grid.k[-1] > block - 1:
         raise BadInput(
             f"{source}: k={grid.k[-1]}, but a block of {block} holds the anchor and {block - 1} drafted tokens"

@@ -15,8 +15,9 @@ from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.sampling import SAMPLING_COLUMNS, Sampling, count_tops
 
-ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "move", "admit"]
+ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "rounds", "move", "admit"]
 INT, FLOAT, BOOL = "int32", "float32", "bool"
+ENDS = 8  # tokens that end a row, at most, which the device knows of; the host knows all
 AXIS = "model"  # of the mesh: what tensor parallelism splits
 Dimensions = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
 
@@ -173,9 +174,14 @@ def signatures(pair: Pair, grid: Grid, weights: ProgramWeights) -> list[Signatur
         *(verify_signature(pair, bucket, weights) for bucket in greedy),
         *(sampled_verify_signature(pair, bucket, weights) for bucket in (buckets if pair.samples else [])),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
+        *(rounds_signature(bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
         *([move_signature(pair)] if grid.slots > 1 else []),
         *([admit_signature(pair)] if pair.samples else []),
     ]
+
+
+def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
+    return bucket.batch == 1 and grid.rounds > 1
 
 
 def prefill_signature(pair: Pair, chunk: Chunk, weights: ProgramWeights) -> Signature:
@@ -273,6 +279,26 @@ def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeight
             Array("starts", (rows,), INT),
         ),
         results=(),
+    )
+
+
+def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Signature:
+    """Up to `count` rounds of one slot, draft, verify and kv_write each, until nothing is `left` to be generated.
+
+    A token that is one of `ends`, which are padded with -1, leaves nothing. `verdicts` are those of `verify`, one per
+    round; -1 from the first round on that did not run.
+    """
+    B, K = bucket.batch, bucket.k
+    used = (*weights.target, *(weights.draft if K else ()), *weights.context)
+    state = (*TARGET_STATE, *DRAFT_STATE)
+    return Signature(
+        program="rounds",
+        bucket={"batch": B, "length": bucket.length, "k": K, "rounds": rounds},
+        weights=tuple(dict.fromkeys(used)),
+        state=state,
+        donated=state,
+        arguments=(Array("count", (1,), INT), Array("left", (1,), INT), Array("ends", (ENDS,), INT)),
+        results=(Array("verdicts", (rounds, 2 * K + 2), INT), Array("left_over", (1,), INT)),
     )
 
 

@@ -171,6 +171,7 @@ def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
         length=tuple(size for size in grid.length if size <= bucket.length),
         k=tuple(size for size in grid.k if size <= bucket.k),
         prefill=_cut_prefill(grid, bucket.length),
+        rounds=grid.rounds,
     )
 
 
@@ -181,6 +182,7 @@ def move_corner(grid: Grid, batch: int, length: int) -> Grid:
         length=(*(size for size in grid.length if size < length), length),
         k=grid.k,
         prefill=_cut_prefill(grid, length),
+        rounds=grid.rounds,
     )
 
 
@@ -238,7 +240,7 @@ def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
     match signature.program:
         case "draft":
             return 4 * sizes["batch"] * sizes["k"] * vocab // devices
-        case "verify":
+        case "verify" | "rounds":
             return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "prefill":
             return 2 * sum(array.bytes for array in signature.results)
@@ -255,7 +257,7 @@ def estimate_code(signature: Signature, block: int) -> int:
     verification for 1, 16 and 128: 2.8 4.4 7.5.
     """
     measured = {"kv_write": (300_000, 8_000), "sampled_verify": (3_000_000, 36_000)}
-    measured |= {"move": (600_000, 0), "admit": (200_000, 0)}
+    measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
     fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
     return fixed + per_token * count_tokens(signature, block)
 
@@ -268,7 +270,7 @@ def count_tokens(signature: Signature, block: int) -> int:
             return sizes["prefill"]
         case "draft":
             return sizes["batch"] * block
-        case "verify" | "sampled_verify":
+        case "verify" | "sampled_verify" | "rounds":
             return sizes["batch"] * (sizes["k"] + 1)
         case "kv_write":
             return sizes["rows"] * sizes["width"]

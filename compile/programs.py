@@ -106,10 +106,14 @@ class Programs:
         """
         if self._shards.count == 1 or signature.program in ("move", "admit"):
             return 0
-        if signature.program == "kv_write":
+        parts = {"rounds": ("draft", "verify", "kv_write") if signature.bucket.get("k") else ("verify", "kv_write")}
+        return sum(map(self._count_collectives, parts.get(signature.program, (signature.program,))))
+
+    def _count_collectives(self, program: str) -> int:
+        if program == "kv_write":
             return 1
-        decoder = (self._draft.module.draft if signature.program == "draft" else self._target.module.target).decoder
-        sampling = SAMPLING_EXCHANGES if signature.program == "sampled_verify" else 0
+        decoder = (self._draft.module.draft if program == "draft" else self._target.module.target).decoder
+        sampling = SAMPLING_EXCHANGES if program == "sampled_verify" else 0
         return 2 + sampling + 2 * (1 if self._stacked else decoder.layers)
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
@@ -120,6 +124,7 @@ class Programs:
             "verify": partial(self.verify, **_sizes(signature)),
             "sampled_verify": partial(self.sampled_verify, **_sizes(signature)),
             "kv_write": self.kv_write,
+            "rounds": partial(self.rounds, signature=signature),
             "move": self.move,
             "admit": self.admit,
         }
@@ -222,6 +227,53 @@ class Programs:
         keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
         return {"draft_k": keys, "draft_v": values}
 
+    def rounds(self, arrays: Arrays, signature: Signature) -> Outputs:
+        """Rounds one after the other, as long as there is something left to generate.
+
+        Without drafts nothing reads the draft's kv in between: it is written once, behind the last round.
+        """
+        length, k, most = (signature.bucket[axis] for axis in ("length", "k", "rounds"))
+        slot, active = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.bool_)
+        begin = arrays["lengths"][:1]
+
+        def goes_on(carry: "Rounds") -> jax.Array:
+            return (carry.done < arrays["count"][0]) & (carry.left > 0)
+
+        def run(carry: "Rounds") -> "Rounds":
+            now = {**arrays, **carry.state, "active": active, "slots": slot}
+            block = self.draft(now, 1, length, k) if k else {}
+            judged = self.verify({**now, **block}, 1, length, k)
+            written = self.kv_write({**now, **judged}) if k else {}
+            accepted, chosen = judged["verdict"][0, 0], judged["verdict"][0, k + 1 :]
+            stands = jnp.arange(k + 1) <= accepted
+            ended = jnp.any(stands[:, None] & (chosen[:, None] == arrays["ends"]))
+            return Rounds(
+                done=carry.done + 1,
+                left=jnp.where(ended, 0, carry.left - accepted - 1),
+                state={name: {**carry.state, **judged, **written}[name] for name in signature.state},
+                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, judged["verdict"], (carry.done, 0)),
+                features=_replace_row(carry.features, judged["features"], carry.done) if not k else carry.features,
+            )
+
+        wide = len(self._facts.taps) * self._facts.target_hidden
+        last = jax.lax.while_loop(
+            goes_on,
+            run,
+            Rounds(
+                done=jnp.int32(0),
+                left=arrays["left"][0],
+                state={name: arrays[name] for name in signature.state},
+                verdicts=jnp.full((most, 2 * k + 2), -1, jnp.int32),
+                features=jnp.zeros((1, 0 if k else most, wide), self.pair.dtype),
+            ),
+        )
+        kept = (
+            {}
+            if k
+            else self.kv_write({**arrays, **last.state, "features": last.features, "slots": slot, "starts": begin})
+        )
+        return {**last.state, **kept, "verdicts": last.verdicts, "left_over": last.left[None]}
+
     def move(self, arrays: Arrays) -> Outputs:
         """Slot `source` copied over slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
@@ -240,6 +292,19 @@ class Programs:
         rows |= {name: self._shards.share(rows[name]) for name in ("bias", "prompted")}
         rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
+
+
+class Rounds(NamedTuple):
+    """Between two rounds of one dispatch: how many are done, how many tokens are left to generate, state by name.
+
+    verdicts [rounds, 2K+2]; features [1, rounds, F] of those that nothing was written of yet.
+    """
+
+    done: jax.Array
+    left: jax.Array
+    state: Outputs
+    verdicts: jax.Array
+    features: jax.Array
 
 
 class Judged(NamedTuple):
@@ -299,6 +364,10 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> At
         return attend_context(q, context, seen, reach), (keys, values)
 
     return attend_kv
+
+
+def _replace_row(features: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(features, row, (0, at, 0))
 
 
 def _of(model: str, arrays: Arrays) -> Outputs:

@@ -8,7 +8,7 @@ from dflash_aot.cache.signature import Array, Signature
 from dflash_aot.compile.large_copies import LARGE
 
 TEMPORARIES = 0.02  # of weights and kv: what one executable may need beside them
-LEAN = frozenset({"draft", "verify", "sampled_verify", "kv_write"})
+LEAN = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
 LOGITS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
 
 

@@ -75,6 +75,8 @@ class Roofline:
                 return self.sampled_verify(sizes["batch"], sizes["length"], sizes["k"])
             case "kv_write":
                 return self.kv_write(sizes["rows"], sizes["width"])
+            case "rounds":
+                return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"])
             case "move":
                 return self.move()
             case "admit":
@@ -106,6 +108,13 @@ class Roofline:
         features = len(self._draft.taps) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
+
+    def rounds(self, B: int, S: int, K: int, rounds: int) -> Work:
+        """As many as one dispatch may run; without drafts the draft's kv is written once, behind the last."""
+        verify = self.verify(B, S, K)
+        if not K:
+            return _sum([verify] * rounds) + self.kv_write(B, rounds)
+        return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
 
     def move(self) -> Work:
         """All of a slot's kv, read and written."""

@@ -45,6 +45,10 @@ class Bundle:
     def kv_write(self, rows: int, width: int) -> Executable:
         return self._executables["kv_write", (rows, width)]
 
+    def rounds(self, bucket: Bucket) -> Executable:
+        """Several rounds in one call; only where the grid has `rounds`, and of a single row."""
+        return self._executables["rounds", (bucket.batch, bucket.length, bucket.k, self.manifest.grid.rounds)]
+
     def move(self) -> Executable:
         return self._executables["move", ()]
 
@@ -116,7 +120,7 @@ def call_once(executable: Executable, state: DeviceState) -> None:
 def _serves(signature: Signature, k: int) -> bool:
     """Whether an engine that verifies up to `k` tokens ever calls it; without drafts there is no draft kv."""
     match signature.program:
-        case "draft" | "verify" | "sampled_verify":
+        case "draft" | "verify" | "sampled_verify" | "rounds":
             return signature.bucket["k"] <= k
         case "kv_write":
             return k > 0

@@ -75,6 +75,12 @@ def make_argument(array: Array, signature: Signature, vocab: int) -> np.ndarray:
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
         case "active":
             return np.ones(array.shape, np.bool_)
+        case "count":  # of rounds: what the first one rounds differently the next ones magnify
+            return np.ones(array.shape, np.int32)
+        case "left":
+            return np.full(array.shape, signature.bucket["length"], np.int32)
+        case "ends":
+            return np.full(array.shape, -1, np.int32)
         case "features":
             return _fill_with_noise(array, FEATURE)
     # What an admission writes over the first slot is what the second one has.

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.signature import ENDS
 from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.executable import DeviceState
 
@@ -20,6 +21,7 @@ class Dispatch:
         place = state.place
         # By the mask of active rows. Nothing of an engine is in it: one that is closed is gone.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
+        self._ends = functools.lru_cache(maxsize=256)(lambda ends: place(_list_ends(ends)))
         self._slots = {batch: place(np.arange(batch, dtype=np.int32)) for batch in bundle.manifest.grid.batch}
 
     def move(self, source: int, destination: int) -> None:
@@ -50,5 +52,24 @@ class Dispatch:
             write(self._state, features, self._slots[bucket.batch], starts)
         return verdict
 
+    def rounds(
+        self, bucket: Bucket, count: int, left: int | jax.Array, ends: frozenset[int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Up to `count` rounds of the first slot, as long as tokens are `left` to be generated and none of `ends` came.
+
+        Returns their verdicts, int32 [N, 2K+2], -1 where none was needed, and what is left then, int32 [1].
+        """
+        left = self._number(left) if isinstance(left, int) else left
+        verdicts, left = self._bundle.rounds(bucket)(self._state, self._number(count), left, self._ends(ends))
+        return verdicts, left
+
     def _number(self, number: int) -> jax.Array:
         return self._place(np.array([number], np.int32))
+
+
+def _list_ends(ends: frozenset[int]) -> np.ndarray:
+    """Those that the device looks for. Where there are more, the host sees the others, some rounds later."""
+    listed = np.full(ENDS, -1, np.int32)
+    known = sorted(ends)[:ENDS]
+    listed[: len(known)] = known
+    return listed

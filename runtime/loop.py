@@ -25,6 +25,7 @@ from dflash_aot.runtime.depth import Depth
 from dflash_aot.runtime.dispatch import Dispatch
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.logprobs import RoundLogprobs, TokenLogprob
+from dflash_aot.runtime.pace import Pace
 from dflash_aot.runtime.request import Delta, FinishReason, Request
 from dflash_aot.runtime.slots import Row, Slots
 from dflash_aot.runtime.waiting_line import WaitingLine
@@ -73,6 +74,20 @@ class Round:
     next_to: bool
 
 
+@dataclass(frozen=True)
+class Burst:
+    """Up to `count` rounds of one row in one dispatch, enqueued.
+
+    `verdicts` is int32 [N, 2K+2], -1 where a round was not needed; `next_to` as of a round.
+    """
+
+    row: Row
+    bucket: Bucket
+    count: int
+    verdicts: jax.Array
+    next_to: bool
+
+
 class Loop:
     """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
@@ -81,7 +96,9 @@ class Loop:
         self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
-        self._unread: deque[FirstToken | Round] = deque()
+        self._unread: deque[FirstToken | Round | Burst] = deque()
+        self._pace = Pace(self._grid.rounds)
+        self._last_k = -1
         self._failures = 0  # since something was read that all programs of a round had to run for
         self._between = True  # something else was enqueued since the last round
         self._last_verdict = 0.0
@@ -245,11 +262,24 @@ class Loop:
                 return 0
             bucket = self._fit(lineup)
             assert bucket is not None, "a row that wants tokens has room for one"
-        self._unread.append(self._enqueue_round(bucket, lineup))
+        count = self._count_rounds(bucket, lineup)
+        self._last_k = bucket.k
+        if count > 1:
+            self._unread.append(self._enqueue_burst(bucket, lineup.takers[0], count))
+        else:
+            self._unread.append(self._enqueue_round(bucket, lineup))
         for row in lineup.takers:
-            row.in_flight += bucket.k + 1
-            row.rounds_in_flight += 1
+            row.in_flight += count * (bucket.k + 1)
+            row.rounds_in_flight += count
         return 1
+
+    def _count_rounds(self, bucket: Bucket, lineup: Lineup) -> int:
+        """Several at once for a row that is alone, by a K that is no trial."""
+        alone = bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
+        if self._grid.rounds == 1 or not alone or bucket.k != self._last_k:
+            return 1
+        room = (bucket.length - lineup.takers[0].longest) // (bucket.k + 1)
+        return self._pace.choose(bucket, room)
 
     def _fit(self, lineup: Lineup) -> Bucket | None:
         """The smallest bucket for these rows with the K that suits them; None if not even K = 0 fits."""
@@ -269,8 +299,20 @@ class Loop:
             array.copy_to_host_async()
         with self._lock:
             self._counters.note_round(bucket, sampled, len(takers))
+        for row in takers:
+            row.left = None
+        return Round(rows, bucket, sampled, verdict, tops, self._is_next_to())
+
+    def _enqueue_burst(self, bucket: Bucket, row: Row, count: int) -> Burst:
+        left = row.unsure if row.left is None else row.left
+        verdicts, row.left = self._dispatch.rounds(bucket, count, left, row.request.stop_ids)
+        verdicts.copy_to_host_async()
+        return Burst(row, bucket, count, verdicts, self._is_next_to())
+
+    def _is_next_to(self) -> bool:
+        """Whether the round that was just enqueued follows another one, see `Round`."""
         next_to, self._between = not self._between and bool(self._unread), False
-        return Round(rows, bucket, sampled, verdict, tops, next_to)
+        return next_to
 
     def _admit(self, rows: Sequence[Row]) -> None:
         """Every row of a sampled round says what it asks, a greedy one too: the slot knows what its last one asked."""
@@ -288,17 +330,24 @@ class Loop:
         """Reads what was enqueued, oldest first, all but the last `keep`."""
         while len(self._unread) > keep:
             news = self._unread.popleft()
-            arrays = (news.token,) if isinstance(news, FirstToken) else (news.verdict, *news.tops)
-            values = self._fetch(arrays)
-            if isinstance(news, Round):
-                self._time(news)
-            if isinstance(news, Round) or news.row.request.limit == 1:  # which has no round
-                self._failures = 0
-            with self._lock:
-                if isinstance(news, FirstToken):
-                    self._commit_first(news, *values)
-                else:
-                    self._commit_round(news, *values)
+            match news:
+                case FirstToken(row, token):
+                    (first,) = self._fetch([token])
+                    if row.request.limit == 1:  # which has no round
+                        self._failures = 0
+                    with self._lock:
+                        self._commit_first(news, first)
+                case Round():
+                    values = self._fetch([news.verdict, *news.tops])
+                    self._time(news, 1)
+                    with self._lock:
+                        self._commit_round(news, *values)
+                case Burst():
+                    (verdicts,) = self._fetch([news.verdicts])
+                    done = verdicts[: int((verdicts[:, 0] >= 0).sum())]
+                    self._time(news, len(done))
+                    with self._lock:
+                        self._commit_burst(news, done)
             self._send()
 
     def _fetch(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
@@ -308,11 +357,14 @@ class Loop:
         self._counters.wait_seconds += time.perf_counter() - began
         return values
 
-    def _time(self, news: Round) -> None:
-        """Rounds that ran back to back show how long one takes."""
+    def _time(self, news: Round | Burst, rounds: int) -> None:
+        """Rounds that ran back to back show how long one takes. That there are any clears what failed before."""
+        self._failures = 0
         now = time.perf_counter()
-        if news.next_to:
-            self._depth.note_round(news.bucket, news.sampled, now - self._last_verdict)
+        if news.next_to and rounds:
+            seconds = (now - self._last_verdict) / rounds
+            self._depth.note_round(news.bucket, isinstance(news, Round) and news.sampled, seconds)
+            self._pace.note(news.bucket, seconds)
         self._last_verdict = now
 
     def _commit_first(self, news: FirstToken, token: np.ndarray) -> None:
@@ -336,6 +388,28 @@ class Loop:
             chosen = tokens[k : k + accepted + 1]
             wanted = row.request.params.logprobs
             self._take(row, chosen, [] if wanted is None else logprobs.describe(slot, chosen, wanted))
+
+    def _commit_burst(self, news: Burst, verdicts: np.ndarray) -> None:
+        """verdicts [n, 2K+2] of the rounds that ran; its tokens are told of together."""
+        row, k = news.row, news.bucket.k
+        row.in_flight -= news.count * (k + 1)
+        row.rounds_in_flight -= news.count
+        for _ in verdicts:
+            self._counters.note_round(news.bucket, False, 1)
+        rounds = verdicts.tolist()
+        row.length += sum(accepted + 1 for accepted, *_ in rounds)
+        if row.request.finish_reason:
+            return  # it ended while this was on its way
+        before = len(row.request.token_ids)
+        self._take(row, [token for accepted, *tokens in rounds for token in tokens[k : k + accepted + 1]])
+        taken = len(row.request.token_ids) - before
+        for accepted, *tokens in rounds:
+            if taken <= 0:
+                return  # the device did not know that it had ended
+            taken -= accepted + 1
+            self._note(row, k, accepted)
+            if row.request.params.trace:
+                row.request.drafted.append(tokens[:k])
 
     def _note(self, row: Row, k: int, accepted: int) -> None:
         self._counters.note_row(k, accepted)

@@ -1,8 +1,10 @@
-"""Which request holds which slot. Pure bookkeeping of numbers: no arrays, no device."""
+"""Which request holds which slot. Pure bookkeeping: no device is asked."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import jax
 
 from dflash_aot.runtime.acceptance import Acceptance
 from dflash_aot.runtime.request import Request
@@ -15,6 +17,7 @@ class Row:
     `written` counts prompt tokens whose kv is enqueued; `length` the committed kv positions that the host has read
     of; `in_flight` sums K+1 over the rounds it has not read of, each of which commits 1 … K+1 tokens.
     `sampled`: its tokens are chosen by sampled rounds, from the first on, which starts at the prompt's last token.
+    `left`: int32 [1], what the last dispatch of several rounds leaves to be generated; None if that was not the last.
     `admitted`: the device knows what it asks of the choice. `turn`: by which prompts go in, see `Slots.take_prefill`.
     """
 
@@ -28,12 +31,17 @@ class Row:
     in_flight: int = 0
     rounds_in_flight: int = 0
     first_in_flight: bool = False
+    left: jax.Array | None = None
 
     @property
     def decoding(self) -> bool:
         """The prompt is in, and more tokens are wanted than those already certain to come."""
-        certain = len(self.request.token_ids) + self.rounds_in_flight + self.first_in_flight
-        return self.prefilled and certain < self.request.limit
+        return self.prefilled and self.unsure > 0
+
+    @property
+    def unsure(self) -> int:
+        """Tokens that are wanted beyond those certain to come: each round commits one, or was not needed."""
+        return self.request.limit - len(self.request.token_ids) - self.rounds_in_flight - self.first_in_flight
 
     @property
     def unwritten(self) -> int:
