@@ -262,24 +262,21 @@ class Loop:
                 return 0
             bucket = self._fit(lineup)
             assert bucket is not None, "a row that wants tokens has room for one"
-        count = self._count_rounds(bucket, lineup)
-        self._last_k = bucket.k
-        if count > 1:
-            self._unread.append(self._enqueue_burst(bucket, lineup.takers[0], count))
-        else:
-            self._unread.append(self._enqueue_round(bucket, lineup))
+        alone = self._grid.rounds > 1 and bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
+        count = self._count_rounds(bucket, lineup.takers[0]) if alone else 1
+        enqueued = (
+            self._enqueue_burst(bucket, lineup.takers[0], count) if alone else self._enqueue_round(bucket, lineup)
+        )
+        self._unread.append(enqueued)
         for row in lineup.takers:
             row.in_flight += count * (bucket.k + 1)
             row.rounds_in_flight += count
         return 1
 
-    def _count_rounds(self, bucket: Bucket, lineup: Lineup) -> int:
-        """Several at once for a row that is alone, by a K that is no trial."""
-        alone = bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
-        if self._grid.rounds == 1 or not alone or bucket.k != self._last_k:
-            return 1
-        room = (bucket.length - lineup.takers[0].longest) // (bucket.k + 1)
-        return self._pace.choose(bucket, room)
+    def _count_rounds(self, bucket: Bucket, row: Row) -> int:
+        """How many the device runs for a row that is alone; by another K than before, which may be a trial, one."""
+        before, self._last_k = self._last_k, bucket.k
+        return self._pace.choose(bucket, (bucket.length - row.longest) // (bucket.k + 1)) if bucket.k == before else 1
 
     def _fit(self, lineup: Lineup) -> Bucket | None:
         """The smallest bucket for these rows with the K that suits them; None if not even K = 0 fits."""

@@ -133,6 +133,8 @@ GRIDS = {
     "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a row empty
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
     "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64",  # of the tied pair, the one with sampled executables too
+    "one row": SMALLEST,  # of the embedded pair
+    "bursts": f"{SMALLEST} rounds=4",
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),

@@ -250,6 +250,7 @@ class ToyBundle:
         self.manifest = SimpleNamespace(grid=grid, sampling=tuple(sampling), target=SimpleNamespace(facts=facts))
         self.k, self._right, self._costs = k, right, costs
         self.log: list[Call] = []
+        self.ran = 0  # rounds of dispatches that run several
         self.clock = Clock()
         self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
         self._faults: Counter[str] = Counter()
@@ -279,6 +280,11 @@ class ToyBundle:
     def kv_write(self, rows: int, width: int) -> Program:
         require(self.k > 0 and (rows, width) in self._widths, f"no kv_write for {rows} rows of {width}")
         return partial(self._call, "kv_write", (rows, width), self._kv_write)
+
+    def rounds(self, bucket: Bucket) -> Program:
+        self._require_verify("greedy", bucket)
+        require(bucket.batch == 1 < self.manifest.grid.rounds, f"no rounds for {bucket}")
+        return partial(self._call, "rounds", bucket, self._rounds)
 
     def admit(self) -> Program:
         require("sample" in self.manifest.sampling, "nothing samples")
@@ -359,6 +365,22 @@ class ToyBundle:
         tops = [array * wanted for array in (tokens, logprob(tokens))]
         bits = logprob(chosen).view(np.int32)
         return used, (features, starts, np.concatenate([verdict, bits], axis=1), *tops)
+
+    def _rounds(self, bucket: Bucket, slots: list[Slot], count: Any, left: Any, ends: Any) -> Any:
+        """One after the other what a draft, a verification and a kv_write do, as long as something is left."""
+        most, slot, left = self.manifest.grid.rounds, slots[0], int(left[0])
+        require(0 < count[0] <= most, f"{count[0]} rounds of {most}")
+        verdicts = np.full((most, 2 * bucket.k + 2), -1, np.int32)
+        for done in range(count[0]):
+            if left <= 0:
+                break
+            start, block = slot.length, [slot.anchor, *self._guess(slot, bucket.k)]
+            written, verdict = _judge(bucket, slot, block, True, Wish())
+            write(slot.draft, start, written)
+            verdicts[done], chosen = verdict, verdict[bucket.k + 1 :][: verdict[0] + 1]
+            left = 0 if set(chosen) & set(map(int, ends)) else left - len(chosen)
+        self.ran += int((verdicts[:, 0] >= 0).sum())
+        return [0], (verdicts, [left])
 
     def _kv_write(self, sizes: tuple[int, int], slots: list[Slot], features: Any, at: Any, starts: Any) -> Any:
         named = Features(tuple(map(int, at)), tuple(map(int, starts)), features.tokens)
