@@ -201,3 +201,28 @@ def test_the_remedy_of_a_miss_is_a_grid_that_fits(grid, batch, length, k):
     wider = parse_grid(remedy, BLOCK)
     wider.fit(batch, length, k)
     assert all(set(getattr(grid, axis)) <= set(getattr(wider, axis)) for axis in ("batch", "length", "k", "prefill"))
+
+
+def test_rounds_stand_beside_the_axes_and_widen_what_is_written():
+    grid = parse_grid("batch=1,4 length=64 k=0,3 prefill=4 rounds=8", BLOCK)
+    assert (grid.rounds, grid.widest_write) == (8, 8)
+    assert str(grid) == "batch=1,4 length=64 k=0,3 prefill=4 rounds=8"
+    assert str(grid.widened(8, 64, 3)) == "batch=1,4,8 length=64 k=0,3 prefill=4 rounds=8"
+    plain = parse_grid("batch=1,4 length=64 k=0,3 prefill=4", BLOCK)
+    assert plain.rounds == 1 and "rounds" not in str(plain) and plain.buckets() == grid.buckets()
+
+
+def test_rounds_in_a_file(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("batch = [1]\nlength = [64]\nk = [0, 3]\nprefill = [4]\nrounds = 8\n")
+    assert parse_grid(str(path), BLOCK).rounds == 8
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [("rounds=4,8", "one number"), ("rounds=0", "rounds holds 0"), ("rounds=8", "is for batch=1, and batch is 2")],
+)
+def test_rounds_that_cannot_be(rounds, words):
+    batch = 2 if rounds == "rounds=8" else 1
+    with pytest.raises(BadInput, match=words):
+        parse_grid(f"batch={batch} length=64 k=0,3 prefill=4 {rounds}", BLOCK)

@@ -305,7 +305,7 @@ def make_rig():
 @pytest.fixture(scope="session")
 def rig(small, make_rig) -> Rig:
     """The small pair's programs."""
-    return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16")
+    return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16 rounds=4")
 
 
 @pytest.fixture(scope="session")

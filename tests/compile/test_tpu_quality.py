@@ -30,7 +30,7 @@ from dflash_aot.compile.source import Traced
 from dflash_aot.compile.workers import Workers
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
-BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64"
+BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64 rounds=4"
 SHARED = "verify batch=1 length=1024 k=0"
 # By slice what is built for it, and how many collectives each of these has.
 BUILDS = {
@@ -42,6 +42,7 @@ BUILDS = {
             "sampled_verify batch=1 length=1024 k=0",
             "sampled_verify batch=8 length=1024 k=15",
             "kv_write rows=8 width=16",
+            "rounds batch=1 length=1024 k=15 rounds=4",
             "move",
             "admit",
         ),

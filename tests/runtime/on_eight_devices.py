@@ -28,6 +28,7 @@ from dflash_aot.runtime.weights import load_weights
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
+BURSTS = "batch=1,2 length=64 k=0,7 prefill=16 rounds=2"  # for one pair: who is served last is alone
 KINDS = ("dense", "experts", "pruned")
 PROMPTS = [[1], [5] * 20, [*range(32)], [31, 0, 9, 9], [2, 7, 1, 8, 2, 8]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
@@ -128,7 +129,8 @@ def build(make_up, pytestconfig):
     @functools.cache
     def build(kind: str, count: int) -> Path:
         path = shelf / f"{kind} on {count}"
-        named = {**make_up(kind).places, "bundle": path, "buckets": GRID, "platform": "cpu", "tensor_parallel": count}
+        grid = BURSTS if kind == "dense" else GRID
+        named = {**make_up(kind).places, "bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count}
         if count != 2:  # what samples is loaded and called once on two
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)
