@@ -1,4 +1,4 @@
-"""Whether two programs choose the same tokens: what verify_host.py compares, and what it makes of differences."""
+"""Whether two programs choose the same tokens: what verify_host compares, and what it makes of differences."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """K chosen while running against every fixed K, on easy and hard prompts that alternate in one run, batch 1.
 
-    python benchmarks/depth.py --bundle DIR [--prompts 12] [--max_tokens 256] [--repeats 3]
+    python -m dflash_aot.benchmarks.depth --bundle DIR [--prompts 12] [--max_tokens 256] [--repeats 3]
 
-The bundle needs --sampling greedy,sample. Easy prompts are windows of files that the embedded pair was trained on,
+The bundle needs --sampling greedy,sample. Easy prompts are pieces of files that the embedded pair was trained on,
 continued greedily; hard ones are random tokens, continued at a high temperature, since greedily they end in loops
 that are easy to draft. Each prompt is answered by every engine in turn, so that noise of the machine meets all of
 them; all must give the same tokens. Seconds per token leave out the time to the first one. An engine opened with K = 0
@@ -10,25 +10,31 @@ has no draft; "0 kept" is K = 0 with the draft's kv kept up to date, as whoever 
 """
 
 import argparse
+import ast
+import inspect
 import statistics
+import subprocess
 import sys
+import tarfile
+import threading
+import typing
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from dflash_aot.bin.jax_platform import start_jax
+from dflash_aot.benchmarks.script import run_script
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "embedded_pair"))
-from corpus import read_split, token_stream, windows  # the split lives with the training script
-
 WIDTH = 64  # tokens of a prompt
-AUTO = "auto"
+TRAINED_ON = (argparse, ast, inspect, subprocess, tarfile, threading, typing)
+AUTO: Literal["auto"] = "auto"
 KEPT = "0 kept"  # every request asks for K = 0 of an engine that could draft
 Runs = dict[str, dict[int | str, list[list[Result]]]]  # by kind and K: for each prompt, its repeats
 
@@ -37,8 +43,10 @@ def make_prompts(engine: Engine, count: int) -> dict[str, list[list[int]]]:
     """`count` prompts of each kind."""
     tokenizer = Tokenizer.from_file(str(engine.target / "tokenizer.json"))
     rng = np.random.default_rng(11)
-    seen = windows(token_stream(tokenizer, read_split(held_out=False)), count, WIDTH, rng)
-    return {"easy": seen.tolist(), "hard": rng.integers(8, tokenizer.get_vocab_size(), (count, WIDTH)).tolist()}
+    seen = np.concatenate([tokenizer.encode(inspect.getsource(module)).ids for module in TRAINED_ON])
+    starts = rng.integers(0, len(seen) - WIDTH, count)
+    easy = [seen[start : start + WIDTH].tolist() for start in starts]
+    return {"easy": easy, "hard": rng.integers(8, tokenizer.get_vocab_size(), (count, WIDTH)).tolist()}
 
 
 def main() -> None:
@@ -55,7 +63,8 @@ def main() -> None:
     }
     start_jax(manifest.environment.platform)
     with ExitStack() as stack:
-        engines = {k: stack.enter_context(Engine.open(options.bundle, k=k)) for k in (*manifest.grid.k, AUTO)}
+        ks: tuple[int | Literal["auto"], ...] = (*manifest.grid.k, AUTO)
+        engines: dict[int | str, Engine] = {k: stack.enter_context(Engine.open(options.bundle, k=k)) for k in ks}
         engines[KEPT] = stack.enter_context(Engine.open(options.bundle, k=AUTO))
         prompts = make_prompts(engines[AUTO], options.prompts)
         runs: Runs = {kind: {k: [[] for _ in own] for k in engines} for kind, own in prompts.items()}
@@ -110,4 +119,4 @@ def print_choice(engine: Engine) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -1,6 +1,7 @@
 """How long the device waits between two rounds: the engine, which enqueues ahead, and a loop that syncs every round.
 
-    python benchmarks/gap.py [--bundle DIR | --large] [--callers 1,8] [--max_tokens 96] [--repeats 3] [--json FILE]
+    python -m dflash_aot.benchmarks.gap [--bundle DIR | --large] [--callers 1,8] [--max_tokens 96] [--repeats 3]
+        [--json FILE]
 
 From traces of `jax.profiler`: every operation that the CPU client runs is in them with its executable, run, begin and
 end. A gap is the time from the end of a round's last operation to the begin of the next round's first one; where a
@@ -14,7 +15,6 @@ too, and both are printed. What the client does between an execution's start and
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,17 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jit_loop import JitLoop, Jitted
-from random_pair import write_pair
-from traffic import Prompt, Served, build_bundle, gather, percentile, serve_engine
 
-from dflash_aot.bin.command import format_table
-from dflash_aot.bin.jax_platform import start_jax
+from dflash_aot.benchmarks.benchmark import default_scratch
+from dflash_aot.benchmarks.callers import serve_lists
+from dflash_aot.benchmarks.estimates import median, percentile
+from dflash_aot.benchmarks.findings import Table, format_table
+from dflash_aot.benchmarks.jit_loop import JitLoop, Jitted
+from dflash_aot.benchmarks.pairs import choose_pair, ensure_bundle
+from dflash_aot.benchmarks.script import run_script
+from dflash_aot.benchmarks.traffic import Prompt, Serve, Served, gather
+from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 
@@ -144,15 +149,15 @@ def describe(
         callers=callers,
         way=way,
         round_ms=(_wall(plain), _wall([served for _, served in traced])),
-        gap_ms=(statistics.median(gaps), percentile(gaps, 95)),
-        inner_ms=tuple(map(statistics.median, zip(*inner, strict=True))),
+        gap_ms=(median(gaps), percentile(gaps, 95)),
+        inner_ms=tuple(map(median, zip(*inner, strict=True))),
         busy=sum(works) / sum(rounds),
         gaps=len(gaps),
     )
 
 
 def _wall(runs: Sequence[Served]) -> float:
-    return statistics.median(1e3 * run.seconds / run.rounds for run in runs)
+    return median([1e3 * run.seconds / run.work.rounds for run in runs])
 
 
 def measure(
@@ -168,7 +173,7 @@ def measure(
     runs = [
         served for each in (*plain.values(), [one for each in traced.values() for _, one in each]) for served in each
     ]
-    if len({tuple(answer.token_ids for answer in gather(run.answers)) for run in runs}) != 1:
+    if len({tuple(tuple(answer.token_ids) for answer in gather(run.answers)) for run in runs}) != 1:
         sys.exit(f"void: with {callers} callers the ways do not agree on the tokens")
     return [describe(callers, name, plain[name], traced[name]) for name in ways]
 
@@ -187,19 +192,23 @@ def print_figures(figures: Sequence[Figures]) -> None:
         )
         for one in figures
     ]
-    print(format_table(names, rows))
+    print(format_table(Table("gaps", "", names, tuple(rows))))
 
 
-def open_bundle(stack: ExitStack, options: argparse.Namespace) -> tuple[str, str | None, str | None]:
+def open_bundle(options: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
     """The bundle and its pair, made here unless given."""
     if options.bundle:
-        return options.bundle, None, None
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    if not options.large:
-        return build_bundle(f"{scratch}/bundle", BUCKETS), None, None
-    places = write_pair(scratch)
-    target, draft = f"{places['target']}", f"{places['draft']}"
-    return build_bundle(f"{scratch}/bundle", BUCKETS, "--target", target, "--draft", draft), target, draft
+        return Path(options.bundle), None, None
+    scratch = default_scratch()
+    scratch.mkdir(parents=True, exist_ok=True)
+    pair = choose_pair("large" if options.large else EMBEDDED, None, None, scratch)
+    bundle = ensure_bundle(pair, BUCKETS, "float32", scratch, lambda message: print(message, file=sys.stderr))
+    return bundle, pair.target, pair.draft
+
+
+def serve(engine: Engine, lists: Sequence[Sequence[Prompt]], tokens: int) -> Served:
+    """A thread per list."""
+    return serve_lists(engine, Serve([list(prompts) for prompts in lists], tokens))
 
 
 def main() -> None:
@@ -214,8 +223,8 @@ def main() -> None:
     start_jax("cpu")
     figures = []
     with ExitStack() as stack:
-        bundle, target, draft = open_bundle(stack, options)
-        manifest = read_manifest(Path(bundle))
+        bundle, target, draft = open_bundle(options)
+        manifest = read_manifest(bundle)
         ks = (manifest.grid.k[-1], 0)
         engines = {k: stack.enter_context(Engine.open(bundle, target, draft, k=k)) for k in ks}
         jitted = Jitted(manifest, target, draft)
@@ -224,7 +233,7 @@ def main() -> None:
         for callers in map(int, options.callers.split(",")):
             ways: dict[str, tuple[Way, int]] = {}
             for k, engine in engines.items():
-                ways[f"engine, K={k}"] = partial(serve_engine, engine, tokens=options.max_tokens), k
+                ways[f"engine, K={k}"] = partial(serve, engine, tokens=options.max_tokens), k
                 ways[f"jax.jit loop, K={k}"] = JitLoop(jitted, callers, k, WIDTH, options.max_tokens).serve, k
             figures += measure(callers, ways, [[prompt] for prompt in prompts[:callers]], options.repeats)
     print_figures(figures)
@@ -233,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

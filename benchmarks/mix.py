@@ -1,6 +1,6 @@
 """What a long prompt does to short ones: the pauses in their answers, with it and without it.
 
-    python benchmarks/mix.py [--bundle DIR] [--short 1,3,7] [--max_tokens 128] [--repeats 3] [--json FILE]
+    python -m dflash_aot.benchmarks.mix [--bundle DIR] [--short 1,3,7] [--max_tokens 128] [--repeats 3] [--json FILE]
 
 Short callers send prompts of one prefill chunk, one after the other; the long one sends prompts of seven chunks, one
 after the other too, and asks for little, so that some chunk of it is nearly always being prefilled: the worst that one
@@ -11,7 +11,6 @@ one round. With and without run in turn. The tokens of the short callers must be
 import argparse
 import json
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -21,29 +20,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from decode import held_out_prompts
-from traffic import Prompt, build_bundle, deal, make_params, percentile
-
-from dflash_aot.bin.command import format_table
-from dflash_aot.bin.jax_platform import start_jax
+from dflash_aot.benchmarks.benchmark import default_scratch
+from dflash_aot.benchmarks.callers import listen
+from dflash_aot.benchmarks.estimates import percentile
+from dflash_aot.benchmarks.findings import Table, format_table
+from dflash_aot.benchmarks.pairs import choose_pair, ensure_bundle
+from dflash_aot.benchmarks.prompts import load_prompts
+from dflash_aot.benchmarks.questions import HELD_OUT
+from dflash_aot.benchmarks.script import run_script
+from dflash_aot.benchmarks.traffic import Answer, Prompt, deal
+from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 
 BUCKETS = "batch=1,2,4,8 length=256,512 k=0,3,7 prefill=64"
 SHORT, LONG, LONG_TOKENS = 64, 448, 8  # tokens of the prompts, and of the long ones' answers
 PER_CALLER = 4
-
-
-@dataclass(frozen=True)
-class Heard:
-    """One answer: its tokens, and the seconds from the prompt's submission to each delta."""
-
-    token_ids: list[int]
-    times: list[float]
-
-    @property
-    def pauses(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
 @dataclass(frozen=True)
@@ -59,30 +52,28 @@ class Figures:
     long_first_ms: float | None
 
 
-def listen(engine: Engine, prompt: Prompt, tokens: int) -> Heard:
-    began, times, token_ids = time.perf_counter(), [], []
-    for delta in engine.stream(prompt, make_params(tokens)):
-        times.append(time.perf_counter() - began)
-        token_ids += delta.token_ids
-    return Heard(token_ids, times)
+def find_pauses(answer: Answer) -> list[float]:
+    """Seconds between two deltas: tokens of one have come at the same time."""
+    steps = zip(answer.arrivals, answer.arrivals[1:], strict=False)
+    return [later - earlier for earlier, later in steps if later > earlier]
 
 
-def listen_in_turn(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[Heard]:
-    return [listen(engine, prompt, tokens) for prompt in prompts]
+def listen_in_turn(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+    return [listen(engine, prompt, tokens, time.perf_counter()) for prompt in prompts]
 
 
-def listen_until(engine: Engine, prompts: Sequence[Prompt], ended: threading.Event) -> list[Heard]:
+def listen_until(engine: Engine, prompts: Sequence[Prompt], ended: threading.Event) -> list[Answer]:
     """The long caller; what it has not finished when the others have is not counted."""
-    heard: list[Heard] = []
+    heard: list[Answer] = []
     while not ended.is_set():
-        one = listen(engine, prompts[len(heard) % len(prompts)], LONG_TOKENS)
+        one = listen(engine, prompts[len(heard) % len(prompts)], LONG_TOKENS, time.perf_counter())
         heard += [] if ended.is_set() else [one]
     return heard
 
 
 def run_mix(
     engine: Engine, lists: Sequence[Sequence[Prompt]], tokens: int, long: Sequence[Prompt]
-) -> tuple[list[list[Heard]], list[Heard], float]:
+) -> tuple[list[list[Answer]], list[Answer], float]:
     """What the short callers heard, what the long one did, and the seconds that the short ones took."""
     ended = threading.Event()
     with ThreadPoolExecutor(len(lists) + 1) as callers:
@@ -112,17 +103,17 @@ def measure(
     return [describe(len(lists), kind, runs) for kind, runs in samples.items()]
 
 
-def describe(short: int, beside: str, runs: Sequence[tuple[list[list[Heard]], list[Heard], float]]) -> Figures:
+def describe(short: int, beside: str, runs: Sequence[tuple[list[list[Answer]], list[Answer], float]]) -> Figures:
     heard = [one for callers, _, _ in runs for caller in callers for one in caller]
     long = [one for _, answers, _ in runs for one in answers]
     return Figures(
         short=short,
         beside=beside,
-        pause_ms=_spread([pause for one in heard for pause in one.pauses]),
-        first_ms=_spread([one.times[0] for one in heard]),
+        pause_ms=_spread([pause for one in heard for pause in find_pauses(one)]),
+        first_ms=_spread([one.first_seconds for one in heard]),
         tokens_per_second=sum(len(one.token_ids) for one in heard) / sum(seconds for _, _, seconds in runs),
         long=len(long),
-        long_first_ms=1e3 * percentile([one.times[0] for one in long], 50) if long else None,
+        long_first_ms=1e3 * percentile([one.first_seconds for one in long], 50) if long else None,
     )
 
 
@@ -154,7 +145,15 @@ def print_figures(figures: Sequence[Figures]) -> None:
         )
         for one in figures
     ]
-    print(format_table((*names, "their first ms"), rows))
+    print(format_table(Table("pauses", "", (*names, "their first ms"), tuple(rows))))
+
+
+def build_bundle() -> Path:
+    """Of the embedded pair, unless it is there."""
+    scratch = default_scratch()
+    scratch.mkdir(parents=True, exist_ok=True)
+    pair = choose_pair(EMBEDDED, None, None, scratch)
+    return ensure_bundle(pair, BUCKETS, "float32", scratch, lambda message: print(message, file=sys.stderr))
 
 
 def main() -> None:
@@ -167,12 +166,12 @@ def main() -> None:
     options = parser.parse_args()
     figures = []
     with ExitStack() as stack:
-        bundle = options.bundle or build_bundle(f"{stack.enter_context(tempfile.TemporaryDirectory())}/bundle", BUCKETS)
-        start_jax(read_manifest(Path(bundle)).environment.platform)
+        bundle = Path(options.bundle) if options.bundle else build_bundle()
+        start_jax(read_manifest(bundle).environment.platform)
         engine = stack.enter_context(Engine.open(bundle))
-        long = held_out_prompts(engine, PER_CALLER, LONG)
+        long = load_prompts(HELD_OUT, PER_CALLER, engine.target, LONG)
         for short in map(int, options.short.split(",")):
-            lists = deal(held_out_prompts(engine, short * PER_CALLER, SHORT), short)
+            lists = deal(load_prompts(HELD_OUT, short * PER_CALLER, engine.target, SHORT), short)
             figures += measure(engine, lists, options.max_tokens, long, options.repeats)
     print_figures(figures)
     if options.json:
@@ -180,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -1,114 +1,128 @@
-"""Callers in closed loops: each has a list of prompts and sends the next one when the one before is answered."""
+"""What is asked of a way to decode, and what it answers: prompts in lists, one per caller, or at times of their own."""
 
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
-from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.counters import Counters
-
 Prompt = list[int]
-SETTLED = 0.02  # seconds in which an engine with nothing to do counts no further round
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one caller got for one prompt, and when, in seconds since it was sent."""
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """Closed loops: each caller has a list of prompts and sends the next one when the one before is answered.
 
-    token_ids: tuple[int, ...]
-    first_seconds: float
-    seconds: float
+    Every answer is greedy and has `max_tokens` tokens, whatever they are. Answered by Served.
+    """
+
+    lists: list[list[Prompt]]
+    max_tokens: int
+
+
+class Arrive(msgspec.Struct, frozen=True, tag=True):
+    """An open loop: each prompt is sent at its own time, `due` seconds from the beginning, whatever became of others.
+
+    Answered by Arrived.
+    """
+
+    prompts: list[Prompt]
+    due: list[float]
+    max_tokens: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one caller got for one prompt.
+
+    arrivals: when it had each token, in seconds since it sent the prompt, or was to send it. accepted: drafted tokens
+    that stood, by round; empty where there are no rounds.
+    """
+
+    token_ids: list[int]
+    arrivals: list[float]
+    accepted: list[int] = []
+
+    @property
+    def first_seconds(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def seconds(self) -> float:
+        return self.arrivals[-1]
 
     @property
     def seconds_per_token(self) -> float:
-        """Behind the first token."""
+        """Behind the first token, of at least two."""
         return (self.seconds - self.first_seconds) / (len(self.token_ids) - 1)
 
 
-@dataclass(frozen=True)
-class Served:
-    """One run of all callers. answers: by caller, in the order of its list.
+class Work(msgspec.Struct, frozen=True):
+    """What serving took.
 
-    seconds: from the first prompt sent to the last answer. host_seconds: work of the thread that dispatches.
-    rows: those that the rounds computed; padded_rows: of these, without a request; row_rounds: whose verdict counted.
+    rounds: passes of the target behind the prompts. rounds_by_k: where a way has Ks. rows: those that the rounds
+    computed; padded_rows: of these, without a request; row_rounds: whose verdict counted. host_seconds: work of the
+    thread that dispatches; host_wall_seconds: what passed meanwhile, its waits left out.
     """
+
+    rounds: int = 0
+    rounds_by_k: dict[int, int] = {}
+    rows: int = 0
+    row_rounds: int = 0
+    padded_rows: int = 0
+    host_seconds: float = 0.0
+    host_wall_seconds: float = 0.0
+    compile_events: int = 0
+
+
+class Served(msgspec.Struct, frozen=True):
+    """answers: by caller, in the order of its list. seconds: from the first prompt sent to the last token."""
 
     answers: list[list[Answer]]
     seconds: float
-    rounds: int
-    rows: int
-    row_rounds: int
-    padded_rows: int
-    host_seconds: float
-    compile_events: int
+    work: Work
 
 
-def serve_engine(engine: Engine, lists: Sequence[Sequence[Prompt]], tokens: int) -> Served:
-    """One thread per caller."""
-    before, began = settle(engine), time.perf_counter()
-    with ThreadPoolExecutor(len(lists)) as callers:
-        answers = list(callers.map(partial(ask_in_turn, engine, tokens=tokens), lists))
-    seconds, after = time.perf_counter() - began, settle(engine)
-    return Served(
-        answers=answers,
-        seconds=seconds,
-        rounds=after.rounds - before.rounds,
-        rows=_count_rows(after) - _count_rows(before),
-        row_rounds=after.row_rounds - before.row_rounds,
-        padded_rows=after.padded_rows - before.padded_rows,
-        host_seconds=after.host_seconds - before.host_seconds,
-        compile_events=after.compile_events - before.compile_events,
-    )
+class Arrived(msgspec.Struct, frozen=True):
+    """answers: in the order of the prompts, None where one was refused.
+
+    late: by how much each was sent after its time, in seconds; it is in the arrivals.
+    """
+
+    answers: list[Answer | None]
+    late: list[float]
+    work: Work
 
 
-def ask_in_turn(engine: Engine, prompts: Iterable[Prompt], tokens: int) -> list[Answer]:
-    """One caller."""
-    results = (engine.generate(prompt, make_params(tokens)) for prompt in prompts)
-    return [Answer(tuple(one.token_ids), one.first_token_seconds or 0.0, one.seconds) for one in results]
+class Dissect(msgspec.Struct, frozen=True, tag=True):
+    """One prompt at one K, with a wait behind every program. Answered by Parts."""
+
+    prompt_ids: Prompt
+    max_tokens: int
+    k: int
 
 
-def make_params(tokens: int) -> SamplingParams:
-    """Greedy, and as many tokens as asked for: no text ends the run of one way earlier."""
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
+class Parts(msgspec.Struct, frozen=True):
+    """seconds: of "prefill"; and by round of "draft", "verify", "kv_write", "read": the verdict's way to the caller.
+
+    A step's time begins where the one before ends, its own dispatch included. No answer where the bundle has no such
+    programs.
+    """
+
+    answer: Answer | None
+    seconds: dict[str, list[float]]
 
 
-def settle(engine: Engine) -> Counters:
-    """What was counted, once nothing is on its way."""
-    while True:
-        earlier = engine.stats()
-        time.sleep(SETTLED)
-        if (now := engine.stats()).rounds == earlier.rounds and not now.running + now.waiting:
-            return now
-
-
-def _count_rows(counters: Counters) -> int:
-    return sum(bucket.batch * rounds for (bucket, _), rounds in counters.bucket_rounds.items())
-
-
-def deal(prompts: Sequence[Prompt], callers: int) -> list[list[Prompt]]:
+def deal(prompts: Sequence[T], callers: int) -> list[list[T]]:
     """A list for each caller, all prompts used once."""
     return [list(prompts[caller::callers]) for caller in range(callers)]
 
 
-def gather(lists: Sequence[Sequence[Answer]]) -> list[Answer]:
+def gather(lists: Sequence[Sequence[T]]) -> list[T]:
     """The answers in the order that the prompts had before `deal`."""
     longest = max(map(len, lists))
     return [answers[turn] for turn in range(longest) for answers in lists if turn < len(answers)]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between two values as NumPy does: linearly."""
-    return float(np.percentile(values, share))
-
-
-def build_bundle(path: str, buckets: str, *flags: str) -> str:
-    """A bundle of greedy executables for this machine; of the embedded pair, unless `flags` name another."""
-    command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--bundle", path, "--buckets", buckets]
-    subprocess.run([*command, "--sampling", "greedy", "--json", *flags], check=True, stdout=subprocess.DEVNULL)
-    return path
+def draw_arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """When each of `count` independent callers comes, `rate` of them per second on average: a Poisson process."""
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()

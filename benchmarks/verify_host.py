@@ -1,6 +1,6 @@
 """Whether a bundle computes on this machine what it should, and how fast: the first thing to run on a new TPU VM.
 
-    python benchmarks/verify_host.py --bundle DIR [--target DIR --draft DIR] [--golden FILE | --record FILE]
+    python -m dflash_aot.benchmarks.verify_host --bundle DIR [--target DIR --draft DIR] [--golden FILE | --record FILE]
 
 Calls every executable once; compares every K with K = 0, and requests served together with single ones; compares with
 what --record wrote elsewhere, from a bundle of the same pair; then times every K in turn, all tokens waited for. Ends
@@ -18,11 +18,20 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from agreement import Golden, Prompt, Run, Verdict, check_golden, compare, is_exact, read_golden
 from tokenizers import Tokenizer
 
-from dflash_aot.bin.jax_platform import start_jax
+from dflash_aot.benchmarks.agreement import (
+    Golden,
+    Prompt,
+    Run,
+    Verdict,
+    check_golden,
+    compare,
+    is_exact,
+    read_golden,
+)
 from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import Manifest, read_manifest
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.counters import Counters

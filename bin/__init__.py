@@ -6,5 +6,5 @@ from pathlib import Path
 
 # A KeyboardInterrupt in the middle of importing jaxlib crashes it (seen on 0.10.2: SIGSEGV). Until a command runs,
 # Ctrl-C simply ends its process; `run_command` takes over from there.
-if Path(sys.argv[0]).name in ("dflash-precompile", "dflash-run", "dflash-bundle"):
+if Path(sys.argv[0]).name in ("dflash-precompile", "dflash-run", "dflash-bundle", "dflash-bench"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

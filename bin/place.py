@@ -5,9 +5,9 @@ import sys
 
 import jax
 
-from dflash_aot.bin.jax_platform import start_jax
 from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 from dflash_aot.compile.machine import Machine, attach, count_devices

@@ -18,22 +18,17 @@ from typing import BinaryIO, Literal, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command import (
-    choose_pair,
-    decode_text,
-    default_bundle,
-    run_command,
-    seconds_since_process_start,
-)
-from dflash_aot.bin.jax_platform import start_jax
+from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run_command
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.location import is_url
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime.advice import advise_on_prompt
 from dflash_aot.runtime.engine import Engine
+from dflash_aot.runtime.process_clock import seconds_since_process_start
 from dflash_aot.runtime.request import Result
 from dflash_aot.runtime.sampling_params import SamplingParams
 

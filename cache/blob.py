@@ -2,6 +2,8 @@
 
 import hashlib
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_aot.cache.errors import CorruptBundle
@@ -34,20 +36,38 @@ def unpack(blob: Blob, content: bytes) -> bytes:
 
     Unpacked no further than to the promised size. Raises BrokenBlob.
     """
+    check_hash(blob, content)
+    serialized = unpack_checked(blob, content)
+    if isinstance(blob, Entry):
+        with _within_memory(blob):
+            _check_pickle(serialized)
+    return serialized
+
+
+def check_hash(blob: Blob, content: bytes) -> None:
+    """Its size and its sha256. Raises BrokenBlob."""
     if len(content) != blob.bytes:
         words = f"{len(content)} bytes, the manifest promises {blob.bytes}"
         raise BrokenBlob(words, "bytes", blob.bytes, len(content))
     if (found := hashlib.sha256(content).hexdigest()) != blob.sha256:
         raise BrokenBlob(f"its sha256 is {found}", "sha256", blob.sha256, found)
-    size = blob.serialized_bytes
+
+
+def unpack_checked(blob: Blob, content: bytes) -> bytes:
+    """What a file holds whose hash was checked; no further than to the promised size. Raises BrokenBlob."""
+    with _within_memory(blob):
+        return _decompress(blob.serialized_bytes, content)
+
+
+@contextmanager
+def _within_memory(blob: Blob) -> Iterator[None]:
+    """Raises BrokenBlob where there is no room."""
     try:
-        serialized = _decompress(size, content)
-        if isinstance(blob, Entry):
-            _check_pickle(serialized)
+        yield
     except MemoryError as error:
+        size = blob.serialized_bytes
         words = f"unpacks to {size} bytes, for which no memory is free here"
         raise BrokenBlob(words, "serialized_bytes", size, words, content=False) from error
-    return serialized
 
 
 def find_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:

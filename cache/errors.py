@@ -61,3 +61,11 @@ class EngineFailed(DflashError):
 
 class QueueFull(DflashError):
     """As many requests are waiting as may wait: try again later, or ask for a place in line."""
+
+
+class VoidRecord(DflashError):
+    """A benchmark was run, and its figures mean nothing: the message says why."""
+
+
+class PeerFailed(DflashError):
+    """A process that a benchmark compares with ended, or said what is no answer: the message has its last lines."""

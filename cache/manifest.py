@@ -120,11 +120,6 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     inspection: Inspection
     canary: Canary | None = None
 
-    @property
-    def file(self) -> Blob:
-        """Nothing but the file, of which nothing says that it is an executable."""
-        return Blob(self.sha256, self.bytes, self.serialized_bytes)
-
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The target as the user named it, and what its executables compute."""

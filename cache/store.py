@@ -12,13 +12,13 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache.attestation import remove_outdated
-from dflash_aot.cache.blob import LARGEST, BrokenBlob, unpack
+from dflash_aot.cache.blob import LARGEST, BrokenBlob, check_hash, unpack, unpack_checked
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files import read_plain, temporaries, write_atomically
 from dflash_aot.cache.manifest import FILE, Blob, Entry, Manifest, encode_manifest, mend_command
@@ -209,23 +209,40 @@ class Store:
 
         Raises CorruptBundle.
         """
-        return self._read(entry.file, self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
+        return self.unpack(entry, self.read_packed(entry))
+
+    def read_packed(self, entry: Entry) -> bytes:
+        """An executable's file as it lies there, of the size and sha256 that were promised. Raises CorruptBundle."""
+        with self._reading(entry):
+            content = read_plain(self.path(entry), LARGEST)
+            check_hash(entry, content)
+            return content
+
+    def unpack(self, entry: Entry, packed: bytes) -> bytes:
+        """What such a file holds, see `read`."""
+        with self._reading(entry):
+            return unpack_checked(entry, packed)
 
     def read_program(self, entry: Entry) -> bytes:
         """What an executable was compiled from, as it was promised. Raises CorruptBundle."""
-        label, remedy = f"program of {entry.signature.label}", "Build it again from its checkpoints"
-        return self._read(entry.program, self.program_path(entry), label, remedy)
+        path = self.program_path(entry)
+        with _refusing(path, f"program of {entry.signature.label}", "Build it again from its checkpoints"):
+            return unpack(entry.program, read_plain(path, LARGEST))
 
-    def _read(self, blob: Blob, path: Path, label: str, remedy: str) -> bytes:
-        try:
-            content = read_plain(path, LARGEST)
-        except OSError as error:
-            raise CorruptBundle(f"{path} ({label}): {error.strerror}. {remedy}") from error
-        try:
-            return unpack(blob, content)
-        except BrokenBlob as flaw:
-            remedy = remedy if flaw.content else "Make room"
-            raise CorruptBundle(f"{path} ({label}): {flaw}. {remedy}") from flaw
+    def _reading(self, entry: Entry) -> AbstractContextManager[None]:
+        return _refusing(self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
+
+
+@contextmanager
+def _refusing(path: Path, label: str, remedy: str) -> Iterator[None]:
+    """What cannot be read, or is not what was promised. Raises CorruptBundle."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptBundle(f"{path} ({label}): {error.strerror}. {remedy}") from error
+    except BrokenBlob as flaw:
+        remedy = remedy if flaw.content else "Make room"
+        raise CorruptBundle(f"{path} ({label}): {flaw}. {remedy}") from flaw
 
 
 def _probe(directory: Path) -> None:

@@ -13,13 +13,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[1]
-ROOMS = {"bin", "cache", "compile", "runtime"}
+ROOMS = {"benchmarks", "bin", "cache", "compile", "runtime"}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PINS = (REPOSITORY / "constraints.txt").read_text().splitlines()
-SCRIPTS = ("benchmarks", "examples")
+SCRIPTS = "examples"
 # Which extras a folder may import from besides the dependencies.
-EXTRAS = {**dict.fromkeys(ROOMS, ()), **dict.fromkeys(SCRIPTS, ("train",)), "tests": ("test",)}
-TESTED_EXTRAS = ("test", "train", "dev", "tpu", "s3")  # cuda needs its machine
+EXTRAS = {**dict.fromkeys(ROOMS, ()), "benchmarks": ("bench",), SCRIPTS: ("train",), "tests": ("test", "bench")}
+TESTED_EXTRAS = ("test", "train", "bench", "dev", "tpu", "s3")  # cuda needs its machine
 
 
 def modules(house: Path, folders: Iterable[str] = tuple(EXTRAS)) -> list[Path]:
@@ -64,8 +64,8 @@ def undeclared(house: Path, project: Mapping) -> list[str]:
     """Imports that only work because another package happens to need the same distribution."""
     distributions = importlib.metadata.packages_distributions()
     known = {*sys.stdlib_module_names, "dflash_aot"}
-    scripts = {path.stem for path in modules(house, SCRIPTS)}
-    siblings = {**dict.fromkeys(SCRIPTS, scripts), "tests": {"tests"}}  # may import one another
+    scripts = {path.stem for path in modules(house, [SCRIPTS])}
+    siblings = {SCRIPTS: scripts, "tests": {"tests"}}  # may import one another
     found = []
     for folder, extras in EXTRAS.items():
         declared = {canonicalize_name(one.name) for one in requirements(project, extras)}

@@ -10,17 +10,32 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOMS = ("bin", "cache", "compile", "runtime")
+ROOMS = ("benchmarks", "bin", "cache", "compile", "runtime")
 MODULES = sorted(f"{path.parent.name}/{path.name}" for room in ROOMS for path in (REPOSITORY / room).glob("*.py"))
 MODELS = ("flax", "torch", "transformers")  # what serving must not wait for
 # Where imports may lead, ours and foreign; a room may always import from itself.
-MAY_IMPORT = {"cache": (), "compile": ("cache",), "runtime": ("cache",), "bin": ("cache", "runtime")}
-FORBIDDEN = {"cache": MODELS, "compile": (), "runtime": MODELS, "bin": MODELS}
+MAY_IMPORT = {
+    "cache": (),
+    "compile": ("cache",),
+    "runtime": ("cache",),
+    "bin": ("cache", "runtime"),
+    "benchmarks": ("cache", "compile", "runtime"),
+}
+FORBIDDEN = {"cache": MODELS, "compile": (), "runtime": MODELS, "bin": MODELS, "benchmarks": ()}
+EXTRAS = ("datasets", "matplotlib", "torch", "transformers")  # imported where they are used, by who has them
+WORKERS = ("benchmarks/peer_torch.py", "benchmarks/peer_torch_forward.py")  # processes of their own, for nothing else
 BUILDING = tuple(  # one command
     f"bin/{name}.py" for name in ("precompile", "job", "place", "rebuild", "plan", "build_report", "bucket_table")
 )
 EXCEPTIONS = {
     *((module, "dflash_aot.compile") for module in BUILDING),
+    ("bin/bench.py", "dflash_aot.benchmarks"),
+    *(
+        (module, package)
+        for module in MODULES
+        if module.startswith("benchmarks/") and module not in WORKERS
+        for package in EXTRAS
+    ),
     ("runtime/chat.py", "transformers"),  # for its chat templates, when there is a chat: inside a function
 }
 
@@ -103,6 +118,10 @@ def test_no_import_goes_through_a_wall(module):
         ("bin/run.py", "from dflash_aot.compile.manager import build"),
         ("bin/run.py", "import flax"),
         ("bin/thing.py", "def lazy():\n    import dflash_aot.compile"),
+        ("bin/thing.py", "def lazy():\n    from dflash_aot.benchmarks import record"),
+        ("runtime/thing.py", "from dflash_aot.benchmarks import record"),
+        ("benchmarks/thing.py", "from dflash_aot.bin.command import format_table"),
+        ("benchmarks/pictures.py", "import matplotlib"),
     ],
 )
 def test_an_import_through_a_wall_is_found(module, source):
@@ -118,6 +137,9 @@ def test_an_import_through_a_wall_is_found(module, source):
         ("runtime/chat.py", "def lazy():\n    from transformers import PreTrainedTokenizerFast"),
         ("bin/precompile.py", "from dflash_aot.compile.manager import build"),
         ("bin/run.py", "from dflash_aot.runtime.engine import Engine"),
+        ("bin/bench.py", "from dflash_aot.benchmarks.record import Record"),
+        ("benchmarks/thing.py", "import flax.nnx\nfrom dflash_aot.compile.programs import Programs"),
+        ("benchmarks/pictures.py", "def lazy():\n    import matplotlib"),
         ("runtime/thing.py", "NAMES = ('jax._src.core', 'flax')"),
     ],
 )
@@ -143,7 +165,8 @@ def modules_after_serving(bundle, target, before: str = "") -> list[str]:
     command = [sys.executable, "-c", SERVE.format(before=before), str(bundle("tiny")), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    unwanted = (*MODELS, "dflash_aot.compile", "fsspec", "huggingface_hub", "prometheus_client")
+    ours = ("dflash_aot.compile", "dflash_aot.benchmarks")
+    unwanted = (*MODELS, *ours, "fsspec", "huggingface_hub", "prometheus_client")
     return [name for name in json.loads(done.stdout) if any(begins(name, package) for package in unwanted)]
 
 

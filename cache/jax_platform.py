@@ -1,4 +1,4 @@
-"""Which of JAX's platforms a command starts."""
+"""Which of JAX's platforms a process starts."""
 
 import importlib.util
 import os

@@ -1,6 +1,5 @@
 """benchmarks/verify_host.py, which cannot be tried on its TPU here: what is wrong is found, and rounding forgiven."""
 
-import importlib
 import json
 import os
 import shutil
@@ -13,13 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from dflash_aot.benchmarks import agreement, verify_host
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-agreement, verify_host = (importlib.import_module(name) for name in ("agreement", "verify_host"))
-sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture

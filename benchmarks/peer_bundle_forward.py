@@ -1,0 +1,96 @@
+"""A bundle's verify and prefill, one pass at a time, as a peer: python -m dflash_aot.benchmarks.peer_bundle_forward"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_aot.benchmarks.forward import BundleForward, Forward, Forwarded, Peaked, Peaks
+from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
+from dflash_aot.benchmarks.peer import Handlers, run_peer
+from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime.bundle import Bundle
+from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.opening import open_bundle
+
+
+class Passes:
+    """A bundle whose first slot holds the kv of a text. Every pass writes again what is there."""
+
+    def __init__(self, bundle: Bundle, state: DeviceState, text: Sequence[int]):
+        self._bundle, self._state, self._text = bundle, state, text
+        grid, start = bundle.manifest.grid, 0
+        while start < len(text):
+            chunk = grid.fit_chunk(start, len(text) - start)
+            count = min(chunk.prefill, len(text) - start)
+            self._prefill(chunk, start, text[start : start + count])()
+            start += count
+        state.wait()
+
+    def forward(self, question: Forward) -> Forwarded:
+        """Raises KeyError where the bundle has no such executable."""
+        start = question.length - question.rows
+        rows = self._text[start : question.length]
+        if question.program == "prefill":
+            call, chosen = self._prefill(Chunk(question.rows, question.length), start, rows), slice(None)
+        else:
+            call, chosen = self._verify(question.length, start, rows), slice(question.rows, None)
+        seconds = []
+        for _ in range(question.calls):
+            self._state.wait()
+            began = time.perf_counter()
+            found = call()
+            found.block_until_ready()
+            self._state.wait()
+            seconds.append(time.perf_counter() - began)
+        return Forwarded(seconds, np.asarray(found).ravel()[chosen].tolist())
+
+    def _prefill(self, chunk: Chunk, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+        tokens = np.zeros((1, chunk.prefill), np.int32)
+        tokens[0, : len(rows)] = rows
+        executable = self._bundle.prefill(chunk)
+        given = (self._state.place(tokens), *map(self._number, (0, start, len(rows))))
+        return lambda: executable(self._state, *given)[1]
+
+    def _verify(self, length: int, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+        """The first row is the anchor. No slot is active: what is verified stays where it is."""
+        place, k, slots = self._state.place, len(rows) - 1, self._bundle.manifest.grid.slots
+        at = {"lengths": start, "anchors": rows[0]}
+        self._state.replace([*at], [place(np.full(slots, value, np.int32)) for value in at.values()])
+        executable = self._bundle.verify(Bucket(1, length, k))
+        given = [place(np.array([rows], np.int32))] if k else []
+        given.append(place(np.zeros(1, bool)))
+        return lambda: executable(self._state, *given)[2]
+
+    def _number(self, number: int) -> jax.Array:
+        return self._state.place(np.array([number], np.int32))
+
+
+def find_peaks(dtype: str, question: Peaks) -> Peaked:
+    """By XLA."""
+    words, square = jnp.ones(READ_BYTES // 4, jnp.float32), jnp.full((SQUARE, SQUARE), 1e-3, dtype)
+    add, multiply = jax.jit(jnp.sum), jax.jit(partial(jnp.matmul, preferred_element_type=dtype))
+    return measure_peaks(
+        lambda: add(words).block_until_ready(), lambda: multiply(square, square).block_until_ready(), question
+    )
+
+
+@contextmanager
+def open_way(order: BundleForward) -> Iterator[Handlers]:
+    """Raises as `open_bundle` does."""
+    manifest = read_manifest(Path(order.bundle))
+    start_jax(manifest.environment.platform)
+    opened = open_bundle(Path(order.bundle), order.target, order.draft, manifest.grid.k[-1])
+    passes = Passes(opened.bundle, opened.state, order.text)
+    yield {Forward: passes.forward, Peaks: partial(find_peaks, manifest.dtype)}
+
+
+if __name__ == "__main__":
+    run_peer(BundleForward, open_way)

@@ -1,0 +1,28 @@
+"""The engine on a bundle, as a peer: python -m dflash_aot.benchmarks.peer_engine"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from dflash_aot.benchmarks.callers import serve_arrivals, serve_lists
+from dflash_aot.benchmarks.orders import EngineOrder
+from dflash_aot.benchmarks.peer import Handlers, run_peer
+from dflash_aot.benchmarks.traffic import Arrive, Serve
+from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.runtime import Engine
+from dflash_aot.runtime.engine import MAX_WAITING
+
+
+@contextmanager
+def open_way(order: EngineOrder) -> Iterator[Handlers]:
+    """Raises as `Engine.open` does."""
+    start_jax(read_manifest(Path(order.bundle)).environment.platform)
+    max_waiting = order.max_waiting or MAX_WAITING
+    with Engine.open(order.bundle, order.target, order.draft, order.k, max_waiting) as engine:
+        yield {Serve: partial(serve_lists, engine), Arrive: partial(serve_arrivals, engine)}
+
+
+if __name__ == "__main__":
+    run_peer(EngineOrder, open_way)

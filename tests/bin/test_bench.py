@@ -1,0 +1,229 @@
+"""dflash-bench: flags from settings, records, exit codes, and pages that follow from records."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.benchmarks.findings import Chart, Findings, Series, Table
+from dflash_aot.benchmarks.pages import find_pages
+from dflash_aot.benchmarks.questions import load_questions
+from dflash_aot.benchmarks.record import read_record
+from dflash_aot.benchmarks.settings import setting
+from dflash_aot.bin import bench
+from dflash_aot.cache.errors import GridMiss
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a toy counts."""
+
+    steps: int = setting(2, "how far it counts", least=1)
+    weights: tuple[float, ...] = setting((1.0, 2.5), "what it counts with", least=0.5)
+    ks: tuple[int, ...] = setting((0,), "at which depths")
+    way: str = setting("up", "which way", choices=("up", "down"))
+    label: str | None = setting(None, "what it is called")
+    loud: bool = setting(False, "whether it says so")
+    kind: bool = setting(True, "whether it is kind")
+    broken: int = setting(99, "where it breaks")
+
+
+class Toy:
+    """Counts; finds fault with a three."""
+
+    Settings = Steps
+
+    def measure(self, settings, scratch, note):
+        assert scratch.is_dir()
+        for step in range(settings.steps):
+            if step == settings.broken:
+                raise GridMiss("the toy broke")
+            note(f"step {step}")
+            yield {"way": settings.way, "step": step, "weight": settings.weights[0]}
+
+    def find_fault(self, samples):
+        return "a three" if any(sample["step"] == 3 for sample in samples) else ""
+
+    def describe(self, record):
+        steps = [sample["step"] for sample in record.samples]
+        return Findings(
+            (
+                Table(
+                    "steps", "Steps of a toy", ("step", "weight"), tuple((f"{step}", "1.0") for step in steps), "Odd."
+                ),
+            ),
+            (Chart("steps-chart", "Steps", "x", "y", (Series("toy", tuple(steps), tuple(map(float, steps))),)),),
+            {"most": max(steps)},
+        )
+
+
+@pytest.fixture
+def run(command, monkeypatch, tmp_path):
+    """dflash-bench with a toy among its benchmarks, in a directory of its own."""
+    monkeypatch.setitem(bench.BENCHMARKS, "toy", Toy)
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: command(bench, *arguments)
+
+
+@pytest.fixture
+def measure(run):
+    """The toy, into `out`, with what it keeps in `scratch`."""
+    return lambda *arguments: run("toy", "--out=docs/results", "--scratch=scratch", *arguments)
+
+
+def test_a_benchmark_prints_its_tables_and_keeps_its_record_and_charts(measure):
+    done = measure("--steps=3", "--label=a b", "--weights=4,5", "--loud")
+    assert done.code == 0
+    assert "Steps of a toy\nstep  weight\n0        1.0\n" in done.out and "Odd." in done.out
+    assert "dflash-bench: step 2" in done.err
+    written = Path("docs/results")
+    assert {path.name for path in written.iterdir()} == {"toy.json", "toy-steps-chart.svg", "toy-steps-chart.png"}
+    record = read_record(written / "toy.json")
+    assert record.command == "dflash-bench toy --steps=3 --weights=4.0,5.0 '--label=a b' --loud"
+    assert record.settings == {
+        **{"steps": 3, "weights": [4.0, 5.0], "ks": [0], "way": "up"},
+        **{"label": "a b", "loud": True, "kind": True, "broken": 99},
+    }
+    assert [sample["step"] for sample in record.samples] == [0, 1, 2]
+
+
+def test_the_command_in_a_record_takes_the_same_samples_again(measure, run):
+    measure("--steps=3", "--way=down", "--loud", "--nokind", "--ks=1,2")
+    first = read_record(Path("docs/results/toy.json"))
+    again = run(*shlex.split(first.command)[1:], "--out=again", "--scratch=scratch", "--name=other")
+    assert again.code == 0
+    assert read_record(Path("again/other.json")).settings == first.settings
+
+
+def test_void_figures_end_with_1_and_are_not_shown(measure):
+    done = measure("--steps=4")
+    assert done.code == 1 and done.out == ""
+    assert "void: a three. The samples are in docs/results/toy.json" in done.err
+    assert read_record(Path("docs/results/toy.json")).void == "a three"
+
+
+def test_an_error_ends_with_its_code_and_keeps_what_came_before(measure):
+    done = measure("--steps=3", "--broken=1")
+    assert done.code == GridMiss.exit_code and "the toy broke" in done.err
+    record = read_record(Path("docs/results/toy.json"))
+    assert len(record.samples) == 1 and "the toy broke" in record.void
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "nothing: no such command"),
+        (("--steps=1",), "steps"),
+        (("dance",), "dance: no such command; it comes first, and there are decode, load, startup"),
+        (("toy", "--steps=0"), "--steps 0: at least 1"),
+        (("toy", "--weights=1,0.25"), "--weights 1.0,0.25: at least 0.5"),
+        (("toy", "--weights="), "at least 0.5"),
+        (("toy", "--ks=1,x"), "ks"),
+        (("toy", "--way=left"), "way"),
+        (("toy", "--count=3"), "count"),
+        (("toy", "there"), "unexpected 'there'"),
+        (("data", "there"), "unexpected 'there'"),
+        (("data", "--data=nowhere"), "nowhere: no such file"),
+        (("data", "--count=0"), "--count 0: at least 1"),
+        (("data", "--target=nowhere"), "nowhere: no such directory"),
+        (("render",), "render takes one directory"),
+        (("render", "a", "b"), "given: a b"),
+        (("render", "a"), "a holds no records"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2_and_says_why(run, arguments, complaint):
+    done = run(*arguments)
+    assert done.code == 2 and complaint in done.err and done.out == ""
+
+
+def test_help_lists_the_flags_of_the_command_that_it_is_asked_of(run):
+    assert "--steps: how far it counts" in run("toy", "--help").out
+    general = run("--help")
+    assert general.code == 0 and "--steps" not in general.out and "dflash-bench render DIR" in general.out
+
+
+def test_every_command_has_its_flags(run):
+    for name in (*bench.BENCHMARKS, *bench.OTHERS):
+        done = run(name, "--help")
+        assert done.code == 0 and done.err == ""
+
+
+def test_data_says_what_would_be_asked_and_writes_it(run):
+    done = run("data", "--count=3", "--jsonl=asked.jsonl")
+    assert done.code == 0
+    assert done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")
+    questions = load_questions("held-out", 3)
+    assert questions[0].text[:400] in done.out
+    assert load_questions("asked.jsonl") == questions
+
+
+def test_turns_survive_being_written(run):
+    Path("chat.jsonl").write_text(json.dumps({"turns": ["Hé?", "And?"]}) + "\n")
+    done = run("data", "--data=chat.jsonl", "--jsonl=copy.jsonl")
+    assert "1 prompts of 2 turns" in done.out and "user\nHé?" in done.out
+    assert load_questions("copy.jsonl") == load_questions("chat.jsonl")
+
+
+def test_a_published_set_without_a_network_is_refused_with_the_way_out(tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dflash_aot.bin.bench", "data", "--data=mt-bench"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--data mt-bench: HuggingFaceH4/mt_bench_prompts cannot be loaded" in done.stderr
+    assert "give a file: --data FILE.jsonl" in done.stderr
+
+
+@pytest.fixture
+def rendered(measure, run):
+    """A directory whose pages say what its record says."""
+    measure("--steps=2")
+    Path("README.md").write_text("At most <!-- dflash-bench: toy/most --><!-- end -->.\n")
+    assert run("render", "docs/results").code == 0
+
+
+def test_render_writes_the_pages_and_then_nothing(rendered, run):
+    assert Path("README.md").read_text() == "At most <!-- dflash-bench: toy/most -->1.00<!-- end -->.\n"
+    assert "Steps of a toy" in Path("docs/results.md").read_text()
+    assert run("render", "docs/results").err == ""
+    assert run("render", "docs/results", "--check").code == 0
+
+
+def test_a_directory_may_be_named_from_within(rendered, run, monkeypatch):
+    monkeypatch.chdir("docs/results")
+    assert run("render", ".", "--check").code == 0
+
+
+def test_check_writes_nothing_and_says_what_differs(rendered, run):
+    Path("README.md").write_text(Path("README.md").read_text().replace("1.00", "9.00"))
+    done = run("render", "docs/results", "--check")
+    assert done.code == 2 and "README.md" in done.err and "dflash-bench render docs/results" in done.err
+    assert "9.00" in Path("README.md").read_text()
+
+
+def test_a_void_record_is_not_rendered(rendered, measure, run):
+    measure("--steps=4")
+    done = run("render", "docs/results")
+    assert done.code == 2 and "is void: a three" in done.err
+
+
+def test_a_record_whose_samples_say_that_it_is_void_is_not_rendered(rendered, run):
+    path = Path("docs/results/toy.json")
+    path.write_text(path.read_text().replace('"step":1', '"step":3'))
+    done = run("render", "docs/results")
+    assert done.code == 2 and "is void: a three" in done.err
+
+
+def test_the_pages_say_what_the_committed_records_say(command, monkeypatch):
+    """Until there are records no page may ask for any."""
+    monkeypatch.chdir(REPOSITORY)
+    if Path("docs/results").is_dir():
+        assert command(bench, "render", "docs/results", "--check").code == 0
+    else:
+        assert find_pages(Path("docs/results.md")) == []
