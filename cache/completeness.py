@@ -35,6 +35,8 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
         sizes = getattr(manifest.grid, axis)
         if not sizes or any(size >= after for size, after in pairwise(sizes)):
             return f"grid: {axis} holds nothing, or is not ascending"
+    if manifest.grid.rounds < 1:
+        return f"grid: rounds is {manifest.grid.rounds}, and at least one runs at a time"
     if (count := manifest.grid.count()) > len(manifest.entries):
         return f"promises a grid of {count} buckets and chunks, but has {len(manifest.entries)} entries"
     return None

@@ -22,7 +22,7 @@ from dflash_aot.cache.sampling import Sampling
 from dflash_aot.cache.signature import Array, Signature, known_arrays
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 5
+SCHEMA = 6
 FILE = "manifest.json"
 LARGEST = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
 END = b'"\n}\n'  # behind the digest

@@ -41,3 +41,10 @@ def test_a_grid_with_more_buckets_than_entries_is_never_listed(manifest, axes, c
 def test_a_grid_whose_axes_do_not_ascend_is_refused(manifest, axis, sizes):
     with pytest.raises(CorruptBundle, match=f"grid: {axis} holds nothing, or is not ascending"):
         check(manifest, **{axis: sizes})
+
+
+def test_rounds_that_cannot_be_or_were_not_built_are_refused(manifest):
+    with pytest.raises(CorruptBundle, match="grid: rounds is 0"):
+        check(manifest, rounds=0)
+    with pytest.raises(CorruptBundle, match="no entry for rounds batch=1"):
+        check(manifest, rounds=4)

@@ -190,8 +190,8 @@ def with_seconds(before: str) -> Callable[[str], str]:
         (lambda text: text.replace("\n", "\n ", 1), "its content has"),
         (lambda text: DIGEST.sub('"digest": ""', text), "digest is missing"),
         (with_schema("99"), f"schema is 99, this version reads {SCHEMA}. It was built by a newer dflash-aot"),
-        (with_schema("4"), f"schema is 4, this version reads {SCHEMA}. Build it again"),
-        (with_schema('"5"'), "Expected `int`"),
+        (with_schema("5"), f"schema is 5, this version reads {SCHEMA}. Build it again"),
+        (with_schema('"6"'), "Expected `int`"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused_with_what_is_wrong(copy, content, change, words):
