@@ -12,11 +12,12 @@ from dflash_aot.runtime import Engine, SamplingParams
 def start_bundle(order: Order, laps: Laps) -> Start:
     """Raises what opening a bundle raises."""
     start_jax(read_manifest(Path(order.bundle)).environment.platform)
-    with Engine.open(order.bundle, order.target, order.draft) as engine:
+    with Engine.open(order.bundle, order.target, order.draft, preload=order.scope == "grid") as engine:
         laps.split("rest of opening", engine.startup)
         deltas = iter(engine.stream(order.prompt_ids, SamplingParams(max_tokens=order.tokens, stop_token_ids=())))
         tokens = [*next(deltas).token_ids]
         laps.end("first token")
         first = laps.total
         tokens += [token for delta in deltas for token in delta.token_ids]
-        return Start(laps.seconds, first, laps.total, tokens, engine.executables)
+        last, loaded = laps.total, engine.stats().loaded
+        return Start(laps.seconds, first, last, tokens, loaded)

@@ -130,7 +130,7 @@ def note_speed(runs: Mapping[str, Runs], record: Record) -> str:
     idle = [one for one in record.samples if one["kind"] == "idle"]
     busiest = max((one["cpu_seconds"] / one["seconds"] for one in idle if one["seconds"]), default=0.0)
     parts = [
-        f"{prompts} prompts, {tokens} tokens each, one at a time, {len(first.samples) // prompts} times.",
+        f"Prompts: {prompts}, one at a time; repeats: {len(first.samples) // prompts}; tokens per answer: {tokens}.",
         "Tokens per second and time per pass (of the target, with all that leads to the next one) leave out the first "
         "token, which has its own column. All are medians of the answers; ratios are of the same prompt and repeat. "
         "Ranges: 95 % by the bootstrap.",
@@ -209,8 +209,23 @@ def tabulate_acceptance(runs: Sequence[Runs]) -> Table:
         "Tokens per round (τ), and the share of rounds in which the drafted token at each position stood",
         ("way", "rounds", "τ over rounds", "τ mean of prompts", *map(str, range(1, widest + 1))),
         tuple(rows),
-        "τ counts the target's own token. Over rounds: all tokens by all rounds. Mean of prompts: of each one's own τ.",
+        " ".join(
+            (
+                "τ counts the target's own token. Over rounds: all tokens by all rounds. Mean of prompts: of each "
+                "one's own τ.",
+                *(note_choice(own) for own in runs if own.k is None),
+            )
+        ),
     )
+
+
+def note_choice(runs: Runs) -> str:
+    """How often each K was chosen."""
+    counts: Counter[int] = Counter()
+    for one in runs.samples:
+        counts.update({int(k): count for k, count in one["rounds_by_k"].items()})
+    shares = ", ".join(f"{count / counts.total():.0%} at K = {k}" for k, count in sorted(counts.items()))
+    return f"Rounds of {runs.name}: {shares}."
 
 
 def share_by_position(runs: Runs) -> list[float]:

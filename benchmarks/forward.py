@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 Program = Literal["verify", "prefill"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 class BundleForward(msgspec.Struct, frozen=True):
@@ -20,7 +21,7 @@ class TorchForward(msgspec.Struct, frozen=True):
     """PyTorch transformers' model on the same weights."""
 
     target: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     text: list[int]
 
 

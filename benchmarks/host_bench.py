@@ -4,13 +4,15 @@ The engine at every K beside the plain `jax.jit` loop, each a process of its own
 long answers and short ones, so that what comes before the rounds is in neither; counts are of the rounds alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.host_findings import describe
+from dflash_aot.benchmarks.host_findings import BURSTS, ENGINE, LOOP, describe
 from dflash_aot.benchmarks.observation import Floor, FloorOrder, Watch, Watched, WatchedOrder
 from dflash_aot.benchmarks.orders import EngineOrder, JitOrder
 from dflash_aot.benchmarks.pairs import Pair, choose_pair, choose_prompts, ensure_bundle
@@ -37,6 +39,7 @@ class Settings:
     target: str | None = setting(None, "a target of your own instead: directory or hub id; needs --draft")
     draft: str | None = setting(None, "its draft")
     buckets: str = setting("batch=1,8 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
+    rounds: int = setting(8, "for one caller, also on a bundle that runs so many rounds per call; 1: not", least=1)
     callers: tuple[int, ...] = setting((1, 8), "that ask at the same time; each is a batch of the grid", least=1)
     prompts: int = setting(8, "so many of them, shared by the callers", least=1)
     prompt_tokens: int = setting(64, "of each", least=1)
@@ -56,12 +59,17 @@ def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
     bundle = ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     manifest = read_manifest(bundle)
     check_callers(settings, manifest.grid)
+    bundles = {ENGINE: bundle}
+    if settings.rounds > 1:
+        buckets = str(msgspec.structs.replace(manifest.grid, rounds=settings.rounds))
+        bundles[BURSTS] = ensure_bundle(pair, buckets, "float32", scratch, note)
     with ExitStack() as stack:
-        peers = open_ways(list_ways(bundle, pair, manifest.grid, max(map(len, prompts))), stack, note)
+        peers = open_ways(list_ways(bundles, pair, manifest.grid, max(map(len, prompts))), stack, note)
         for repeat in range(-1, settings.repeats):  # the first one warms up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for callers in settings.callers:
-                for sample in take_samples(peers, prompts, callers, settings):
+                chosen = [(way, peer) for way, peer in peers if way.name != BURSTS or callers == 1]
+                for sample in take_samples(chosen, prompts, callers, settings):
                     if repeat >= 0:
                         yield sample | {"callers": callers, "repeat": repeat}
     note("the floor")
@@ -81,12 +89,15 @@ def check_callers(settings: Settings, grid: Grid) -> None:
     grid.fit(1, settings.prompt_tokens + settings.long + grid.k[-1], grid.k[-1])
 
 
-def list_ways(bundle: Path, pair: Pair, grid: Grid, longest: int) -> list[Way]:
-    """The engine and the loop at every K."""
-    places, ways = (str(bundle), str(pair.target), str(pair.draft)), []
+def list_ways(bundles: Mapping[str, Path], pair: Pair, grid: Grid, longest: int) -> list[Way]:
+    """Every K of the engine on each bundle, and of the plain loop."""
+    target, draft, ways = str(pair.target), str(pair.draft), []
     for k in grid.k:
-        engine, loop = WatchedOrder(engine=EngineOrder(*places, k)), WatchedOrder(jit=JitOrder(*places, k, longest))
-        ways += [Way(name, "peer_watched", order, k=k) for name, order in (("engine", engine), ("jax.jit loop", loop))]
+        orders = {
+            name: WatchedOrder(engine=EngineOrder(str(bundle), target, draft, k)) for name, bundle in bundles.items()
+        }
+        orders[LOOP] = WatchedOrder(jit=JitOrder(str(bundles[ENGINE]), target, draft, k, longest))
+        ways += [Way(name, "peer_watched", order, k=k) for name, order in orders.items()]
     return ways
 
 

@@ -1,6 +1,8 @@
 """What the samples of host_bench.py say, all of it per round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dflash_aot.benchmarks.estimates import Estimate, choose, estimate_median, median, pair_up, percentile
@@ -8,99 +10,137 @@ from dflash_aot.benchmarks.findings import Chart, Findings, Series, Table, forma
 from dflash_aot.benchmarks.record import Record
 
 Samples = Sequence[Mapping[str, Any]]
-COUNTED = ("calls", "to_device", "to_host", "reads", "waits")
+# The engine, also on a bundle that runs several rounds per call; the plain `jax.jit` loop.
+ENGINE, BURSTS, LOOP = "engine", "engine, bursts", "jax.jit loop"
+FIGURES = {ENGINE: "engine", BURSTS: "bursts", LOOP: "loop"}
+COUNTED = {
+    "calls": "executables",
+    "to_device": "copies to device",
+    "to_host": "copies to host",
+    "reads": "reads",
+    "waits": "waits",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way at one K under so many callers. Figures in microseconds per round, repeat by repeat."""
+
+    callers: int
+    k: int
+    way: str
+    samples: Samples
+
+    @property
+    def place(self) -> str:
+        return f"{self.callers} caller{'s' * (self.callers > 1)}, K = {self.k}"
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Of the processor."""
+        return self._subtract("host_us")
+
+    @cached_property
+    def clock(self) -> list[float]:
+        """As the engine counts it; of the loop nothing."""
+        return self._subtract("host_wall_us")
+
+    @cached_property
+    def whole(self) -> list[float]:
+        """The round."""
+        return self._subtract("us")
+
+    @property
+    def share(self) -> float:
+        """Of the round that is the host's work."""
+        return median([work / whole for work, whole in zip(self.work, self.whole, strict=True)])
+
+    @cached_property
+    def traced(self) -> Samples:
+        return choose(self.samples, kind="counts")
+
+    def count(self, value: str) -> list[float]:
+        """Per round, trace by trace; "calls": of all programs."""
+        found = [sum(one[value].values()) if value == "calls" else one[value] for one in self.traced]
+        return [count / one["rounds"] for count, one in zip(found, self.traced, strict=True)]
+
+    def traced_clock(self) -> float:
+        """In which a traced loop did not wait."""
+        return median([whole - wait for whole, wait in zip(self.count("us"), self.count("wait_us"), strict=True)])
+
+    def _subtract(self, value: str) -> list[float]:
+        """What long answers have more than short ones: what comes before the rounds is in neither."""
+        long, short = ({"kind": "times", "length": length} for length in ("long", "short"))
+        values, rounds = (pair_up(self.samples, name, ["repeat"], long, short) for name in (value, "rounds"))
+        return [(more - less) / (b - a) for more, less, b, a in zip(*values, *rounds, strict=True)]
 
 
 def describe(record: Record) -> Findings:
     """Time, counts and the floor."""
-    samples = record.samples
-    served = [one for one in samples if one["kind"] != "floor"]
-    places = sorted({(one["callers"], one["k"]) for one in served})
-    ways = list(dict.fromkeys(one["way"] for one in served))
+    cases = list_cases([one for one in record.samples if one["kind"] != "floor"])
+    floor = choose(record.samples, kind="floor")
     return Findings(
-        (
-            tabulate_times(samples, places, ways),
-            tabulate_counts(samples, places, ways),
-            tabulate_floor(choose(samples, kind="floor")),
-        ),
-        (draw_times(samples, places, ways), draw_counts(samples, places, ways)),
-        make_figures(samples, places, ways),
+        (tabulate_times(cases), tabulate_counts(cases), tabulate_floor(floor)),
+        (draw_work(cases), draw_counts(cases)),
+        make_figures(cases),
     )
 
 
-def subtract(samples: Samples, value: str, **wanted: Any) -> list[float]:
-    """`value` per round that long answers have more than short ones, repeat by repeat."""
-    rounds = pair_up(samples, "rounds", ["repeat"], *_lengths(wanted))
-    values = pair_up(samples, value, ["repeat"], *_lengths(wanted))
-    return [(long - short) / (more - fewer) for long, short, more, fewer in zip(*values, *rounds, strict=True)]
+def list_cases(samples: Samples) -> list[Case]:
+    """By callers and K; of each the ways as they took turns."""
+    names = dict.fromkeys((one["callers"], one["k"], one["way"]) for one in samples)
+    return [
+        Case(callers, k, way, choose(samples, callers=callers, k=k, way=way))
+        for callers, k, way in sorted(names, key=lambda name: name[:2])
+    ]
 
 
-def _lengths(wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {**wanted, "kind": "times", "length": "long"}, {**wanted, "kind": "times", "length": "short"}
-
-
-def per_round(sample: Mapping[str, Any], value: str) -> float:
-    """Of a watched loop. calls: of all programs."""
-    found = sample[value]
-    return (sum(found.values()) if value == "calls" else found) / sample["rounds"]
-
-
-def clock(sample: Mapping[str, Any]) -> float:
-    """Microseconds per round of a watched loop in which it did not wait."""
-    return (sample["us"] - sample["wait_us"]) / sample["rounds"]
-
-
-def format_estimate(one: Estimate) -> str:
-    return f"{format_figure(one.value)} ({format_range(one.low, one.high)})"
-
-
-def tabulate_times(samples: Samples, places: Sequence[tuple[int, int]], ways: Sequence[str]) -> Table:
-    rows = []
-    for callers, k in places:
-        for way in ways:
-            same = {"callers": callers, "k": k, "way": way}
-            host, round_ = subtract(samples, "host_us", **same), subtract(samples, "us", **same)
-            wall = subtract(samples, "host_wall_us", **same)
-            share = median([one / whole for one, whole in zip(host, round_, strict=True)])
-            rows.append(
-                (
-                    f"{callers}",
-                    f"{k}",
-                    way,
-                    format_estimate(estimate_median(host)),
-                    format_figure(median(wall)) if any(wall) else "",
-                    format_figure(median([clock(one) for one in choose(samples, kind="counts", **same)])),
-                    format_figure(
-                        median([per_round(one, "call_us") for one in choose(samples, kind="counts", **same)])
-                    ),
-                    f"{median(round_) / 1e3:.3f}",
-                    f"{share:.1%}",
-                )
-            )
+def tabulate_times(cases: Iterable[Case]) -> Table:
+    rows = (
+        (
+            f"{one.callers}",
+            f"{one.k}",
+            one.way,
+            format_estimate(estimate_median(one.work)),
+            format_figure(median(one.clock)) if any(one.clock) else "",
+            format_figure(one.traced_clock()),
+            format_figure(median(one.count("call_us"))),
+            f"{median(one.whole) / 1e3:.3f}",
+            f"{one.share:.1%}",
+        )
+        for one in cases
+    )
     return Table(
         "times",
         "The host's time per round",
         ("callers", "K", "way", "work µs", "clock µs", "clock µs, traced", "of it calls", "round ms", "work of round"),
         tuple(rows),
         "Work: of the processor, in the thread that dispatches; medians of the repeats with 95 % intervals. Clock: "
-        "what passed while it did not wait for the device, as the engine counts it; traced: of both ways, slower for "
+        "what passed while it did not wait for the device, as the engine counts it; traced: of all ways, slower for "
         "the trace, and how much of it went to calls of executables. On a CPU the device works on the same cores, "
-        "which lengthens the clock and cools the caches.",
+        "which lengthens the clock and cools the caches. Bursts: several rounds per call, of a caller who is alone.",
     )
 
 
-def tabulate_counts(samples: Samples, places: Sequence[tuple[int, int]], ways: Sequence[str]) -> Table:
-    rows = []
-    for callers, k in places:
-        for way in ways:
-            chosen = choose(samples, kind="counts", callers=callers, k=k, way=way)
-            counted = (format_count([per_round(one, value) for one in chosen]) for value in COUNTED)
-            programs = dict.fromkeys(name for one in chosen for name in one["calls"])
-            rows.append((f"{callers}", f"{k}", way, *counted, " ".join(programs)))
+def format_estimate(one: Estimate) -> str:
+    return f"{format_figure(one.value)} ({format_range(one.low, one.high)})"
+
+
+def tabulate_counts(cases: Iterable[Case]) -> Table:
+    rows = (
+        (
+            f"{one.callers}",
+            f"{one.k}",
+            one.way,
+            *(format_count(one.count(value)) for value in COUNTED),
+            " ".join(sorted({program for trace in one.traced for program in trace["calls"]})),
+        )
+        for one in cases
+    )
     return Table(
         "counts",
         "What a round asks of JAX",
-        ("callers", "K", "way", "executables", "copies to device", "copies to host", "reads", "waits", "programs"),
+        ("callers", "K", "way", *COUNTED.values(), "programs"),
         tuple(rows),
         "Counted from traces of the thread that dispatches, between all prefills and the last round; means over the "
         "rounds of a trace, and least to most where repeats differ. Waits: reads that blocked, since what they read "
@@ -132,35 +172,29 @@ def tabulate_floor(samples: Samples) -> Table:
     )
 
 
-def draw_times(samples: Samples, places: Sequence[tuple[int, int]], ways: Sequence[str]) -> Chart:
-    labels = tuple(f"{callers} callers, K = {k}" for callers, k in places)
+def draw_work(cases: Sequence[Case]) -> Chart:
     series = []
-    for way in ways:
-        found = [estimate_median(subtract(samples, "host_us", callers=callers, k=k, way=way)) for callers, k in places]
-        values, low, high = zip(*((one.value, one.low, one.high) for one in found), strict=True)
-        series.append(Series(way, labels, values, low, high))
+    for way in dict.fromkeys(one.way for one in cases):
+        chosen = {one.place: estimate_median(one.work) for one in cases if one.way == way}
+        values, low, high = zip(*((one.value, one.low, one.high) for one in chosen.values()), strict=True)
+        series.append(Series(way, tuple(chosen), values, low, high))
     return Chart("work", "The host's work per round", "", "µs", tuple(series), "bar")
 
 
-def draw_counts(samples: Samples, places: Sequence[tuple[int, int]], ways: Sequence[str]) -> Chart:
-    """Of both ways at the largest batch and K."""
-    callers, k = places[-1]
-    series = []
-    for way in ways:
-        chosen = choose(samples, kind="counts", callers=callers, k=k, way=way)
-        values = tuple(median([per_round(one, value) for one in chosen]) for value in COUNTED)
-        series.append(Series(way, ("executables", "to device", "to host", "reads", "waits"), values))
-    return Chart("asked", f"Asked of JAX per round: {callers} callers, K = {k}", "", "per round", tuple(series), "bar")
+def draw_counts(cases: Sequence[Case]) -> Chart:
+    """Of the fewest callers, at the largest K."""
+    callers, k = cases[0].callers, max(one.k for one in cases)
+    chosen = [one for one in cases if (one.callers, one.k) == (callers, k)]
+    series = (
+        Series(one.way, tuple(COUNTED.values()), tuple(median(one.count(value)) for value in COUNTED)) for one in chosen
+    )
+    return Chart("asked", f"Asked of JAX per round: {chosen[0].place}", "", "per round", tuple(series), "bar")
 
 
-def make_figures(samples: Samples, places: Sequence[tuple[int, int]], ways: Sequence[str]) -> dict[str, float]:
+def make_figures(cases: Iterable[Case]) -> dict[str, float]:
     """Such as "engine_1_k7_us": work per round; "…_share": of the round."""
-    figures = {}
-    for callers, k in places:
-        for way in ways:
-            same = {"callers": callers, "k": k, "way": way}
-            name = f"{'engine' if way == 'engine' else 'loop'}_{callers}_k{k}"
-            host, round_ = subtract(samples, "host_us", **same), subtract(samples, "us", **same)
-            figures[f"{name}_us"] = median(host)
-            figures[f"{name}_share"] = median([one / whole for one, whole in zip(host, round_, strict=True)])
+    figures: dict[str, float] = {}
+    for one in cases:
+        name = f"{FIGURES[one.way]}_{one.callers}_k{one.k}"
+        figures |= {f"{name}_us": median(one.work), f"{name}_share": one.share}
     return figures

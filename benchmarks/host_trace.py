@@ -22,19 +22,18 @@ T = TypeVar("T")
 # As the C++ side of JAX 0.10 names them.
 CALL, TO_DEVICE, TO_HOST, AWAIT = "PjitFunction(", "DevicePutWithSharding", "ArrayImpl.copy_to_host_async", "::Await"
 READ = "dflash host read"
-ROUND = re.compile("verify|round")  # of what a loop calls: once in a round, or once in several
+ROUND, SEVERAL = re.compile("verify|rounds"), "rounds"  # of what a loop calls: once in a round, or once in several
 BEHIND = 2  # rounds behind the last prefill, its token has been read
 
 
 @dataclass(frozen=True)
 class Event:
-    """Of one thread; times in nanoseconds. arrays, waits: of a read."""
+    """Of one thread; times in nanoseconds. arrays: how many a read asks for."""
 
     name: str
     begin: float
     end: float
     arrays: int = 0
-    waits: int = 0
 
     @property
     def program(self) -> str:
@@ -61,29 +60,43 @@ def read_threads(directory: Path) -> list[list[Event]]:
 
 def _read_event(event: Any) -> Event:
     facts = dict(event.stats) if event.name == READ else {}
-    return Event(event.name, event.start_ns, event.end_ns, facts.get("arrays", 0), facts.get("waits", 0))
+    return Event(event.name, event.start_ns, event.end_ns, facts.get("arrays", 0))
 
 
 @contextmanager
 def watch_reads() -> Iterator[None]:
     """For the whole process."""
-    kept = np.asarray, jax.device_get, jax.block_until_ready
-    np.asarray, jax.device_get, jax.block_until_ready = map(_mark, kept)  # type: ignore[misc]
+    functions: list[tuple[Any, str, Callable[..., Any]]] = [
+        (np, "asarray", np.asarray),
+        (jax, "device_get", jax.device_get),
+        (jax, "block_until_ready", _wait_in_turn),
+    ]
+    kept = [getattr(module, name) for module, name, _ in functions]
+    for module, name, read in functions:
+        setattr(module, name, _mark(read))
     try:
         yield
     finally:
-        np.asarray, jax.device_get, jax.block_until_ready = kept  # type: ignore[misc]
+        for (module, name, _), function in zip(functions, kept, strict=True):
+            setattr(module, name, function)
 
 
-def _mark(read: Callable[..., T]) -> Callable[..., T]:
+def _wait_in_turn(values: T) -> T:
+    """As `jax.block_until_ready`, which waits for several at once, and leaves no trace of it."""
+    for one in jax.tree.leaves(values):
+        if isinstance(one, jax.Array):
+            one.block_until_ready()
+    return values
+
+
+def _mark(read: Callable[..., Any]) -> Callable[..., Any]:
     """The same, with a mark in the trace where it is given arrays of a device."""
 
-    def marked(values: Any, *rest: Any, **named: Any) -> T:
-        arrays = [one for one in jax.tree.leaves(values) if isinstance(one, jax.Array)]
+    def marked(values: Any, *rest: Any, **named: Any) -> Any:
+        arrays = sum(isinstance(one, jax.Array) for one in jax.tree.leaves(values))
         if not arrays:
             return read(values, *rest, **named)
-        waits = int(not all(one.is_ready() for one in arrays))
-        with jax.profiler.TraceAnnotation(READ, arrays=len(arrays), waits=waits):
+        with jax.profiler.TraceAnnotation(READ, arrays=arrays):
             return read(values, *rest, **named)
 
     return marked
@@ -94,31 +107,31 @@ def find_loop(threads: Iterable[Sequence[Event]]) -> list[Event]:
     return list(max(threads, key=lambda events: sum(event.name.startswith(CALL) for event in events)))
 
 
-def find_rounds(events: Sequence[Event], rounds: int) -> tuple[list[Event], float]:
-    """What a loop did when all prefills were behind it, until it enqueued its last round; how many rounds that is.
+def find_rounds(events: Sequence[Event], rounds: int) -> tuple[list[Event], int]:
+    """What a loop did when all prefills were behind it, and in how many rounds; `rounds`: of the whole trace.
 
-    `rounds`: of the whole trace. One call may be several rounds: then each is as many as they are on average. Raises
-    VoidRecord where there are more calls than rounds, or too few.
+    Until it enqueued its last round; or to its end, from its first round on, where a call may be several: how many one
+    was, a trace does not tell. Raises VoidRecord where calls and rounds do not match.
     """
-    calls = drop_inner(events, CALL)
-    beginnings = [call.begin for call in calls if ROUND.search(call.program)]
-    prefilled = max((call.end for call in calls if call.program == "prefill"), default=0.0)
-    steady = [begin for begin in beginnings if begin >= prefilled][BEHIND:]
-    if len(steady) < 2 or len(beginnings) > rounds:
-        raise VoidRecord(
-            f"a trace of {rounds} rounds holds {len(beginnings)} calls for them, {len(steady)} to count by"
-        )
-    inside = [event for event in events if steady[0] <= event.begin < steady[-1]]
-    return inside, (len(steady) - 1) * rounds / len(beginnings)
+    calls = [call for call in drop_inner(events, CALL) if ROUND.search(call.program)]
+    prefilled = max((call.end for call in drop_inner(events, CALL) if call.program == "prefill"), default=0.0)
+    before, steady = ([call for call in calls if (call.begin >= prefilled) == is_steady] for is_steady in (False, True))
+    several = any(call.program == SEVERAL for call in steady)
+    if len(calls) > rounds or len(steady) < BEHIND + 2 or any(call.program == SEVERAL for call in before):
+        raise VoidRecord(f"a trace of {rounds} rounds holds {len(calls)} calls for them, {len(steady)} to count by")
+    if several:
+        return [event for event in events if event.begin >= steady[0].begin], rounds - len(before)
+    inside = [event for event in events if steady[BEHIND].begin <= event.begin < steady[-1].begin]
+    return inside, len(steady) - BEHIND - 1
 
 
 def count(events: Sequence[Event]) -> Counts:
     """Of what one thread did."""
     calls, reads = drop_inner(events, CALL), drop_inner(events, READ)
     programs = [event.program for event in calls]
-    waits = [event for event in reads if event.waits]
-    inside = [(event.begin, event.end) for event in reads]
-    unseen = [event for event in drop_inner(events, AWAIT) if not any(a <= event.begin <= b for a, b in inside)]
+    awaited = [event.begin for event in events if event.name.endswith(AWAIT)]
+    waits = [read for read in reads if any(read.begin <= begin <= read.end for begin in awaited)]
+    unseen = [begin for begin in awaited if not any(read.begin <= begin <= read.end for read in reads)]
     return Counts(
         calls={program: programs.count(program) for program in sorted(set(programs))},
         call_seconds=sum(event.end - event.begin for event in calls) / 1e9,

@@ -6,6 +6,7 @@ jit_loop.py, for one row; what a round needs is compiled when the first token is
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from dflash_aot.cache.manifest import Manifest, read_manifest
 from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.compile.lowering import jit_program
 from dflash_aot.compile.programs import Programs
-from dflash_aot.runtime.bundle import bundle_devices, call_once
+from dflash_aot.runtime.bundle import bundle_devices
 from dflash_aot.runtime.executable import DeviceState, Executable
 from dflash_aot.runtime.pair import locate_pair
 from dflash_aot.runtime.weights import load_weights
@@ -26,13 +27,14 @@ from dflash_aot.runtime.weights import load_weights
 
 def start_jit(order: Order, laps: Laps) -> Start:
     """Raises what reading a manifest and its checkpoints raises."""
+    jax.config.update("jax_enable_compilation_cache", bool(order.cache))  # cold, whatever the environment says
     if order.cache:
         jax.config.update("jax_compilation_cache_dir", order.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     manifest = read_manifest(Path(order.bundle))
     start_jax(manifest.environment.platform)
-    server = Jitted(manifest, order.target, order.draft, laps)
+    server = JitServer(manifest, order.target, order.draft, laps)
     if order.scope == "grid":
         server.call_all()
     laps.end("executables")
@@ -44,8 +46,8 @@ def start_jit(order: Order, laps: Laps) -> Start:
     return Start(laps.seconds, first, laps.total, chosen, server.ready)
 
 
-class Jitted:
-    """Every program of a grid as a jitted function, on one state. Traced and compiled at its first call."""
+class JitServer:
+    """Every program of a grid as a jitted function, traced and compiled at its first call; and one row to decode."""
 
     def __init__(self, manifest: Manifest, target: str, draft: str, laps: Laps):
         programs = Programs(manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling)
@@ -57,7 +59,8 @@ class Jitted:
         laps.end("weights")
         self._all: dict[tuple, Executable] = {}
         for signature in programs.signatures(self._grid):
-            executable = Executable(signature, jit_program(signature, programs.function(signature), known, mesh))
+            jitted = jit_program(signature, programs.function(signature), known, mesh)
+            executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called alike
             executable.bind(weights)
             self._all[name_executable(signature)] = executable
         self._called: set[tuple] = set()
@@ -68,10 +71,10 @@ class Jitted:
         return len(self._called)
 
     def call_all(self) -> None:
-        """As the engine does when it opens a bundle."""
-        for name, executable in self._all.items():
-            call_once(executable, self._state)
-            self._called.add(name)
+        """No slot is active."""
+        for (program, sizes), executable in self._all.items():
+            self._call(program, *sizes, arguments=[*map(self._state.zeros, executable.signature.arguments)])
+            self._state.wait()
 
     def decode(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """At least so many, greedy, at the grid's largest K; every round is waited for."""

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 
 from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.forward import BundleForward, Forward, Forwarded, Peaked, Peaks, Program, TorchForward
+from dflash_aot.benchmarks.forward import BundleForward, Dtype, Forward, Forwarded, Peaked, Peaks, Program, TorchForward
 from dflash_aot.benchmarks.kflat_findings import BUNDLE, TORCH, describe
 from dflash_aot.benchmarks.pairs import Pair, choose_pair, ensure_bundle
 from dflash_aot.benchmarks.peer import Peer
@@ -56,7 +56,7 @@ class Maker:
     """Whose pass it is."""
 
     name: str
-    dtype: str
+    dtype: Dtype
     order: BundleForward | TorchForward
 
     @property
@@ -74,7 +74,7 @@ def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
     target = read_target(read_config(pair.target))
     grid = choose_grid(settings, read_draft(read_config(pair.draft), target))
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()
-    dtypes = ("float32", "bfloat16") if settings.bfloat16 else ("float32",)
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16") if settings.bfloat16 else ("float32",)
     bundles = {dtype: ensure_bundle(pair, str(grid), dtype, scratch, note) for dtype in dtypes}
     for bundle in bundles.values():
         yield from list_work(read_manifest(bundle))
@@ -99,8 +99,9 @@ def choose_grid(settings: Settings, draft: Draft) -> Grid:
 
 def list_passes(grid: Grid) -> list[tuple[Program, int, int]]:
     """Program, rows and length of each."""
-    verifies = [("verify", bucket.k + 1, bucket.length) for bucket in grid.buckets()]
-    return [*verifies, *(("prefill", chunk.prefill, chunk.length) for chunk in grid.chunks())]
+    passes: list[tuple[Program, int, int]] = [("verify", one.k + 1, one.length) for one in grid.buckets()]
+    passes += [("prefill", one.prefill, one.length) for one in grid.chunks()]
+    return passes
 
 
 def list_work(manifest: Manifest) -> Iterator[Sample]:
@@ -115,7 +116,7 @@ def list_work(manifest: Manifest) -> Iterator[Sample]:
             yield {"kind": "work", "way": "roofline", "dtype": manifest.dtype, **place, **facts}
 
 
-def list_makers(pair: Pair, bundles: Mapping[str, Path], text: list[int], torch: bool) -> list[Maker]:
+def list_makers(pair: Pair, bundles: Mapping[Dtype, Path], text: list[int], torch: bool) -> list[Maker]:
     """Ours, and PyTorch's. Raises BadInput where that is not installed."""
     target, draft = str(pair.target), str(pair.draft)
     makers = [

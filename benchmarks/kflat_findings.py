@@ -157,8 +157,8 @@ def draw_passes(samples: Sequence[Sample], peak: Peak, length: int) -> Chart:
         chosen = choose(samples, kind="pass", way=way, dtype=dtype, program="verify", length=length)
         counts = sorted({one["rows"] for one in chosen})
         times = [read_times(chosen, rows=count) for count in counts]
-        middle, low, high = (tuple(map(of, times)) for of in (median, min, max))
-        series.append(Series(f"{way} {dtype}", tuple(counts), middle, low, high))
+        ends = tuple(map(min, times)), tuple(map(max, times))
+        series.append(Series(f"{way} {dtype}", tuple(counts), tuple(map(median, times)), *ends))
     for dtype in dict.fromkeys(dtype for _, dtype in list_makers(samples)):
         works = sorted(
             choose(samples, kind="work", dtype=dtype, program="verify", length=length), key=lambda one: one["rows"]

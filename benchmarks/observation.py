@@ -46,7 +46,7 @@ class Watched(msgspec.Struct, frozen=True):
     """counts: of so many `rounds`, behind all prefills."""
 
     served: Served
-    rounds: float
+    rounds: int
     counts: Counts
 
 

@@ -26,22 +26,22 @@ class Passes:
 
     def __init__(self, bundle: Bundle, state: DeviceState, text: Sequence[int]):
         self._bundle, self._state, self._text = bundle, state, text
-        grid, start = bundle.manifest.grid, 0
+        self._grid, start = bundle.manifest.grid, 0
         while start < len(text):
-            chunk = grid.fit_chunk(start, len(text) - start)
+            chunk = self._grid.fit_chunk(start, len(text) - start)
             count = min(chunk.prefill, len(text) - start)
             self._prefill(chunk, start, text[start : start + count])()
             start += count
         state.wait()
 
     def forward(self, question: Forward) -> Forwarded:
-        """Raises KeyError where the bundle has no such executable."""
-        start = question.length - question.rows
+        """By the executable of the smallest length that holds it. Raises GridMiss, KeyError for rows that none has."""
+        start, length = question.length - question.rows, self._grid.fit(1, question.length, 0).length
         rows = self._text[start : question.length]
         if question.program == "prefill":
-            call, chosen = self._prefill(Chunk(question.rows, question.length), start, rows), slice(None)
+            call, chosen = self._prefill(Chunk(len(rows), length), start, rows), slice(None)
         else:
-            call, chosen = self._verify(question.length, start, rows), slice(question.rows, None)
+            call, chosen = self._verify(Bucket(1, length, len(rows) - 1), start, rows), slice(len(rows), None)
         seconds = []
         for _ in range(question.calls):
             self._state.wait()
@@ -59,13 +59,12 @@ class Passes:
         given = (self._state.place(tokens), *map(self._number, (0, start, len(rows))))
         return lambda: executable(self._state, *given)[1]
 
-    def _verify(self, length: int, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+    def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         """The first row is the anchor. No slot is active: what is verified stays where it is."""
-        place, k, slots = self._state.place, len(rows) - 1, self._bundle.manifest.grid.slots
-        at = {"lengths": start, "anchors": rows[0]}
-        self._state.replace([*at], [place(np.full(slots, value, np.int32)) for value in at.values()])
-        executable = self._bundle.verify(Bucket(1, length, k))
-        given = [place(np.array([rows], np.int32))] if k else []
+        place, at = self._state.place, {"lengths": start, "anchors": rows[0]}
+        self._state.replace([*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()])
+        executable = self._bundle.verify(bucket)
+        given = [place(np.array([rows], np.int32))] if bucket.k else []
         given.append(place(np.zeros(1, bool)))
         return lambda: executable(self._state, *given)[2]
 

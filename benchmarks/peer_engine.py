@@ -20,7 +20,8 @@ def open_way(order: EngineOrder) -> Iterator[Handlers]:
     """Raises as `Engine.open` does."""
     start_jax(read_manifest(Path(order.bundle)).environment.platform)
     max_waiting = order.max_waiting or MAX_WAITING
-    with Engine.open(order.bundle, order.target, order.draft, order.k, max_waiting) as engine:
+    # Without preload it would load what is left while it is measured, or while others are.
+    with Engine.open(order.bundle, order.target, order.draft, order.k, max_waiting, preload=True) as engine:
         yield {Serve: partial(serve_lists, engine), Arrive: partial(serve_arrivals, engine)}
 
 

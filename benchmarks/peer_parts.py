@@ -12,7 +12,7 @@ from dflash_aot.benchmarks.jit_loop import JitLoop
 from dflash_aot.benchmarks.orders import PartsOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Dissect, Parts
-from dflash_aot.cache.grid import Bucket, Chunk, Grid
+from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime.bundle import Bundle
@@ -32,17 +32,7 @@ class Loaded:
 
     def find(self, program: str, *sizes: int) -> Executable:
         """Raises KeyError where there is none."""
-        match program:
-            case "prefill":
-                return self._bundle.prefill(Chunk(*sizes))
-            case "draft":
-                return self._bundle.draft(Bucket(*sizes))
-            case "verify":
-                return self._bundle.verify(Bucket(*sizes))
-            case "kv_write":
-                return self._bundle.kv_write(*sizes)
-            case _:
-                raise KeyError(program)
+        return self._bundle.executables[program, sizes]
 
 
 class StepTimes:
@@ -77,7 +67,7 @@ def dissect(source: Loaded, question: Dissect) -> Parts:
 def open_way(order: PartsOrder) -> Iterator[Handlers]:
     """Raises as `Engine.open` does."""
     start_jax(read_manifest(Path(order.bundle)).environment.platform)
-    opened = open_bundle(Path(order.bundle), order.target, order.draft, "auto")
+    opened = open_bundle(Path(order.bundle), order.target, order.draft, "auto", preload=True)
     yield {Dissect: functools.partial(dissect, Loaded(opened.bundle, opened.state))}
 
 

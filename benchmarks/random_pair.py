@@ -56,7 +56,7 @@ class Shapes:
 PAIRS = {
     "qwen3-0.6b": Shapes(28, 5, 151936, 40960),
     "large": Shapes(6, 2, 1024, 2048),
-    "tiny": Shapes(4, 2, 512, 2048, hidden=64, kv_heads=1, mlp=128),
+    "tiny": Shapes(6, 2, 512, 2048, hidden=64, kv_heads=1, mlp=128),
 }
 SEEDS: dict[Checkpoint, int] = {"target": 8, "draft": 9}
 

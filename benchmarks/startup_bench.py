@@ -73,7 +73,7 @@ def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
     bundles = {grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids}
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
     (prompt,) = choose_prompts(HELD_OUT, 1, settings.prompt_tokens, pair)
-    with tempfile.TemporaryDirectory(dir=scratch) as cache:
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
         ways = list(list_ways(settings, pair, bundles, prompt, cache))
         note("filling JAX's persistent cache")
         run_start(next(way.order for way in ways if way.name == WARM and way.order.scope == "grid"))

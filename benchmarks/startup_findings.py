@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_aot.benchmarks.benchmark import Sample
 from dflash_aot.benchmarks.estimates import Estimate, choose, estimate_ratio, median, pair_up
 from dflash_aot.benchmarks.findings import Chart, Findings, Series, Table, format_figure, format_range
 
 BUNDLE, WARM, COLD = WAYS = ("bundle", "jax.jit, cache warm", "jax.jit, cold")
 # What is ready at the first token: all programs that the grid serves, or those that this request needs.
 SCOPES = {"grid": "whole grid", "request": "first request"}
+Sample = Mapping[str, Any]
 MOST_SHOWN = 7  # phases in a chart; the rest is one
 
 
@@ -147,8 +147,8 @@ def draw_growth(samples: Sequence[Sample]) -> Chart:
         found = [choose(samples, grid=grid, scope=scope, way=BUNDLE, files="warm") for grid in list_grids(samples)]
         times = [[one["seconds"] for one in chosen] for chosen in found]
         counts = tuple(chosen[0]["executables"] for chosen in found)
-        middle, least, most = (tuple(map(of, times)) for of in (median, min, max))
-        series.append(Series(label, counts, middle, least, most))
+        ends = tuple(map(min, times)), tuple(map(max, times))
+        series.append(Series(label, counts, tuple(map(median, times)), *ends))
     return Chart("sizes", "Start-up of a bundle by the size of its grid", "executables", "seconds", tuple(series))
 
 

@@ -194,7 +194,7 @@ def verify(options: argparse.Namespace, verdict: Verdict) -> None:
     host, watch = Host(opened), CompileWatch()
     print(f"{environment.device_count} x {environment.device_kind}, {environment.topology or environment.platform}")
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in opened.startup.items())
-    print(f"{len(opened.bundle)} executables loaded and called once: {phases}")
+    print(f"{len(opened.bundle.executables.order)} executables loaded and called once: {phases}")
     with watch.forbid_tracing():
         prompts = make_prompts(host.manifest, opened.target)
         asked = [(prompt, count_tokens(host.manifest)) for prompt in prompts]

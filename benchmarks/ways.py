@@ -114,7 +114,7 @@ def name_tokens(token_ids: Sequence[int]) -> str:
 
 
 def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
-    """ "", or which ways gave a prompt other tokens than the first one did; of samples with `exact` and `tokens`."""
+    """Which ways gave a prompt other tokens than the first way did, "" if none; of samples with `exact`, `tokens`."""
     exact = [one for one in samples if one["exact"]]
     chosen = exact[0]["way"] if exact else ""  # to compare with, whoever began a prompt
     first: dict[int, Mapping[str, Any]] = {}
@@ -130,7 +130,7 @@ def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def find_compilation(samples: Sequence[Mapping[str, Any]]) -> str:
-    """ "", or which ways compiled while they served; of samples that may have `compile_events`."""
+    """Which ways compiled while they served, "" if none; of samples that may have `compile_events`."""
     compiled = sorted({one["way"] for one in samples if one.get("compile_events")})
     return f"{', '.join(compiled)} compiled while serving" if compiled else ""
 

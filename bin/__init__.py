@@ -1,5 +1,6 @@
 """The command lines: the only place that reads flags and the environment."""
 
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -8,3 +9,5 @@ from pathlib import Path
 # Ctrl-C simply ends its process; `run_command` takes over from there.
 if Path(sys.argv[0]).name in ("dflash-precompile", "dflash-run", "dflash-bundle", "dflash-bench"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Half a million objects come with JAX, and stay: looking for garbage among them takes a sixth of all imports.
+    gc.disable()

@@ -1,5 +1,6 @@
 """What all commands do alike: flags, errors, exit codes, tables."""
 
+import gc
 import io
 import logging
 import os
@@ -43,6 +44,9 @@ def run_with_arguments(
 
     Our errors become one message and their exit code.
     """
+    if not gc.isenabled():  # since the first import of ours: what came by then is no garbage
+        gc.freeze()
+        gc.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
     logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)

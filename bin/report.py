@@ -29,6 +29,7 @@ def report_fields(served: Served) -> dict[str, Any]:
     return {
         "startup_seconds": {**served.startup, "total": sum(served.startup.values())},
         "executables": served.executables,
+        "executables_loaded": counters.loaded,
         "dialect": served.dialect,
         "k": served.k,
         "requests": len(served.results),
@@ -55,7 +56,7 @@ def format_report(served: Served) -> str:
     per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
     lines = [
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
-        ("executables", str(fields["executables"])),
+        ("executables", f"{fields['executables']}, {fields['executables_loaded']} of them loaded"),
         ("draft", f"{served.dialect} format"),
         ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
         ("time to first token", _milliseconds(fields["time_to_first_token"])),

@@ -1,7 +1,7 @@
 """What a request asks of the choice of its tokens, brought to its slot on the device."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ KEEP = -1  # as an anchor: the slot's own stays, and its length too
 class Admission:
     """Calls the `admit` executable. What most requests leave empty is on the device once and for all."""
 
-    def __init__(self, admit: Executable, state: DeviceState, vocab: int):
-        self._admit, self._state, self._vocab = admit, state, vocab
+    def __init__(self, find_admit: Callable[[], Executable], state: DeviceState, vocab: int):
+        self._find_admit, self._state, self._vocab = find_admit, state, vocab
         self._no_bias = state.place(np.zeros((1, vocab), np.float32))
         self._no_tokens = state.place(np.zeros((1, vocab), np.bool_))
 
@@ -27,7 +27,7 @@ class Admission:
         params, prompt = row.request.params, row.request.prompt
         anchor = prompt[-1] if row.sampled else KEEP
         place = self._state.place
-        self._admit(
+        self._find_admit()(
             self._state,
             place(np.array([slot], np.int32)),
             place(np.array([len(prompt) - 1], np.int32)),

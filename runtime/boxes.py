@@ -3,6 +3,7 @@
 A box is a range (start, stop) per dimension.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from dflash_aot.cache.recipe import Placement
@@ -26,6 +27,19 @@ def move_box(box: Box, corner: Sequence[int]) -> Box:
 
 def box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def split_box(box: Box, most: int) -> Iterator[Box]:
+    """In order, along its first dimension that is longer than 1: parts of at most `most` numbers, or one step long."""
+    shape = box_shape(box)
+    axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
+    if axis is None:
+        yield box
+        return
+    start, stop = box[axis]
+    step = max(most // math.prod(shape[axis + 1 :]), 1) if all(shape) else stop - start
+    for low in range(start, stop, step):
+        yield (*box[:axis], (low, min(low + step, stop)), *box[axis + 1 :])
 
 
 def intersect(box: Box, placement: Placement) -> Box | None:

@@ -1,63 +1,91 @@
 """From a bundle directory to loaded executables: verdict, hashes, scan, load; in this order."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import shlex
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.completeness import check_consistent, name_executable
+from dflash_aot.cache.completeness import Name, check_consistent, name_executable
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, differences
-from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest, replace_commands
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.manifest import Manifest, mend_command, read_manifest, replace_commands
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime.executable import DeviceState, Executable, is_exhausted, load_executable
-
-LOADERS = 2  # loading releases the interpreter for the most part
+from dflash_aot.runtime.loader import Loader
+from dflash_aot.runtime.need import Kind, list_needs, name_chunk, name_kind, name_round
 
 
 class Bundle:
-    """A manifest that fits this machine, and the executables that serve up to `k` verified tokens."""
+    """A manifest that fits this machine, and the executables that serve up to `k` verified tokens.
 
-    def __init__(self, path: Path, manifest: Manifest, k: int, executables: Iterable[Executable]):
+    Each is loaded when it is asked for, unless it was before: all methods that return one may take as long as that, and
+    raise CorruptBundle for what is not an executable, or IncompatibleBundle where memory is short.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, k: int, executables: Loader):
         self.path, self.manifest, self.k = path, manifest, k
-        self._executables = {name_executable(executable.signature): executable for executable in executables}
+        self.executables = executables
+        self._drafts = k > 0  # without drafts there is no draft kv
+        self._run: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk) -> Executable:
-        return self._executables["prefill", (chunk.prefill, chunk.length)]
+        return self.executables["prefill", (chunk.prefill, chunk.length)]
 
     def draft(self, bucket: Bucket) -> Executable:
-        return self._executables["draft", (bucket.batch, bucket.length, bucket.k)]
+        return self.executables["draft", (bucket.batch, bucket.length, bucket.k)]
 
     def verify(self, bucket: Bucket) -> Executable:
-        return self._executables["verify", (bucket.batch, bucket.length, bucket.k)]
+        return self.executables["verify", (bucket.batch, bucket.length, bucket.k)]
 
     def sampled_verify(self, bucket: Bucket) -> Executable:
-        return self._executables["sampled_verify", (bucket.batch, bucket.length, bucket.k)]
+        return self.executables["sampled_verify", (bucket.batch, bucket.length, bucket.k)]
 
     def admit(self) -> Executable:
-        return self._executables["admit", ()]
+        return self.executables["admit", ()]
 
     def kv_write(self, rows: int, width: int) -> Executable:
-        return self._executables["kv_write", (rows, width)]
+        return self.executables["kv_write", (rows, width)]
 
     def rounds(self, bucket: Bucket) -> Executable:
         """Several rounds in one call; only where the grid has `rounds`, and of a single row."""
-        return self._executables["rounds", (bucket.batch, bucket.length, bucket.k, self.manifest.grid.rounds)]
+        return self.executables["rounds", (bucket.batch, bucket.length, bucket.k, self.manifest.grid.rounds)]
 
     def move(self) -> Executable:
-        return self._executables["move", ()]
+        return self.executables["move", ()]
+
+    def holds(self, kind: Kind) -> bool:
+        """Whether a round of it finds all that it calls loaded."""
+        return all(name in self.executables for name in self._name(kind))
+
+    def prepare(self, kind: Kind) -> None:
+        """What a round of it calls is loaded meanwhile."""
+        self.executables.prepare(self._name(kind))
+
+    def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
+        """Whether all was called before that a round of it calls; `alone`: one that several in one call suit."""
+        return (bucket, sampled, alone) in self._run or self._note_run(
+            (bucket, sampled, alone),
+            self._name((bucket, sampled)) if alone else name_round(bucket, sampled, self._drafts),
+        )
+
+    def has_run_chunk(self, chunk: Chunk) -> bool:
+        return chunk in self._run or self._note_run(chunk, name_chunk(chunk, self._drafts))
+
+    def _note_run(self, what: Hashable, names: Sequence[Name]) -> bool:
+        if has_run := all(name in self.executables and self.executables[name].called for name in names):
+            self._run.add(what)
+        return has_run
+
+    def _name(self, kind: Kind) -> Sequence[Name]:
+        return name_kind(kind, self.manifest.grid, self._drafts)
 
     def limited(self, k: int) -> "Bundle":
         """The same executables, to verify at most `k` tokens."""
-        return Bundle(self.path, self.manifest, k, self._executables.values())
-
-    def __len__(self) -> int:
-        return len(self._executables)
+        return Bundle(self.path, self.manifest, k, self.executables)
 
 
 def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
@@ -73,30 +101,44 @@ def check_bundle(path: Path, signed_by: Path | None = None) -> Manifest:
     return manifest
 
 
-@contextmanager
-def load_executables(path: Path, manifest: Manifest, k: int) -> Iterator[Iterator[Executable]]:
-    """Loads in the background what serves up to `k` verified tokens, in the manifest's order.
+def make_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]) -> Loader:
+    """For all that serves `ks`, in the order in which it will be needed, most likely: see `list_needs`.
 
-    A blob is verified before anything of it is deserialized. Iterating raises CorruptBundle.
+    Size and sha256 of every file are verified here, and it is kept: from then on the directory may be moved, or go.
+    weights: by name; they have to be there when an executable is called first. Raises CorruptBundle.
     """
     devices, store = bundle_devices(manifest), Store(path)
+    entries = {name_executable(entry.signature): entry for entry in manifest.entries}
+    needs = [[name for name in group if name in entries] for group in list_needs(manifest.grid, manifest.sampling, ks)]
+    order = list(dict.fromkeys(name for group in needs for name in group))
+    packed = {name: store.read_packed(entries[name]) for name in order}
 
-    def load(entry: Entry) -> Executable:
-        where = f"{store.path(entry)} ({entry.signature.label})"
-        serialized = store.read(entry)
-        try:
-            return load_executable(serialized, entry.signature, devices, where)
-        except CorruptBundle as error:
-            raise CorruptBundle(f"{error}\nMend it: {replace_commands(path)}") from error
+    def load(name: Name) -> Executable:
+        entry = entries[name]
+        where, remedy = f"{store.path(entry)} ({entry.signature.label})", f"\nMend it: {replace_commands(path)}"
+        with within_memory(path, manifest):
+            serialized = store.unpack(entry, packed[name])
+            executable = load_executable(serialized, entry.signature, devices, where, remedy)
+        executable.bind(weights)
+        del packed[name]
+        return executable
 
-    with ThreadPoolExecutor(LOADERS, thread_name_prefix="load") as pool:
-        loading: list[Future[Executable]] = [
-            pool.submit(load, entry) for entry in manifest.entries if _serves(entry.signature, k)
-        ]
-        try:
-            yield (future.result() for future in loading)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    return Loader(load, order, soon=len(needs[0]))
+
+
+@contextmanager
+def within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
+    """Raises IncompatibleBundle where weights, state or what executables need besides find no room."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhausted(error):
+            raise
+        raise IncompatibleBundle(
+            f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
+            f"What it takes: dflash-bundle inspect {shlex.quote(str(path))}. Make room, or build a smaller grid: "
+            f"{manifest.rebuild_command(path)}"
+        ) from error
 
 
 def call_once(executable: Executable, state: DeviceState) -> None:
@@ -105,27 +147,7 @@ def call_once(executable: Executable, state: DeviceState) -> None:
     Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call. Raises
     CorruptBundle, or what says that memory is exhausted.
     """
-    label = executable.signature.label
-    try:
-        executable(state, *map(state.zeros, executable.signature.arguments))
-        state.wait()
-    except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
-        raise CorruptBundle(f"{label} does not take what its signature says: {error}") from error
-    except jax.errors.JaxRuntimeError as error:
-        if is_exhausted(error):
-            raise
-        raise CorruptBundle(f"{label} does not run: {error}") from error
-
-
-def _serves(signature: Signature, k: int) -> bool:
-    """Whether an engine that verifies up to `k` tokens ever calls it; without drafts there is no draft kv."""
-    match signature.program:
-        case "draft" | "verify" | "sampled_verify" | "rounds":
-            return signature.bucket["k"] <= k
-        case "kv_write":
-            return k > 0
-        case _:
-            return True
+    executable(state, *map(state.zeros, executable.signature.arguments))
 
 
 def _check_environment(path: Path, manifest: Manifest) -> None:

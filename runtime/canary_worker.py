@@ -74,16 +74,22 @@ def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Devi
     store = Store(Path(order.bundle))
     try:
         executable = load_executable(store.read(entry), entry.signature, devices, str(store.path(entry)))
-        found = bench.call(executable)
     except (CorruptBundle, IncompatibleBundle) as error:
         return Trial(None, "bytes", str(error))
+    except Exception as error:  # memory is short
+        return Trial(None, None, _describe(error))
+    try:
+        found = bench.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
-        words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return Trial(None, None if is_exhausted(error) else "canary", words)
+        return Trial(None, None if is_exhausted(error) else "canary", _describe(error.__cause__ or error))
     if not is_comparable(entry.canary):
         return Trial(found)
     deviations = find_deviations(entry.canary, found, order.dtype)
     return Trial(found, "canary" if deviations else None, "; ".join(deviations), compared=True)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _send(answers: BinaryIO, message: msgspec.Struct) -> None:

@@ -18,6 +18,7 @@ class Counters:
     bucket_rounds: rounds by bucket and whether they sampled. padded_rows: rows of those buckets that no request had.
     padded_prefill: positions of prefill chunks behind their prompts.
     waiting, running, slots: requests in line, requests in slots, and slots, at the moment of the copy.
+    executables, loaded: how many there are, and how many are loaded, at that moment.
     """
 
     rounds: int = 0
@@ -39,6 +40,8 @@ class Counters:
     waiting: int = 0
     running: int = 0
     slots: int = 0
+    executables: int = 0
+    loaded: int = 0
     first_token: Histogram = field(default_factory=Histogram)
     per_token: Histogram = field(default_factory=Histogram)
     queued: Histogram = field(default_factory=Histogram)

@@ -1,13 +1,14 @@
 """How many drafted tokens a round verifies: K, fixed or chosen while running. Pure: no arrays, no clock."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.acceptance import Acceptance
-from dflash_aot.runtime.service_times import ServiceTimes
+from dflash_aot.runtime.need import Kind
+from dflash_aot.runtime.service_times import NONE, ServiceTimes
 
 MARGIN = 0.03  # by which another K must be better per token
 TRIAL_SHARE = 0.015  # of the time, for rounds with a K that is not expected to pay
@@ -18,8 +19,11 @@ FIRST_ROUNDS = 16  # of each request, which new requests are judged by
 ENGINE_WINDOW = 256  # such rounds
 LOOK_ROUNDS = 3  # between two decisions
 KEPT = 512  # decisions
+HOPE = 0.8  # of its estimate, at which a K is taken whose time is a guess, so that it is measured
+HOPES = 8  # looks for which that may go on, where nothing comes of it
+PATIENCE = 256  # rounds of an engine, before a K is loaded to be measured, or for trials
 
-Why = Literal["worth", "trial", "request", "room"]
+Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
 class Voter(Protocol):
@@ -36,9 +40,10 @@ class Voter(Protocol):
 class Decision:
     """One change of K, from `before` (None at first) to `after`, at a round counted from 1.
 
-    batch, length: of the bucket. seconds: expected per token of the batch, for each K that there was room for; empty
-    where every row had its own K. why: "worth" the least seconds; "trial" to see if text has become easier; "request"
-    some row's own K; "room" too near the capacity for the K before.
+    batch, length: of the bucket. seconds: expected per token of the batch, for each K that there was room for, in good
+    hope where that is a guess; empty where every row had its own K. why: "worth" the least seconds; "trial" to see if
+    text has become easier; "request" some row's own K; "room" too near the capacity for the K before; "loading" what
+    is better is not loaded yet.
     """
 
     round: int
@@ -48,6 +53,25 @@ class Decision:
     after: int
     why: Why
     seconds: Mapping[int, float]
+
+
+class Stock(Protocol):
+    """Which rounds need not wait for their executables."""
+
+    def holds(self, kind: Kind) -> bool: ...
+
+    def prepare(self, kind: Kind) -> None:
+        """It will be wanted: whatever it needs is loaded meanwhile."""
+
+
+class _Everything:
+    """All is loaded."""
+
+    def holds(self, kind: Kind) -> bool:
+        return True
+
+    def prepare(self, kind: Kind) -> None:
+        """It is."""
 
 
 class Depth(Protocol):
@@ -68,6 +92,9 @@ class Depth(Protocol):
         All rows of a round share its K: the largest over each row's own and the pick for the rows without one; where
         there is no room for it, the largest below it.
         """
+
+    def repeat(self, rounds: int) -> None:
+        """What was chosen runs so many rounds more before the next choice."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -91,6 +118,9 @@ class FixedDepth:
 
     def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
         return _hold(buckets, max(self._k if row.wanted_k is None else row.wanted_k for row in rows))
+
+    def repeat(self, rounds: int) -> None:
+        """Once chosen, always chosen."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -119,7 +149,8 @@ class AdaptiveDepth:
     """The K with the least expected seconds per token, from times of rounds and running acceptance.
 
     times: seconds of a whole round of a bucket, sampled or not, as measured at load; rounds that are served correct
-    them.
+    them. estimates: of what was not measured, see `ServiceTimes`. stock: what is loaded; where the best K is not, the
+    best one that is has its place for a while.
 
     Expected are seconds(K) / Σ_rows E(K), E being the tokens that a row's acceptance lets expect. They are looked at
     anew every few rounds, and when rows or buckets change. Hysteresis: the K stays unless another one is better by
@@ -132,9 +163,10 @@ class AdaptiveDepth:
     for itself is repeated at once.
     """
 
-    def __init__(self, times: Mapping[tuple[Bucket, bool], float]):
-        self._times = ServiceTimes(times)
-        self._deepest = max((bucket.k for bucket, _ in times), default=0)
+    def __init__(self, times: Mapping[Kind, float], estimates: Mapping[Kind, float] = NONE, stock: Stock | None = None):
+        self._times, self._stock = ServiceTimes(times, estimates), stock or _Everything()
+        self._hopes: Counter[Kind] = Counter()
+        self._deepest = max((bucket.k for bucket, _ in self._times), default=0)
         self._seen = Acceptance(window=ENGINE_WINDOW)
         self._decisions: deque[Decision] = deque(maxlen=KEPT)
         self._round, self._next_look = 0, 0
@@ -175,6 +207,14 @@ class AdaptiveDepth:
         """As `Depth.note_round`. KeyError for a bucket without times."""
         self._times.note((bucket, sampled), seconds)
 
+    def measure(self, kind: Kind, seconds: float) -> None:
+        """A round of it took `seconds` while nothing was served."""
+        self._times.measure(kind, seconds)
+
+    def is_measured(self, kind: Kind) -> bool:
+        """Or served."""
+        return self._times.is_measured(kind)
+
     def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
         """As `Depth.choose`. KeyError for a bucket without times."""
         self._round += 1
@@ -196,6 +236,11 @@ class AdaptiveDepth:
         self._trial_due, self._trial_distance = self._round + self._trial_distance, 2 * self._trial_distance
         return self._turn(plan.trial, "trial", plan.seconds)
 
+    def repeat(self, rounds: int) -> None:
+        assert self._plan is not None, "nothing was chosen"
+        self._round += rounds
+        self._credit = min(self._credit + rounds * self._plan.earned, self._plan.trial_cost)
+
     def _may_try(self, cost: float) -> bool:
         due = self._round >= self._trial_due
         return self._credit >= ((1 - TRIAL_DEBT) * cost if due else cost)
@@ -210,22 +255,58 @@ class AdaptiveDepth:
             return _Plan(_hold(self._buckets, wanted), "request", {})
         tokens = self._expect(free)
         times = [self._times[bucket, self._sampled] for bucket in self._buckets]
-        seconds = {bucket.k: time / tokens[bucket.k] for bucket, time in zip(self._buckets, times, strict=True)}
-        before, self._settled = self._settled, _settle(self._settled, seconds)
+        hopes = [self._hope((bucket, self._sampled)) for bucket in self._buckets]
+        seconds = {
+            bucket.k: hope * time / tokens[bucket.k]
+            for bucket, time, hope in zip(self._buckets, times, hopes, strict=True)
+        }
+        before, self._settled = self._settled, self._settle(seconds)
         if before is not None and self._settled < before:
             self._begin_trials(TRIAL_DISTANCE)
         pick = _hold(self._buckets, max(wanted, self._settled))
         rate = seconds[pick.k]
         earned = TRIAL_SHARE * tokens[pick.k] * rate
-        larger = [(time, bucket) for bucket, time in zip(self._buckets, times, strict=True) if bucket.k > pick.k]
-        why: Why = "request" if pick.k > self._settled else "worth" if before is None or before in seconds else "room"
-        if not larger:
+        why = self._explain(before, pick, seconds)
+        larger = {bucket: time for bucket, time in zip(self._buckets, times, strict=True) if bucket.k > pick.k}
+        trial = self._find_trial({bucket: time - tokens[bucket.k] * rate for bucket, time in larger.items()})
+        if trial is None:
             return _Plan(pick, why, seconds, rate, earned)
-        time, trial = min(larger, key=lambda one: one[0] - tokens[one[1].k] * rate)
         # Where a larger K costs next to nothing, trials keep their distance all the same.
-        least = TRIAL_SPACING * earned
+        time, least = larger[trial], TRIAL_SPACING * earned
         price, cost = max(time - len(free) * rate, least), max(time - tokens[trial.k] * rate, least)
         return _Plan(pick, why, seconds, rate, earned, trial, price, cost)
+
+    def _settle(self, seconds: Mapping[int, float]) -> int:
+        """The best K; while that is not loaded, the best of those that are, if any is."""
+        kinds = {bucket.k: (bucket, self._sampled) for bucket in self._buckets}
+        best = _settle(self._settled, seconds)
+        if not self._stock.holds(kinds[best]):
+            self._stock.prepare(kinds[best])
+            held = {k: time for k, time in seconds.items() if self._stock.holds(kinds[k])}
+            best = _settle(self._settled, held) if held else best
+        if self._times.is_guess(kinds[best]):
+            self._hopes[kinds[best]] += 1
+        return best
+
+    def _hope(self, kind: Kind) -> float:
+        if not self._times.is_guess(kind) or self._hopes[kind] >= HOPES:
+            return 1.0
+        return HOPE if self._round > PATIENCE or self._stock.holds(kind) else 1.0
+
+    def _explain(self, before: int | None, pick: Bucket, seconds: Mapping[int, float]) -> Why:
+        assert self._settled is not None
+        if pick.k > self._settled:
+            return "request"
+        if before is not None and before not in seconds:
+            return "room"
+        return "worth" if self._settled == _settle(before, seconds) else "loading"
+
+    def _find_trial(self, losses: Mapping[Bucket, float]) -> Bucket | None:
+        """The one with which the least seconds are lost; what is not loaded may be another time."""
+        held = [bucket for bucket in losses if self._stock.holds((bucket, self._sampled))]
+        if losses and not held and self._round > PATIENCE:
+            self._stock.prepare((min(losses, key=losses.__getitem__), self._sampled))
+        return min(held, key=losses.__getitem__, default=None)
 
     def _expect(self, rows: Sequence[Acceptance]) -> list[float]:
         """Tokens of a round by K, summed over rows."""

@@ -21,6 +21,7 @@ class Dispatch:
         place = state.place
         # By the mask of active rows. Nothing of an engine is in it: one that is closed is gone.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
+        self._counts = functools.lru_cache(maxsize=256)(lambda count: place(np.array([count], np.int32)))
         self._ends = functools.lru_cache(maxsize=256)(lambda ends: place(_list_ends(ends)))
         self._slots = {batch: place(np.arange(batch, dtype=np.int32)) for batch in bundle.manifest.grid.batch}
 
@@ -60,7 +61,7 @@ class Dispatch:
         Returns their verdicts, int32 [N, 2K+2], -1 where none was needed, and what is left then, int32 [1].
         """
         left = self._number(left) if isinstance(left, int) else left
-        verdicts, left = self._bundle.rounds(bucket)(self._state, self._number(count), left, self._ends(ends))
+        verdicts, left = self._bundle.rounds(bucket)(self._state, self._counts(count), left, self._ends(ends))
         return verdicts, left
 
     def _number(self, number: int) -> jax.Array:

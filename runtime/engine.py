@@ -31,6 +31,7 @@ from dflash_aot.runtime.request import Delta, Request, Result
 from dflash_aot.runtime.sampling_params import SamplingParams
 from dflash_aot.runtime.stream import Stream, check_process
 from dflash_aot.runtime.waiting_line import WaitingLine
+from dflash_aot.runtime.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -50,6 +51,7 @@ class Engine:
         self._watch, self._line = CompileWatch(), WaitingLine(max_waiting)
         self._depth = opened.depth
         self._loop = Loop(opened.bundle, opened.state, Counters(), self._line, self._depth)
+        self._warm_up = WarmUp(opened.bundle, opened.state, opened.depth)
         ends = read_end_tokens(opened.target)
         self._intake = Intake(opened.bundle, opened.target, ends)
         for advice in advise_on_pair(opened.bundle.manifest, ends):
@@ -71,22 +73,29 @@ class Engine:
         k: int | Literal["auto"] = "auto",
         max_waiting: int = MAX_WAITING,
         require_signature: str | Path | None = None,
+        preload: bool = False,
     ) -> "Engine":
-        """Loads a bundle and its weights and calls every executable once.
+        """Verifies a bundle and loads its weights.
 
         bundle: a directory, or the URL of one that was pushed: it is copied to the user's cache first.
         target, draft: directories or hub ids instead of the bundle's own, of the same architecture and shapes.
         k: tokens verified per round, one of the grid's; "auto" chooses among all of them, round by round, by their
         times on this machine and by how much is accepted. max_waiting: requests that may wait for a slot; further
         ones are refused, or wait outside if their caller says so. require_signature: the public key, a PEM file, of
-        whoever must have signed the bundle.
+        whoever must have signed the bundle. preload: every executable is loaded and called once, and rounds are timed,
+        before this returns; otherwise that is done where something needs it, and while there is nothing else to do.
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.
         """
         if type(max_waiting) is not int or max_waiting < 1:
             raise BadInput(f"max_waiting is {max_waiting!r}: a whole number of at least 1 is needed")
         signed_by = None if require_signature is None else Path(require_signature)
-        return cls(open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by), max_waiting)
+        opened = open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload)
+        try:
+            return cls(opened, max_waiting)
+        except BaseException:
+            opened.bundle.executables.close()
+            raise
 
     # -- requests
 
@@ -183,6 +192,7 @@ class Engine:
         check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._watch.events
+        copied.executables, copied.loaded = self.executables, len(self._bundle.executables)
         return copied
 
     def decisions(self) -> tuple[Decision, ...]:
@@ -204,7 +214,8 @@ class Engine:
 
     @property
     def executables(self) -> int:
-        return len(self._bundle)
+        """How many serve, loaded or not."""
+        return len(self._bundle.executables.order)
 
     @property
     def target(self) -> Path:
@@ -255,12 +266,22 @@ class Engine:
                 logger.debug("the engine's loop failed", exc_info=True)
                 self._line.close(f"the engine's loop failed: {type(error).__name__}: {error}")
             self._loop.end_all(self._line.closed or "")
+        self._bundle.executables.close()
 
     def _goes_on(self) -> bool:
         """Waits while there is nothing to do. False once the engine is closed and drained."""
         if self._loop.idle:
-            return self._line.wait_for_work()
+            return self._wait_for_work()
         return self._line.closed is None or time.monotonic() < self._drain_until
+
+    def _wait_for_work(self) -> bool:
+        """Meanwhile what was left to do when it was opened: loading, first calls, times. False for a closed line."""
+        self._bundle.executables.resume(self._line.wake)
+        while not self._line and self._line.closed is None:
+            if not self._warm_up.step():
+                self._line.wait()
+        self._bundle.executables.pause()
+        return bool(self._line)
 
     def _submit(self, request: Request, wait: bool | float) -> None:
         check_process(self._process)

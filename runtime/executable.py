@@ -14,23 +14,49 @@ from dflash_aot.cache.signature import Array, Signature
 
 
 class Executable:
-    """A program at one bucket, ready to be called; its inputs are checked by JAX against the compiled ones."""
+    """A program at one bucket, ready to be called; its inputs are checked by JAX against the compiled ones.
 
-    def __init__(self, signature: Signature, compiled: jax.stages.Compiled):
-        self.signature = signature
-        self._compiled = compiled
+    `called`: it has run, and was waited for.
+    """
+
+    def __init__(self, signature: Signature, compiled: jax.stages.Compiled, where: str = "", remedy: str = ""):
+        """where, remedy: for messages, its file and what mends that."""
+        self.signature, self.called = signature, False
+        self._compiled, self._where, self._remedy = compiled, where or signature.label, remedy
+        self._known: Mapping[str, jax.Array] = {}
         self._weights: tuple[jax.Array, ...] = ()
 
     def bind(self, weights: Mapping[str, jax.Array]) -> None:
-        """The weights never change: they are looked up once."""
-        self._weights = tuple(weights[name] for name in self.signature.weights)
+        """All weights by name; they have to be there at the first call."""
+        self._known, self.called = weights, False
 
     def __call__(self, state: "State", *arguments: jax.Array) -> Sequence[jax.Array]:
-        """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results."""
-        outputs = self._compiled(*self._weights, *state.read(self.signature.state), *arguments)
+        """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results.
+
+        The first call is waited for: it shows whether this is what its signature says. Raises CorruptBundle if not.
+        """
+        inputs = state.read(self.signature.state)
+        outputs = self._compiled(*self._weights, *inputs, *arguments) if self.called else self._try(inputs, arguments)
         donated = self.signature.donated
         state.replace(donated, outputs)
         return outputs[len(donated) :]
+
+    def _try(self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Weights never change: they are looked up once."""
+        self._weights = tuple(self._known[name] for name in self.signature.weights)
+        try:
+            outputs = jax.block_until_ready(self._compiled(*self._weights, *inputs, *arguments))
+        except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
+            raise self._refuse(f"does not take what its signature says: {error}") from error
+        except jax.errors.JaxRuntimeError as error:
+            if is_exhausted(error):
+                raise
+            raise self._refuse(f"does not run: {error}") from error
+        self.called = True
+        return outputs
+
+    def _refuse(self, flaw: str) -> CorruptBundle:
+        return CorruptBundle(f"{self._where}: {flaw}{self._remedy}")
 
 
 class State(Protocol):
@@ -79,8 +105,10 @@ class DeviceState:
         jax.block_until_ready(self._arrays)
 
 
-def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Device], where: str) -> Executable:
-    """A verified blob as an executable on `devices`, in their order.
+def load_executable(
+    blob: bytes, signature: Signature, devices: Sequence[jax.Device], where: str, remedy: str = ""
+) -> Executable:
+    """A verified blob as an executable on `devices`, in their order. where, remedy: for messages, see `Executable`.
 
     Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices, and
     what says that memory is exhausted.
@@ -88,8 +116,8 @@ def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Dev
     try:
         built = scan_pickle(blob)
     except CorruptBundle as error:
-        raise CorruptBundle(f"{where}: {error}") from error
-    _check_devices(built, devices, where)
+        raise CorruptBundle(f"{where}: {error}{remedy}") from error
+    _check_devices(built, devices, where, remedy)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
@@ -98,8 +126,8 @@ def load_executable(blob: bytes, signature: Signature, devices: Sequence[jax.Dev
     except Exception as error:  # whatever the library or the compiler raises: the blob is at fault
         if is_exhausted(error):
             raise
-        raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}") from error
-    return Executable(signature, compiled)
+        raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}{remedy}") from error
+    return Executable(signature, compiled, where, remedy)
 
 
 def is_exhausted(error: Exception) -> bool:
@@ -107,10 +135,11 @@ def is_exhausted(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str) -> None:
+def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str, remedy: str) -> None:
     """An executable for another number of devices would end the process, in C++."""
     here = [device.id for device in devices]
     if len(built) != len(here):
-        raise CorruptBundle(f"{where}: made for {len(built)} devices, the manifest says {len(here)}. It was not loaded")
+        words = f"made for {len(built)} devices, the manifest says {len(here)}. It was not loaded"
+        raise CorruptBundle(f"{where}: {words}{remedy}")
     if built != set(here):
         raise IncompatibleBundle(f"{where}: made for devices {sorted(built)}, here they are called {here}")

@@ -15,7 +15,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from dflash_aot.cache.errors import EngineFailed
+from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.admission import Admission
 from dflash_aot.runtime.advice import ROUNDS, advise_on_acceptance
@@ -92,7 +92,7 @@ class Loop:
     """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
     def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
-        self._state, self._counters, self._line, self._depth = state, counters, line, depth
+        self._bundle, self._state, self._counters, self._line, self._depth = bundle, state, counters, line, depth
         self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
@@ -104,7 +104,7 @@ class Loop:
         self._last_verdict = 0.0
         self._dispatch = Dispatch(bundle, state)
         vocab = bundle.manifest.target.facts.decoder.vocab
-        self._admission = Admission(bundle.admit(), state, vocab) if "sample" in self._sampling else None
+        self._admission = Admission(bundle.admit, state, vocab) if "sample" in self._sampling else None
         self._unsent: list[tuple[Request, Delta]] = []
         # Held while what is counted changes; not while the device is waited for, and not while callers are told.
         self._lock = threading.Lock()
@@ -155,8 +155,11 @@ class Loop:
     # -- faults
 
     def _recover(self, error: Exception) -> None:
-        """What was on its way is lost, the state with it; who waits in line has lost nothing."""
-        self._failures += 1
+        """What was on its way is lost, the state with it; who waits in line has lost nothing.
+
+        An executable that is none says nothing of the device: others may serve.
+        """
+        self._failures += not isinstance(error, CorruptBundle)
         why = f"a program failed in mid-round: {type(error).__name__}: {error}"
         logger.error(why)
         logger.debug("where it failed", exc_info=error)
@@ -237,6 +240,8 @@ class Loop:
             return 0
         chunk = self._grid.fit_chunk(row.written, row.unwritten)
         part = row.request.prompt[row.written : row.written + min(chunk.prefill, row.unwritten)]
+        if not self._bundle.has_run_chunk(chunk):
+            self._read(keep=0)  # it takes a while: nobody waits for what is there already
         first = self._dispatch.prefill(chunk, self._slots.slot_of(row), row.written, part)
         row.written = row.length = row.written + len(part)
         self._between = True
@@ -255,14 +260,15 @@ class Loop:
         if not lineup.rows:
             return 0
         bucket = self._fit(lineup)
-        if bucket is None:  # the bounds are too loose for another round: read what is in flight, then see
+        # The bounds are too loose for another round, or it takes a while: what is in flight is read, then we see.
+        if bucket is None or not self._bundle.has_run(bucket, lineup.sampled, self._runs_alone(bucket, lineup)):
             self._read(keep=0)
             lineup = Lineup(self._slots.decoding())
             if not lineup.rows:
                 return 0
             bucket = self._fit(lineup)
             assert bucket is not None, "a row that wants tokens has room for one"
-        alone = self._grid.rounds > 1 and bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
+        alone = self._runs_alone(bucket, lineup)
         count = self._count_rounds(bucket, lineup.takers[0]) if alone else 1
         enqueued = (
             self._enqueue_burst(bucket, lineup.takers[0], count) if alone else self._enqueue_round(bucket, lineup)
@@ -273,10 +279,18 @@ class Loop:
             row.rounds_in_flight += count
         return 1
 
+    def _runs_alone(self, bucket: Bucket, lineup: Lineup) -> bool:
+        """Whether several rounds in one dispatch suit it."""
+        return self._grid.rounds > 1 and bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
+
     def _count_rounds(self, bucket: Bucket, row: Row) -> int:
         """How many the device runs for a row that is alone; by another K than before, which may be a trial, one."""
         before, self._last_k = self._last_k, bucket.k
-        return self._pace.choose(bucket, (bucket.length - row.longest) // (bucket.k + 1)) if bucket.k == before else 1
+        if bucket.k != before:
+            return 1
+        count = self._pace.choose(bucket, (bucket.length - row.longest) // (bucket.k + 1))
+        self._depth.repeat(count - 1)
+        return count
 
     def _fit(self, lineup: Lineup) -> Bucket | None:
         """The smallest bucket for these rows with the K that suits them; None if not even K = 0 fits."""

@@ -157,6 +157,8 @@ METRICS: tuple[Number | LabelledCount | Durations, ...] = (
     ),
     Count("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     Level("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
+    Level("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),
+    Level("dflash:executables_loaded", "Those that are loaded.", lambda c: c.loaded),
     Count("dflash:refused_requests", "Requests that were not let in line.", lambda c: c.refused),
     Count("dflash:executable_failures", "Calls of executables that failed.", lambda c: c.failures),
     Count(

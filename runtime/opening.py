@@ -1,6 +1,5 @@
-"""From a bundle and its checkpoints to executables that have run once, on weights that are in place."""
+"""From a bundle and its checkpoints to executables that can be called, on weights that are in place."""
 
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,14 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_aot.cache.errors import BadInput, CorruptBundle, GridMiss, IncompatibleBundle
-from dflash_aot.cache.manifest import Manifest, replace_commands
-from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, load_executables
+import jax
+
+from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.manifest import Manifest
+from dflash_aot.runtime.acceptance import Acceptance
+from dflash_aot.runtime.bundle import Bundle, bundle_devices, call_once, check_bundle, make_loader, within_memory
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
-from dflash_aot.runtime.executable import DeviceState, Executable, is_exhausted
+from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.loader import Loader
 from dflash_aot.runtime.pair import check_facts, locate_pair
-from dflash_aot.runtime.round_times import time_rounds
+from dflash_aot.runtime.round_times import Times, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights import load_weights
 
 
@@ -36,63 +40,55 @@ def open_bundle(
     draft: str | Path | None,
     k: int | Literal["auto"],
     signed_by: Path | None = None,
+    preload: bool = True,
 ) -> Opened:
-    """As `Engine.open` describes it, errors included."""
+    """As `Engine.open` describes it, errors included.
+
+    Without `preload` a thread goes on loading, until the bundle's loader is closed.
+    """
     clock = _Clock()
     manifest = check_bundle(path, signed_by)
-    chosen = _choose_k(manifest, k)
+    most = _find_most(manifest, k)
     places = locate_pair(manifest, target, draft)
     check_facts(path, manifest, places)
+    estimates = estimate_rounds(manifest, most)
+    weights: dict[str, jax.Array] = {}
+    loader = make_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
     clock.lap("bundle")
-    with (
-        _within_memory(path, manifest),
-        load_executables(path, manifest, chosen) as loading,
-        CompileWatch().forbid_tracing(),
-    ):
+    with _loading(loader), within_memory(path, manifest), CompileWatch().forbid_tracing():
         devices = bundle_devices(manifest)
-        weights = load_weights(manifest.weights, places, devices)
-        state = DeviceState(manifest.state, devices)
+        weights |= load_weights(manifest.weights, places, devices)
+        bundle, state = Bundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
         clock.lap("weights")
-        executables = []
-        for executable in loading:
-            executable.bind(weights)
-            _try_first_call(path, executable, state)
-            executables.append(executable)
-        clock.lap("canaries")
-        opened = Bundle(path, manifest, chosen, executables)
-        depth = choose_depth(opened, state, k)
-        clock.lap("timing")
-    return Opened(opened, state, depth, places["target"], clock.laps)
+        if preload:
+            for name in loader.order:
+                call_once(loader[name], state)
+            clock.lap("canaries")
+            depth = choose_depth(bundle, state, k)
+            clock.lap("timing")
+        else:
+            depth = AdaptiveDepth({}, estimates, bundle) if _adapts(bundle, k) else FixedDepth(most)
+    return Opened(bundle, state, depth, places["target"], clock.laps)
 
 
 @contextmanager
-def _within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
-    """Raises IncompatibleBundle where weights, state or what executables need besides find no room."""
+def _loading(loader: Loader) -> Iterator[None]:
+    """The loader's thread runs, and goes on unless there is an error."""
+    loader.start()
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_exhausted(error):
-            raise
-        raise IncompatibleBundle(
-            f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
-            f"What it takes: dflash-bundle inspect {shlex.quote(str(path))}. Make room, or build a smaller grid: "
-            f"{manifest.rebuild_command(path)}"
-        ) from error
-
-
-def _try_first_call(path: Path, executable: Executable, state: DeviceState) -> None:
-    """Raises CorruptBundle."""
-    try:
-        call_once(executable, state)
-    except CorruptBundle as error:
-        raise CorruptBundle(f"{path}: {error}\nMend it: {replace_commands(path)}") from error
+    except BaseException:
+        loader.close()
+        raise
 
 
 def choose_depth(bundle: Bundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:
     """A K of the user's holds; to choose one, rounds of every K are timed, where there is more than one."""
-    if k == "auto" and bundle.k > 0:
-        return AdaptiveDepth(time_rounds(bundle, state))
-    return FixedDepth(bundle.k)
+    return AdaptiveDepth(time_rounds(bundle, state)) if _adapts(bundle, k) else FixedDepth(bundle.k)
+
+
+def _adapts(bundle: Bundle, k: int | Literal["auto"]) -> bool:
+    return k == "auto" and bundle.k > 0
 
 
 class _Clock:
@@ -107,7 +103,8 @@ class _Clock:
         self.laps[name], self._last = now - self._last, now
 
 
-def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
+def _find_most(manifest: Manifest, k: int | Literal["auto"]) -> int:
+    """The largest K that is served. Raises BadInput, GridMiss."""
     ks = manifest.grid.k
     if k == "auto":
         return ks[-1]
@@ -121,3 +118,17 @@ def _choose_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
             f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
         )
     return k
+
+
+def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: Times) -> list[int]:
+    """By their worth for a single short row of which nothing is known: the best or the user's own, 0, the others."""
+    grid, most = manifest.grid, _find_most(manifest, k)
+    tokens, sampled = Acceptance().expected_tokens(most), "greedy" not in manifest.sampling
+
+    def rate(one: int) -> float:
+        return estimates[Bucket(grid.batch[0], grid.length[0], one), sampled] / tokens[one]
+
+    best, *others = sorted((one for one in grid.k if one <= most), key=rate)
+    if k != "auto":
+        best, others = k, [one for one in grid.k if one < k]
+    return [best, *sorted(others, key=lambda one: one != 0)]

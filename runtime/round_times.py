@@ -1,4 +1,4 @@
-"""Seconds of a whole round of every bucket, measured when a bundle is loaded."""
+"""Seconds of a whole round of every bucket: measured while nothing is served, or estimated until then."""
 
 import math
 import time
@@ -7,14 +7,21 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from dflash_aot.cache.completeness import name_executable
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.bundle import Bundle
 from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.need import Kind, list_kinds, name_round
 
-Times = Mapping[tuple[Bucket, bool], float]
+Times = Mapping[Kind, float]
 MOST_PASSES = 5
 SECONDS = 1.0  # after which no pass begins; the first one is made whatever it takes
 SET = ("lengths", "anchors")
+# Operations that take as long as a byte of memory, as far as that decides between Ks before anything has run.
+OPERATIONS_PER_BYTE = {"cpu": 8.0}
+OF_ACCELERATORS = 200.0
+BYTES_PER_SECOND = 1e10  # any: only ratios of estimates count
 
 
 def time_rounds(bundle: Bundle, state: DeviceState) -> Times:
@@ -24,9 +31,8 @@ def time_rounds(bundle: Bundle, state: DeviceState) -> Times:
     for a moment meets few of one bucket's. Nothing is active: nothing advances, and `state` has zero lengths and
     anchors in the end, as an engine without requests.
     """
-    rounds = _Rounds(bundle, state)
-    buckets = [bucket for bucket in bundle.manifest.grid.buckets() if bucket.k <= bundle.k]
-    kinds = [(bucket, kind == "sample") for kind in bundle.manifest.sampling for bucket in buckets]
+    rounds = Rounds(bundle, state)
+    kinds = list_kinds(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
     times = dict.fromkeys(kinds, math.inf)
     began, passes = time.perf_counter(), 0
     while passes == 0 or (passes < MOST_PASSES and time.perf_counter() - began < SECONDS):
@@ -35,6 +41,19 @@ def time_rounds(bundle: Bundle, state: DeviceState) -> Times:
         passes += 1
     rounds.clear()
     return bound_times(times)
+
+
+def estimate_rounds(manifest: Manifest, k: int) -> Times:
+    """By what the compiler counted: bytes and operations take as long as their sum. Right in ratios only, if at all."""
+    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, OF_ACCELERATORS)
+    work = {
+        name_executable(entry.signature): max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
+        for entry in manifest.entries
+    }
+    return {
+        (bucket, sampled): sum(work[name] for name in name_round(bucket, sampled, k > 0)) / BYTES_PER_SECOND
+        for bucket, sampled in list_kinds(manifest.grid, manifest.sampling, k)
+    }
 
 
 def bound_times(times: Times) -> Times:
@@ -51,7 +70,7 @@ def bound_times(times: Times) -> Times:
     return {one: min(times[other] for other in times if does_more(other, one)) for one in times}
 
 
-class _Rounds:
+class Rounds:
     """Rounds of random tokens: a mixture of experts reads as many of them as it will for a text."""
 
     def __init__(self, bundle: Bundle, state: DeviceState):

@@ -29,7 +29,7 @@ class WaitingLine:
         self._line: list[tuple[int, int, Request]] = []  # a heap by priority and number
         self._outside: deque[tuple[Request, Place]] = deque()
         self._deadline = math.inf  # the earliest in line, or one that has left it
-        self._cancels = False
+        self._cancels, self._woken = False, False
         self._closed: str | None = None
 
     def __len__(self) -> int:
@@ -75,14 +75,20 @@ class WaitingLine:
         """One of the requests was cancelled. Takes no lock: a signal handler may say so."""
         self._cancels = True
 
+    def wake(self) -> None:
+        """Whoever waits there for somebody has something else to do."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
     # -- the engine's thread
 
-    def wait_for_work(self) -> bool:
-        """Until somebody stands in line: True. False once it is shut and empty."""
+    def wait(self) -> None:
+        """Until somebody stands in line, it is shut, or it was woken meanwhile or before."""
         with self._changed:
-            while not self._line and self._closed is None:
+            while not self._line and self._closed is None and not self._woken:
                 self._changed.wait()
-            return bool(self._line)
+            self._woken = False
 
     def take(self) -> Request | None:
         """The next one, whose place goes to the first outside."""

@@ -4,6 +4,7 @@ Of an argument that the devices split, each device's slice is read by itself.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,9 +17,20 @@ from safetensors import SafetensorError, safe_open
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.mesh import place
 from dflash_aot.cache.recipe import Checkpoint, MaskedMap, Placement, WeightRecipe
-from dflash_aot.runtime.boxes import Box, box_shape, box_slices, intersect, move_box, stored_box, whole_box
+from dflash_aot.runtime.boxes import (
+    Box,
+    box_shape,
+    box_slices,
+    intersect,
+    move_box,
+    split_box,
+    stored_box,
+    whole_box,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PART = 1 << 18  # numbers that are read at a time
+ALIGNMENT = 64  # bytes, which XLA asks for on CPU
 FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
 # What may be there beside what is used. A tied model's head is its embedding once more; speculators stores what its
 # training took from the target.
@@ -191,15 +203,27 @@ def _find_box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Box:
 
 
 def _assemble(recipe: WeightRecipe, tensors: Tensors, box: Box) -> np.ndarray:
-    """A box of the argument in host memory, in the device's dtype."""
-    array = np.empty(box_shape(box), recipe.dtype)
+    """A box of the argument in host memory, in the device's dtype.
+
+    Part by part, each small enough to stay in a processor's cache from its reading on.
+    """
+    array = _allocate(box_shape(box), np.dtype(recipe.dtype))
     corner = [start for start, _ in box]
     for placement in recipe.placements:
         if common := intersect(box, placement):
-            part = move_box(common, placement.offset)
-            values = _read(recipe, tensors, placement, stored_box(placement, part))
-            array[box_slices(move_box(common, corner))] = values.reshape(box_shape(part))
+            for piece in [common] if recipe.mapped else split_box(common, PART):
+                part = move_box(piece, placement.offset)
+                values = _read(recipe, tensors, placement, stored_box(placement, part))
+                array[box_slices(move_box(piece, corner))] = values.reshape(box_shape(part))
     return array
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialized. Aligned so that a CPU device uses it as it is, without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _read(recipe: WeightRecipe, tensors: Tensors, placement: Placement, box: Box) -> np.ndarray:

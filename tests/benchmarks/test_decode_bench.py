@@ -95,6 +95,9 @@ def test_parts_are_those_that_there_are():
 # -- what samples say
 
 
+WAYS = ["engine, K = 0", "engine, K = 3", "engine, K chosen", "PyTorch float32", "PyTorch bfloat16"]
+
+
 def answer(way: str, k: int | None, repeat: int, prompt: int, gaps_us: list[int], accepted: list[int], **more) -> dict:
     return {
         "kind": "answer",
@@ -124,6 +127,8 @@ def make_samples() -> list[dict]:
             fast = [40_000] + [1000 * gap for gap in gaps]
             samples.append(answer("engine, K = 0", 0, repeat, prompt, plain, [0] * 4))
             samples.append(answer("engine, K = 3", 3, repeat, prompt, fast, accepted))
+            chosen = answer("engine, K chosen", None, repeat, prompt, fast, accepted)
+            samples.append(chosen | {"rounds_by_k": {"0": 1, "3": 3 - repeat}})
             samples.append(answer("PyTorch float32", None, repeat, prompt, [50_000] + [20_000] * 4, []))
             rounded = answer("PyTorch bfloat16", None, repeat, prompt, [50_000] + [2500] * 4, [], exact=False)
             samples.append(rounded | {"tokens": "others" if prompt else rounded["tokens"]})
@@ -159,7 +164,7 @@ def read_table(findings: Findings, name: str) -> dict[str, dict[str, str]]:
 
 def test_speed_is_the_median_and_gains_are_pair_by_pair(findings):
     rows = read_table(findings, "speed")
-    assert list(rows) == ["engine, K = 0", "engine, K = 3", "PyTorch float32", "PyTorch bfloat16"]
+    assert list(rows) == WAYS
     assert rows["engine, K = 0"]["tokens/s"] == "100"
     assert rows["engine, K = 3"]["tokens/s"] == "225"  # of 200 and 250
     assert rows["engine, K = 3"]["x engine, K = 0"].startswith("2.25 (2.00-2.50)")
@@ -172,16 +177,14 @@ def test_speed_is_the_median_and_gains_are_pair_by_pair(findings):
 def test_ways_that_round_otherwise_show_how_often_they_say_the_same(findings):
     rows = read_table(findings, "speed")
     assert {name: row["same tokens"] for name, row in rows.items()} == {
-        "engine, K = 0": "2/2",
-        "engine, K = 3": "2/2",
-        "PyTorch float32": "2/2",
+        **dict.fromkeys(WAYS, "2/2"),
         "PyTorch bfloat16": "1/2",
     }
 
 
 def test_the_note_says_what_idle_ways_used(findings):
     (table,) = (one for one in findings.tables if one.name == "speed")
-    assert table.note.startswith("2 prompts, 5 tokens each, one at a time, 2 times.")
+    assert table.note.startswith("Prompts: 2, one at a time; repeats: 2; tokens per answer: 5.")
     assert table.note.endswith("no way's process used more than 2.5 % of a core.")
 
 
@@ -197,7 +200,12 @@ def test_tau_is_told_both_ways_and_by_position(findings):
     assert row["τ over rounds"] == "2.67"  # 1 + (3 + 2 + 0) / 3
     assert row["τ mean of prompts"] == "3.00"  # of 4 and 2
     assert [row[place] for place in "123"] == ["0.67", "0.67", "0.33"]
-    assert list(read_table(findings, "acceptance")) == ["engine, K = 3"]  # nothing else drafts
+    assert list(read_table(findings, "acceptance")) == WAYS[1:3]  # nothing else drafts
+
+
+def test_the_note_says_which_ks_were_chosen(findings):
+    (table,) = (one for one in findings.tables if one.name == "acceptance")
+    assert table.note.endswith("own τ. Rounds of engine, K chosen: 29% at K = 0, 71% at K = 3.")  # 4 and 10
 
 
 def test_the_histogram_counts_rounds(findings):
@@ -227,7 +235,7 @@ def test_figures_are_those_of_the_tables(findings):
 
 def test_charts_show_what_the_tables_say(findings):
     charts = {chart.name: chart for chart in findings.charts}
-    assert charts["speed-bars"].series[0].y == pytest.approx((100, 225, 50, 400))
+    assert charts["speed-bars"].series[0].y == pytest.approx((100, 225, 225, 50, 400))
     assert charts["acceptance-by-position"].series[0].y == pytest.approx((2 / 3, 2 / 3, 1 / 3))
     assert charts["accepted-per-round"].series[0].y == pytest.approx((1 / 3, 0, 1 / 3, 1 / 3))
     steps = {series.label: series.y for series in charts["parts-of-a-round"].series}

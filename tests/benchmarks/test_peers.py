@@ -10,14 +10,15 @@ from dflash_aot.benchmarks.traffic import Arrive, Dissect, Parts, Serve
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime.bundle import Bundle, bundle_devices
 from dflash_aot.runtime.executable import DeviceState
+from dflash_aot.runtime.loader import Loader
 
-TOKENS = 20
-NAMES = ("len30", "len70")
+TOKENS = 16
+NAMES = ("len5", "len_eq_block")
 
 
 @pytest.fixture(scope="module")
 def places(bundle, tied) -> tuple[str, str, str]:
-    return str(bundle("tied")), str(tied.target), str(tied.draft)
+    return str(bundle("tiny")), str(tied.target), str(tied.draft)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def check(served, cases) -> None:
         assert len(answer.arrivals) == TOKENS and answer.seconds <= served.seconds
 
 
-@pytest.mark.parametrize("k", [0, 7, "auto"])
+@pytest.mark.parametrize("k", [0, 3, "auto"])
 def test_the_engine_as_a_peer(places, question, cases, k):
     with peer_engine.open_way(EngineOrder(*places, k)) as handlers:
         check(handlers[Serve](question), cases)
@@ -49,10 +50,10 @@ def test_the_engine_as_a_peer(places, question, cases, k):
 
 
 def test_the_plain_loop_as_a_peer(places, question, cases):
-    with peer_jit.open_way(JitOrder(*places, 7, longest=70)) as handlers:
+    with peer_jit.open_way(JitOrder(*places, 3, longest=8)) as handlers:
         served = handlers[Serve](question)
     check(served, cases)
-    assert served.work.rounds_by_k == {7: served.work.rounds}
+    assert served.work.rounds_by_k == {3: served.work.rounds}
 
 
 @pytest.mark.parametrize("guesses", [{}, {"lookup_tokens": 4}, {"exit_layer": 2}], ids=str)
@@ -70,7 +71,7 @@ def test_pytorch_in_bfloat16_says_as_much(places, question):
         assert [len(answer.token_ids) for answer in handlers[Serve](question).answers[0]] == [TOKENS, TOKENS]
 
 
-@pytest.mark.parametrize(("k", "steps"), [(0, {"verify"}), (7, {"draft", "verify", "kv_write"})])
+@pytest.mark.parametrize(("k", "steps"), [(0, {"verify"}), (3, {"draft", "verify", "kv_write"})])
 def test_the_programs_one_by_one(places, cases, k, steps):
     prompt, expected = cases[0]
     with peer_parts.open_way(PartsOrder(*places)) as handlers:
@@ -83,7 +84,7 @@ def test_the_programs_one_by_one(places, cases, k, steps):
 
 @pytest.fixture
 def manifest(bundle):
-    return read_manifest(bundle("tied"))
+    return read_manifest(bundle("tiny"))
 
 
 @pytest.fixture
@@ -92,8 +93,8 @@ def state(manifest) -> DeviceState:
 
 
 def test_a_bundle_without_such_programs_has_no_parts(bundle, manifest, state):
-    empty = Bundle(bundle("tied"), manifest, 7, [])
-    assert peer_parts.dissect(peer_parts.Loaded(empty, state), Dissect([1], TOKENS, 7)) == Parts(None, {})
+    empty = Bundle(bundle("tiny"), manifest, 3, Loader(lambda name: None, []))
+    assert peer_parts.dissect(peer_parts.Loaded(empty, state), Dissect([1], TOKENS, 3)) == Parts(None, {})
 
 
 def test_a_step_ends_when_its_results_are_there(state):

@@ -139,7 +139,7 @@ def test_tables_show_every_way_and_phases_that_add_up(samples):
     assert tables["ways"].rows[0][2:6] == ("warm, 100%", "4.00", "2.00-6.00", "1")
     assert tables["ways"].rows[1][5].startswith("4.00 (")
     phases = {row[0]: row[1:] for row in tables["phases_grid"].rows}
-    assert phases["together"] == ("4.000", "24.000", "80.000")  # the start in the middle: repeats 2, 1 and 2
+    assert phases["together"] == ("4.000", "24.000", "120.000")  # the start in the middle: repeats 2, 1 and 2
     for column in range(3):
         parts = [float(cells[column]) for name, cells in phases.items() if name != "together"]
         assert sum(parts) == pytest.approx(float(phases["together"][column]))
@@ -150,7 +150,7 @@ def test_a_chart_stacks_what_a_start_took(samples):
     charts = {chart.name: chart for chart in describe(samples).charts}
     stack = charts["start_grid"]
     assert stack.kind == "stack" and stack.series[0].x == (BUNDLE, WARM, COLD)
-    assert [sum(heights) for heights in zip(*(one.y for one in stack.series), strict=True)] == [4.0, 24.0, 80.0]
+    assert [sum(heights) for heights in zip(*(one.y for one in stack.series), strict=True)] == [4.0, 24.0, 120.0]
     assert charts["sizes"].series[0].x == (11, 51) and charts["sizes"].series[0].y == (4.0, 8.0)
 
 

@@ -37,7 +37,7 @@ def row(sampled: bool = True, **params: object) -> Row:
 def admit(*rows: Row) -> Recorder:
     """Each into slot 3."""
     recorder, state = Recorder(), ToyEngine().state
-    admission = Admission(recorder, state, VOCAB)  # type: ignore[arg-type]
+    admission = Admission(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
     for one in rows:
         admission.admit(one, 3)
     return recorder
@@ -160,7 +160,7 @@ def test_a_row_that_was_admitted_says_so():
 
 def test_an_admission_reaches_its_slot_and_no_other():
     engine = ToyEngine()
-    admission = Admission(engine.bundle.admit(), engine.state, VOCAB)  # type: ignore[arg-type]
+    admission = Admission(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
     slots = engine.state.slots
     slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
     before = [slot.copy() for slot in slots]

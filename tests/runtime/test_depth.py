@@ -206,6 +206,22 @@ def test_a_new_row_is_tried_at_once_then_at_distances_that_double():
     assert trials(ask_often(depth, [new], 16 * first))[:5] == [0, first, 3 * first, 7 * first, 15 * first]
 
 
+def test_rounds_that_repeat_a_choice_count_as_rounds():
+    """Trials come as early as they would one round at a time, and the time in between pays for them."""
+    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    spent: list[int] = []
+    while len(spent) < 2000:
+        k = ask(depth, [new])
+        more = 3 if k == 0 else 0
+        depth.repeat(more)
+        spent += [k] * (1 + more)
+    due = [0, 16, 48, 112, 240]
+    late = [at - on_time for at, on_time in zip(trials(spent), due, strict=False)]
+    assert len(late) == len(due) and all(0 <= rounds <= 3 * number for number, rounds in enumerate(late))
+    lost = spent.count(3) * (TIMES[3] - 1.0)
+    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + TRIAL_DEBT
+
+
 def test_a_new_row_does_not_inherit_debt():
     """Each is tried twice at once by its distances, which time has not nearly paid for."""
     depth = AdaptiveDepth(make_times(TIMES))

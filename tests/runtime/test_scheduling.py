@@ -51,6 +51,9 @@ class AnyDepth:
     def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
         """Nor how long that takes."""
 
+    def repeat(self, rounds: int) -> None:
+        raise AssertionError("nothing runs several rounds here")
+
     def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
 
