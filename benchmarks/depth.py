@@ -64,8 +64,10 @@ def main() -> None:
     start_jax(manifest.environment.platform)
     with ExitStack() as stack:
         ks: tuple[int | Literal["auto"], ...] = (*manifest.grid.k, AUTO)
-        engines: dict[int | str, Engine] = {k: stack.enter_context(Engine.open(options.bundle, k=k)) for k in ks}
-        engines[KEPT] = stack.enter_context(Engine.open(options.bundle, k=AUTO))
+        engines: dict[int | str, Engine] = {
+            k: stack.enter_context(Engine.open(options.bundle, k=k, preload=True)) for k in ks
+        }
+        engines[KEPT] = stack.enter_context(Engine.open(options.bundle, k=AUTO, preload=True))
         prompts = make_prompts(engines[AUTO], options.prompts)
         runs: Runs = {kind: {k: [[] for _ in own] for k in engines} for kind, own in prompts.items()}
         for _ in range(options.repeats):

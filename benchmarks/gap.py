@@ -226,7 +226,7 @@ def main() -> None:
         bundle, target, draft = open_bundle(options)
         manifest = read_manifest(bundle)
         ks = (manifest.grid.k[-1], 0)
-        engines = {k: stack.enter_context(Engine.open(bundle, target, draft, k=k)) for k in ks}
+        engines = {k: stack.enter_context(Engine.open(bundle, target, draft, k=k, preload=True)) for k in ks}
         jitted = Jitted(manifest, target, draft)
         vocab = manifest.target.facts.decoder.vocab
         prompts = np.random.default_rng(7).integers(0, vocab, (8, WIDTH)).tolist()

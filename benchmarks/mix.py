@@ -168,7 +168,7 @@ def main() -> None:
     with ExitStack() as stack:
         bundle = Path(options.bundle) if options.bundle else build_bundle()
         start_jax(read_manifest(bundle).environment.platform)
-        engine = stack.enter_context(Engine.open(bundle))
+        engine = stack.enter_context(Engine.open(bundle, preload=True))
         long = load_prompts(HELD_OUT, PER_CALLER, engine.target, LONG)
         for short in map(int, options.short.split(",")):
             lists = deal(load_prompts(HELD_OUT, short * PER_CALLER, engine.target, SHORT), short)

@@ -22,7 +22,7 @@ from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.location import is_url
 from dflash_aot.cache.manifest import read_manifest
@@ -199,7 +199,10 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
     if not _JSON.value:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return stream.result()
+    try:
+        return stream.result()
+    except EngineFailed as error:
+        raise error.__cause__ or error from None  # a corrupt executable has an exit code of its own
 
 
 @contextmanager
@@ -209,7 +212,9 @@ def open_engine() -> Iterator[Engine]:
     signed_by = Path(_REQUIRE_SIGNATURE.value) if _REQUIRE_SIGNATURE.value is not None else None
     bundle = _locate_bundle(given, signed_by)
     start_jax(read_manifest(bundle, signed_by).environment.platform)
-    with Engine.open(bundle, *given, k=_read_k(), require_signature=signed_by) as engine:
+    # A file of requests waits for all executables: what is wrong with one is told before the first answer.
+    preload = _INPUT.value is not None
+    with Engine.open(bundle, *given, k=_read_k(), require_signature=signed_by, preload=preload) as engine:
         yield engine
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from dflash_aot.cache.errors import CorruptBundle, EngineFailed
+from dflash_aot.cache.errors import CorruptBundle, DflashError, EngineFailed
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.admission import Admission
 from dflash_aot.runtime.advice import ROUNDS, advise_on_acceptance
@@ -165,16 +165,17 @@ class Loop:
         logger.debug("where it failed", exc_info=error)
         with self._lock:
             self._counters.failures += 1
-            self._end_slots(why)
+            self._end_slots(why, type(error)(*error.args) if isinstance(error, DflashError) else None)
         self._send()
         if self._failures >= MOST_FAILURES:
             raise EngineFailed(f"{self._failures} rounds failed in a row; the last one: {why}") from error
         self._state.reset()
 
-    def _end_slots(self, error: str) -> None:
+    def _end_slots(self, error: str, cause: DflashError | None = None) -> None:
         rows = list(self._slots)
         self._slots, self._unread = Slots(self._grid.slots), deque()
         for row in rows:
+            row.request.cause = cause
             self._end(row.request, "error", error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.logprobs import TokenLogprob
 from dflash_aot.runtime.sampling_params import SamplingParams
 
@@ -73,6 +74,7 @@ class Request:
     drafted: list[list[int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cause: DflashError | None = None  # of the error, where it is one of ours
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None

@@ -44,11 +44,11 @@ class Stream:
         self.close()
 
     def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed if it ends in an error."""
+        """Waits for the end. Raises EngineFailed if it ends in an error; its cause is of ours, or None."""
         while not self._ended:
             self._next()
         if self._request.finish_reason == "error":
-            raise EngineFailed(self._request.error)
+            raise EngineFailed(self._request.error) from self._request.cause
         return self._request.result()
 
 

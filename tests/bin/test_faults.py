@@ -127,8 +127,8 @@ def plant_rubbish(copy: Path) -> Words:
 
 def plant_another_bucket(copy: Path) -> Words:
     *_, other = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
-    plant(copy, Store(copy).read(other), "kv_write")
-    return [f"{copy}: kv_write rows=1 width=1 does not take what its signature says", replace_commands(copy)]
+    where = plant(copy, Store(copy).read(other), "kv_write")
+    return [f"{where}: does not take what its signature says", replace_commands(copy)]
 
 
 CORRUPT = [
@@ -150,6 +150,15 @@ def test_a_corrupt_bundle_ends_with_3_and_a_message_that_has_it_all(serve, copy,
     done = serve()
     assert (done.code, done.out) == (3, "") and done.err.startswith("dflash-run: ")
     assert [part for part in words if part not in done.err] == []
+
+
+@pytest.mark.parametrize("harm", [plant_payload, plant_rubbish], ids=lambda harm: harm.__name__)
+def test_a_prompt_that_meets_a_corrupt_executable_ends_alike(command, bundle, tmp_path, harm):
+    """Nothing but what it needs was loaded before."""
+    embedded = shutil.copytree(bundle("one row"), tmp_path / "embedded")
+    words = harm(embedded)
+    done = command(run, f"--bundle={embedded}", "--prompt=import", "--max_tokens=4", "--k=0")
+    assert done.code == 3 and [part for part in words if part not in done.err] == []
 
 
 # -- weights

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_aot.cache.recipe import Placement
-from dflash_aot.runtime.boxes import box_shape, box_slices, intersect, move_box, stored_box, whole_box
+from dflash_aot.runtime.boxes import box_shape, box_slices, intersect, move_box, split_box, stored_box, whole_box
 
 G, R, D, H, W, M, E, L = 4, 2, 3, 6, 8, 4, 3, 2  # kv heads, queries per one, head, hidden, MLP, expert, experts, layers
 # The kinds of arguments there are: shape, the dimension that devices split, (stored, offset, extent) of some tensors.
@@ -36,9 +36,10 @@ def assemble(shape: tuple[int, ...], kind: str, box) -> np.ndarray:
     for number, placement in enumerate(placements(kind)):
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
         if common := intersect(box, placement):
-            part = move_box(common, placement.offset)
-            values = stored[box_slices(stored_box(placement, part))].reshape(box_shape(part))
-            array[box_slices(move_box(common, [start for start, _ in box]))] = values
+            for piece in split_box(common, 5):
+                part = move_box(piece, placement.offset)
+                values = stored[box_slices(stored_box(placement, part))].reshape(box_shape(part))
+                array[box_slices(move_box(piece, [start for start, _ in box]))] = values
     return array
 
 
@@ -93,3 +94,16 @@ def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
 def test_a_reshape_over_the_borders_of_dimensions_is_refused(stored, extent):
     with pytest.raises(AssertionError):
         stored_box(Placement("t", stored, (0,) * len(extent), extent), whole_box(extent))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 24, 1000])
+@pytest.mark.parametrize(
+    "box", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
+)
+def test_a_box_that_is_split_has_the_same_numbers_in_the_same_order(box, most):
+    parts = [*split_box(box, most)]
+    numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]
+    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in box)))
+    longer = next((axis for axis, (start, stop) in enumerate(box) if stop - start > 1), None)
+    for part in parts:
+        assert math.prod(box_shape(part)) <= most or longer is None or box_shape(part)[longer] == 1

@@ -43,9 +43,9 @@ def rewrite(copy: Path, change: Callable[[Manifest], Manifest]) -> None:
     (copy / "manifest.json").write_bytes(encode_manifest(change(read_manifest(copy))))
 
 
-def refusal(error: type[DflashError], path: Path, **places: str) -> str:
+def refusal(error: type[DflashError], path: Path, preload: bool = False, **places: str) -> str:
     with pytest.raises(error) as found:
-        Engine.open(path, **places).close()
+        Engine.open(path, preload=preload, **places).close()
     assert type(found.value) is error
     return str(found.value)
 
@@ -184,7 +184,7 @@ def test_a_manifest_that_promises_more_than_it_holds_is_refused(copy, program):
     assert program in words and BUILD in words
 
 
-# -- tampered with: all hashes are right
+# -- tampered with: all hashes are right. What only loading or calling shows is found where all of that is done first
 
 
 def plant(copy: Path, content: bytes) -> None:
@@ -223,7 +223,7 @@ def trace(tmp_path) -> Path:
 def test_a_pickle_that_runs_code_is_never_loaded(copy, trace, protocol):
     content = pickle.dumps((Payload(trace), b"looks like an executable"), protocol)
     plant(copy, content)
-    assert "was not loaded" in refusal(CorruptBundle, copy)
+    assert "was not loaded" in refusal(CorruptBundle, copy, preload=True)
     assert not trace.exists()
     pickle.loads(content)  # it would have worked
     assert trace.exists()
@@ -242,13 +242,13 @@ def test_without_its_hash_a_pickle_is_not_even_looked_at(copy, trace):
 )
 def test_what_is_no_executable_is_refused(copy, content):
     plant(copy, content)
-    assert "verify" in refusal(CorruptBundle, copy)
+    assert "verify" in refusal(CorruptBundle, copy, preload=True)
 
 
 def test_half_an_executable_is_refused(copy):
     whole = Store(copy).read(entry_of(copy, "verify"))
     plant(copy, whole[: len(whole) // 2])
-    assert "verify" in refusal(CorruptBundle, copy)
+    assert "verify" in refusal(CorruptBundle, copy, preload=True)
 
 
 def entry_of(copy: Path, program: str) -> Entry:
@@ -267,7 +267,7 @@ def test_an_executable_of_another_program_is_refused(copy, program, stranger):
     """All hashes are right, but it takes other inputs than its signature says."""
     other = entry_of(copy, stranger)
     rewrite_entry(copy, program, **place_of(other))
-    assert program in refusal(CorruptBundle, copy)
+    assert program in refusal(CorruptBundle, copy, preload=True)
 
 
 def test_an_executable_of_another_bucket_is_refused(copy):
@@ -283,7 +283,7 @@ def test_an_executable_of_another_bucket_is_refused(copy):
         return msgspec.structs.replace(manifest, entries=entries)
 
     rewrite(copy, exchange)
-    assert "kv_write" in refusal(CorruptBundle, copy)
+    assert "kv_write" in refusal(CorruptBundle, copy, preload=True)
 
 
 def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array], jax.Array]) -> bytes:
@@ -310,8 +310,11 @@ def test_an_executable_that_raises_in_its_first_call_is_refused(copy):
 
     entry = entry_of(copy, "verify")
     plant(copy, compile_other(read_manifest(copy), entry, fail))
-    words = refusal(CorruptBundle, copy)
-    assert f"{copy}: {entry.signature.label} does not run: INVALID_ARGUMENT: " in words
+    words = refusal(CorruptBundle, copy, preload=True)
+    assert (
+        f"{copy}/executables/{entry_of(copy, 'verify').sha256} ({entry.signature.label}): does not run: INVALID"
+        in words
+    )
     assert words.endswith(f"Mend it: {replace_commands(copy)}")
 
 
@@ -322,7 +325,7 @@ def test_an_executable_that_finds_no_memory_is_not_at_fault(copy):
         return jnp.sort(jax.lax.iota("float32", 1 << 50) * number)[0]
 
     plant(copy, compile_other(read_manifest(copy), entry_of(copy, "verify"), exhaust))
-    words = refusal(IncompatibleBundle, copy)
+    words = refusal(IncompatibleBundle, copy, preload=True)
     assert f"{copy} needs more memory than is free here: RESOURCE_EXHAUSTED: Out of memory" in words
     assert f"dflash-bundle inspect {copy}" in words and BUILD in words
     manifest, entry = read_manifest(copy), entry_of(copy, "verify")

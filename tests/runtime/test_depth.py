@@ -8,8 +8,10 @@ import pytest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.acceptance import Acceptance
 from dflash_aot.runtime.depth import (
+    HOPES,
     LOOK_ROUNDS,
     MARGIN,
+    PATIENCE,
     TRIAL_DEBT,
     TRIAL_DISTANCE,
     TRIAL_SHARE,
@@ -257,6 +259,73 @@ def test_text_that_becomes_easy_is_noticed():
             ks.append(ask(depth, [one]))
             depth.note(one.acceptance, ks[-1], round(stands * ks[-1]))
         assert ks[-100:].count(0) == (0 if stands else pytest.approx(100, abs=2))
+
+
+# -- what is not loaded, and times that are not known
+
+
+class Shelf:
+    """Ks that are loaded, and those that were asked for."""
+
+    def __init__(self, *ks: int):
+        self.loaded, self.asked = set(ks), list[int]()
+
+    def holds(self, kind: tuple[Bucket, bool]) -> bool:
+        return kind[0].k in self.loaded
+
+    def prepare(self, kind: tuple[Bucket, bool]) -> None:
+        self.asked.append(kind[0].k)
+
+
+def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
+    shelf = Shelf(0, 7)
+    depth, one = AdaptiveDepth(make_times(TIMES), stock=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
+    assert ask_often(depth, [one], LOOK_ROUNDS) == [0] * LOOK_ROUNDS
+    assert set(shelf.asked) == {3}
+    shelf.loaded.add(3)
+    assert ask_often(depth, [one], LOOK_ROUNDS)[-1] == 3
+    assert [decision.why for decision in depth.decisions] == ["loading", "worth"]
+
+
+def test_where_nothing_is_loaded_the_best_k_is_taken_and_waited_for():
+    shelf = Shelf()
+    assert ask(AdaptiveDepth(make_times(TIMES), stock=shelf), [row(FAIR)]) == 3
+    assert shelf.asked == [3]
+
+
+def test_a_k_of_the_users_own_does_not_ask_what_is_loaded():
+    assert ask(AdaptiveDepth(make_times(TIMES), stock=Shelf(0)), [row(FAIR, 7)]) == 7
+
+
+def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
+    shelf = Shelf(0)
+    depth, new = AdaptiveDepth(make_times(TIMES), stock=shelf), Row(Acceptance([HOPELESS] * 7))
+    assert set(ask_often(depth, [new], PATIENCE)) == {0}
+    assert shelf.asked == []
+    ask_often(depth, [new], LOOK_ROUNDS)
+    assert set(shelf.asked) == {3}  # which costs less of than K = 7
+
+
+@pytest.mark.parametrize("truth", [1.0, 30.0])
+def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth):
+    """K = 3 is thought to be worth a tenth less than K = 0, which is known; it is, or is far worse."""
+    estimates = make_times({0: 1.0, 3: 4.4})
+    depth, one = AdaptiveDepth(make_times({0: 1.0}), estimates), row(SURE)
+    assert ask(depth, [one], (0, 3)) == 3
+    ks = []
+    for _ in range(40):
+        ks.append(ask(depth, [one], (0, 3)))
+        depth.note_round(Bucket(1, 256, ks[-1]), False, {0: 1.0, 3: truth}[ks[-1]])
+    assert depth.is_measured((Bucket(1, 256, 3), False))
+    assert ks[-1] == (3 if truth == 1.0 else 0)
+
+
+def test_hope_ends_where_nothing_comes_of_it():
+    """Rounds that are never next to another one are not timed."""
+    depth, one = AdaptiveDepth(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
+    ks = ask_often(depth, [one], LOOK_ROUNDS * (HOPES + 2), (0, 3))
+    assert ks[: LOOK_ROUNDS * HOPES] == [3] * LOOK_ROUNDS * HOPES
+    assert ks[-1] == 0
 
 
 # -- the trace

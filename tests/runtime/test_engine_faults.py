@@ -129,13 +129,13 @@ def test_a_text_that_cannot_be_made_ends_that_request_alone(engine, cases):
 
 
 def break_weights(engine: Engine) -> None:
-    for executable in engine._bundle._executables.values():
+    for executable in engine._bundle.executables:
         for weight in executable._weights:
             weight.delete()
 
 
 def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, cases):
-    engine, prompt = Engine.open(bundle("tiny"), k=0, max_waiting=3), cases["len1"].prompt
+    engine, prompt = Engine.open(bundle("tiny"), k=0, max_waiting=3, preload=True), cases["len1"].prompt
     with ThreadPoolExecutor(2) as pool:
         with hold(engine) as stepper:  # the first failure is its own
             waiting = [engine.stream(prompt, up_to(5)) for _ in range(3)]
@@ -162,7 +162,7 @@ def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, ca
 
 
 def test_an_engine_that_failed_lies_beside_one_that_serves(bundle, serve, cases):
-    with Engine.open(bundle("tiny"), k=0) as broken:
+    with Engine.open(bundle("tiny"), k=0, preload=True) as broken:
         break_weights(broken)
         for _ in range(3):
             with pytest.raises(EngineFailed, match=FAILED):

@@ -48,6 +48,8 @@ def made_up() -> Counters:
         waiting=20,
         running=21,
         slots=22,
+        executables=30,
+        loaded=31,
         host_seconds=0.5,
         host_wall_seconds=0.75,
         wait_seconds=1.25,
@@ -79,6 +81,8 @@ PLAIN = {
     "dflash:padded_prefill_positions_total": 14,
     "dflash:moves_total": 15,
     "dflash:slots": 22,
+    "dflash:executables": 30,
+    "dflash:executables_loaded": 31,
     "dflash:refused_requests_total": 19,
     "dflash:executable_failures_total": 16,
     "dflash:compile_events_total": 23,
@@ -164,7 +168,8 @@ def test_types_help_and_names():
         assert NAME.fullmatch(family.name) and not family.name.endswith("_total")
         assert family.documentation.endswith(".")
         assert all(LABEL.fullmatch(label) for sample in family.samples for label in sample.labels)
-    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "dflash:slots"}
+    ours = {"dflash:slots", "dflash:executables", "dflash:executables_loaded"}
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", *ours}
     types = {family.name: family.type for family in families}
     assert {name for name, kind in types.items() if kind == "gauge"} == gauges
     assert {name for name, kind in types.items() if kind == "histogram"} == set(TIMINGS)

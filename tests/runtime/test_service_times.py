@@ -66,3 +66,57 @@ def test_a_kind_without_times_is_not_guessed():
         times.note(DEEP, 1.0)
     with pytest.raises(KeyError):
         times[DEEP]
+
+
+# -- estimates
+
+SHORT, LONG_ONE = (Bucket(1, 64, 7), False), (Bucket(1, 256, 7), False)
+FOUR = (Bucket(4, 64, 7), False)
+ESTIMATES = {PLAIN: 10.0, SHORT: 20.0, LONG_ONE: 30.0, FOUR: 60.0}
+
+
+def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured():
+    times = ServiceTimes({}, ESTIMATES)
+    assert [times[kind] for kind in ESTIMATES] == [10.0, 20.0, 30.0, 60.0]
+    times.measure(SHORT, 2.0)
+    assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.0, 2.0, 3.0, 6.0])
+    times.measure(PLAIN, 1.5)
+    assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.5, 2.0, 3.0, 6.0])
+    times.measure(FOUR, 5.0)
+    assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.5, 2.0, 3.0, 5.0])
+
+
+def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
+    """It may have been an executable's first."""
+    times = ServiceTimes({}, ESTIMATES)
+    times.note(SHORT, 99.0)
+    assert times[SHORT] == 20.0 and not times.is_measured(SHORT)
+    times.note(SHORT, 2.0)
+    assert times[SHORT] == pytest.approx(2.0) and times.is_measured(SHORT)
+    times.note(SHORT, 3.0)  # from here on as any other
+    assert times[SHORT] == pytest.approx(2.0 * 1.5 ** (1 / 2 + 1 / 16))
+
+
+def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
+    times = ServiceTimes({PLAIN: 1.0}, ESTIMATES)
+    for _ in range(300):
+        times.note(PLAIN, 1.6)
+    times.measure(SHORT, 3.2)
+    assert times[SHORT] == pytest.approx(3.2)
+    times.measure(SHORT, 99.0)
+    assert times[SHORT] == pytest.approx(3.2)
+
+
+def test_a_guess_is_what_was_measured_at_no_length():
+    times = ServiceTimes({}, ESTIMATES)
+    assert all(map(times.is_guess, ESTIMATES))
+    times.measure(SHORT, 2.0)
+    assert [times.is_guess(kind) for kind in ESTIMATES] == [True, False, False, True]
+    assert not ServiceTimes({PLAIN: 1.0}).is_guess(PLAIN)
+
+
+def test_what_is_not_estimated_either_is_not_guessed():
+    times = ServiceTimes({PLAIN: 1.0}, {PLAIN: 2.0})
+    for ask in (lambda: times[DEEP], lambda: times.note(DEEP, 1.0)):
+        with pytest.raises(KeyError):
+            ask()

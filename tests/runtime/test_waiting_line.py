@@ -260,9 +260,9 @@ def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
             refused()
     assert one.cancelled
     assert line.refused == 0  # there is no place to wait for
-    assert line.wait_for_work()
+    line.wait()  # for nothing: it is shut
     assert list(line.empty()) == [a]
-    assert not line.wait_for_work()
+    line.wait()
     assert len(line) == 0
 
 
@@ -366,12 +366,18 @@ def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
 # -- threads
 
 
+def comes(line: WaitingLine) -> bool:
+    """Whether somebody does, before it is shut."""
+    line.wait()
+    return len(line) > 0
+
+
 def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed():
     line, one = WaitingLine(1), request()
     seen: list[object] = []
 
     def serve() -> None:
-        while line.wait_for_work():
+        while comes(line):
             seen.append(line.take())
 
     threads = start(serve)
@@ -379,6 +385,25 @@ def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed()
     line.close("the engine was closed")
     finish(threads)
     assert seen == [one]
+
+
+def test_the_engine_s_thread_is_woken_for_something_else_once():
+    line, woken = WaitingLine(1), threading.Semaphore(0)
+
+    def wait() -> None:
+        while line.closed is None:
+            line.wait()
+            woken.release()
+
+    line.wake()  # before anybody waits: it is not lost
+    threads = start(wait)
+    assert woken.acquire(timeout=LONG)
+    line.wake()
+    assert woken.acquire(timeout=LONG)
+    assert not woken.acquire(blocking=False)
+    line.close("the engine was closed")
+    finish(threads)
+    assert len(line) == 0
 
 
 def test_closing_wakes_every_thread_that_waits_for_a_place():
@@ -429,7 +454,7 @@ def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(
 
     def take() -> None:
         ready.wait(LONG)
-        while line.wait_for_work():
+        while comes(line):
             taken.append(line.take())
 
     taker, callers = start(take), start(*[lambda caller=caller: call(caller) for caller in range(CALLERS)])
@@ -467,7 +492,7 @@ def test_whatever_threads_ask_cancel_and_withdraw_each_request_has_one_end():
 
     def take() -> None:
         ready.wait(LONG)
-        while line.wait_for_work():
+        while comes(line):
             dropped.extend(one for one, _ in line.drop_ended(0.0))
             if (one := line.take()) is not None:
                 taken.append(one)

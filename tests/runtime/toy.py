@@ -236,7 +236,7 @@ Program = Callable[..., Sequence[OnDevice]]
 
 
 class ToyBundle:
-    """As Bundle. `costs`: simulated seconds per program."""
+    """As Bundle. `costs`: simulated seconds per program. `cold`: what is called first was not called before."""
 
     def __init__(
         self,
@@ -245,10 +245,11 @@ class ToyBundle:
         sampling: Sequence[str] = ("greedy", "sample"),
         right: Right = all_right,
         costs: Mapping[str, float] = NO_COSTS,
+        cold: bool = False,
     ):
         facts = SimpleNamespace(decoder=SimpleNamespace(vocab=VOCAB))
         self.manifest = SimpleNamespace(grid=grid, sampling=tuple(sampling), target=SimpleNamespace(facts=facts))
-        self.k, self._right, self._costs = k, right, costs
+        self.k, self._right, self._costs, self._cold = k, right, costs, cold
         self.log: list[Call] = []
         self.ran = 0  # rounds of dispatches that run several
         self.clock = Clock()
@@ -262,10 +263,13 @@ class ToyBundle:
         self._faults[program] += times
 
     def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
-        return True
+        return self._has_called("rounds" if alone else "sampled_verify" if sampled else "verify", bucket)
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
-        return True
+        return self._has_called("prefill", chunk)
+
+    def _has_called(self, program: str, bucket: Bucket | Chunk) -> bool:
+        return not self._cold or any(call.program == program and call.bucket == bucket for call in self.log)
 
     def prefill(self, chunk: Chunk) -> Program:
         require(chunk in self.manifest.grid.chunks(), f"there is no {chunk}")

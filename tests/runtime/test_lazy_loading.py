@@ -1,0 +1,93 @@
+"""Engines that load executables when they are needed, or while nothing is served."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dflash_aot.cache.blob import pack
+from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
+from dflash_aot.cache.manifest import encode_manifest, read_manifest, replace_commands
+from dflash_aot.cache.store import Store
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.need import list_kinds
+from tests.runtime.stepper import wait_until
+
+
+def up_to(tokens: int, **facts: object) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, stop_token_ids=(), **facts)
+
+
+def count_loaders() -> int:
+    return sum(thread.name == "dflash-loader" for thread in threading.enumerate())
+
+
+def test_it_serves_at_once_and_has_everything_loaded_called_and_timed_in_the_end(bundle, cases):
+    with Engine.open(bundle("tiny")) as engine:
+        assert [*engine.startup] == ["bundle", "weights"]
+        answer = engine.generate(cases["len5"].prompt, up_to(20))
+        assert answer.token_ids == cases["len5"].answer[:20]
+        wait_until(lambda: engine.stats().loaded == engine.executables)
+        wait_until(lambda: all(one.called for one in engine._bundle.executables))
+        manifest = engine.manifest
+        kinds = list_kinds(manifest.grid, manifest.sampling, engine.k)
+        wait_until(lambda: all(map(engine._depth.is_measured, kinds)))
+        assert engine.generate(cases["len5"].prompt, up_to(20)).token_ids == cases["len5"].answer[:20]
+        assert (engine.stats().failures, engine.stats().compile_events) == (0, 0)
+    assert count_loaders() == 0
+
+
+def test_with_preload_everything_is_there_when_it_is_open(bundle):
+    with Engine.open(bundle("tiny"), preload=True) as engine:
+        assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
+        assert engine.stats().loaded == engine.stats().executables == engine.executables
+        assert all(one.called for one in engine._bundle.executables)
+
+
+def test_one_that_is_closed_or_never_opened_leaves_no_loader_behind(bundle, tied, tmp_path):
+    Engine.open(bundle("tiny")).close()
+    places = {"target": shutil.copytree(tied.target, tmp_path / "target")}
+    weights = next(places["target"].glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(BadCheckpoint):
+        Engine.open(bundle("tiny"), **places)
+    shutil.copyfile(next(tied.target.glob("*.safetensors")), weights)
+    (places["target"] / "generation_config.json").write_text("[]")  # read behind everything else
+    with pytest.raises(BadCheckpoint, match="generation_config"):
+        Engine.open(bundle("tiny"), **places)
+    assert count_loaders() == 0
+
+
+@pytest.fixture
+def forged(bundle, tmp_path) -> Path:
+    """A bundle of which the greedy verification of K = 3 holds half an executable, and all hashes are right."""
+    path = Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle"))
+    manifest = read_manifest(path)
+    entries = list(manifest.entries)
+    at = next(
+        at
+        for at, entry in enumerate(entries)
+        if entry.signature.program == "verify" and entry.signature.bucket["k"] == 3
+    )
+    whole = Store(path).read(entries[at])
+    blob, packed = pack(whole[: len(whole) // 2])
+    (path / "executables" / blob.sha256).write_bytes(packed)
+    entries[at] = msgspec.structs.replace(entries[at], **msgspec.structs.asdict(blob))
+    (path / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, entries=tuple(entries))))
+    return path
+
+
+def test_what_turns_out_to_be_no_executable_costs_those_who_need_it_and_nobody_else(forged, cases):
+    case = cases["len5"]
+    with Engine.open(forged) as engine:
+        for _ in range(4):  # more than an engine survives of the device's faults in a row
+            with pytest.raises(EngineFailed) as error:
+                engine.generate(case.prompt, up_to(20, k=3))
+            assert "verify" in str(error.value) and f"Mend it: {replace_commands(forged)}" in str(error.value)
+        assert engine.generate(case.prompt, up_to(20, k=0)).token_ids == case.answer[:20]
+        assert engine.failure is None and engine.stats().failures == 4
+        wait_until(lambda: engine.stats().loaded == engine.executables - 1)
+        assert engine.generate(case.prompt, up_to(20)).token_ids == case.answer[:20]  # by the Ks that there are
+        assert engine.stats().compile_events == 0
