@@ -178,7 +178,7 @@ def test_a_bundle_that_lies_about_its_devices_is_refused(build, tmp_path):
     environment = msgspec.structs.replace(manifest.environment, device_count=2, coordinates=("0", "1"))
     (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, environment=environment)))
     with pytest.raises(CorruptBundle, match="made for 4 devices, the manifest says 2. It was not loaded"):
-        Engine.open(copy)
+        Engine.open(copy, preload=True)
 
 
 def test_an_executable_for_devices_of_other_names_is_refused(build):
