@@ -4,6 +4,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 
 
@@ -13,7 +15,8 @@ def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
     The template is `chat_template.jinja` or stands in `tokenizer_config.json`; it is rendered by transformers, in
     Jinja's sandbox, with thinking off. It writes special tokens itself: encode with `add_special_tokens=False`.
     The files are read at the first call for a directory; the latest one's stay in memory.
-    `BadInput` if there are no messages; `BadCheckpoint` if there is no tokenizer, no template, or it fails.
+    `BadInput` if there are no messages, or the template refuses them; `BadCheckpoint` if there is no tokenizer, no
+    template, or it fails.
     """
     if not messages:
         raise BadInput("a chat needs at least one message")
@@ -27,8 +30,16 @@ def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
+    except TemplateError as error:
+        if type(error) is TemplateError:  # by raise_exception; what is wrong with the template itself has its own types
+            raise BadInput(f"the chat template refuses these messages: {error}") from error
+        raise _failed(source, error) from error
     except Exception as error:  # a template is the checkpoint's own program: it can raise anything
-        raise BadCheckpoint(f"the chat template of {source} failed: {type(error).__name__}: {error}") from error
+        raise _failed(source, error) from error
+
+
+def _failed(source: Path, error: Exception) -> BadCheckpoint:
+    return BadCheckpoint(f"the chat template of {source} failed: {type(error).__name__}: {error}")
 
 
 @lru_cache(maxsize=1)  # half a second for a large vocabulary, which each turn of a conversation would take again

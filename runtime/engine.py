@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Literal
 
 from dflash_aot.cache.download import locate_bundle
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
+from dflash_aot.cache.location import is_url
 from dflash_aot.cache.manifest import Manifest
 from dflash_aot.runtime.advice import advise_on_pair
+from dflash_aot.runtime.async_stream import AsyncStream
 from dflash_aot.runtime.compile_watch import CompileWatch
 from dflash_aot.runtime.counters import Counters
 from dflash_aot.runtime.depth import Decision
@@ -74,6 +76,7 @@ class Engine:
         max_waiting: int = MAX_WAITING,
         require_signature: str | Path | None = None,
         preload: bool = False,
+        on_phase: Callable[[str], None] | None = None,
     ) -> "Engine":
         """Verifies a bundle and loads its weights.
 
@@ -84,13 +87,17 @@ class Engine:
         ones are refused, or wait outside if their caller says so. require_signature: the public key, a PEM file, of
         whoever must have signed the bundle. preload: every executable is loaded and called once, and rounds are timed,
         before this returns; otherwise that is done where something needs it, and while there is nothing else to do.
+        on_phase: told of "fetch" (of a URL), "bundle", "weights" and, with preload, "canaries" and "timing", as they
+        begin.
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.
         """
         if type(max_waiting) is not int or max_waiting < 1:
             raise BadInput(f"max_waiting is {max_waiting!r}: a whole number of at least 1 is needed")
         signed_by = None if require_signature is None else Path(require_signature)
-        opened = open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload)
+        if on_phase and is_url(str(bundle)):
+            on_phase("fetch")
+        opened = open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
         try:
             return cls(opened, max_waiting)
         except BaseException:
@@ -166,6 +173,26 @@ class Engine:
         wait: bool | float = False,
     ) -> AsyncIterator[Delta]:
         """`stream` for an event loop, which is never blocked; cancelling the task frees the slot."""
+        stream = await self.asubmit(prompt, params, priority=priority, deadline=deadline, wait=wait)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.close()
+
+    async def asubmit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        wait: bool | float = False,
+    ) -> AsyncStream:
+        """Like `astream`, but the request is on its way, or was refused, when this has been awaited.
+
+        Who awaits it closes the stream: nobody else frees the slot of what is not read to its end.
+        """
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
         def hand_over(delta: Delta) -> None:
@@ -178,14 +205,11 @@ class Engine:
         prepare = partial(self._prepare_request, prompt, params, hand_over, priority, deadline, time.monotonic())
         request = await asyncio.to_thread(prepare)
         try:
-            await self._asubmit(request, wait)
-            while True:
-                delta = await deltas.get()
-                yield delta
-                if delta.finish_reason:
-                    return
-        finally:
+            await self._submit_async(request, wait)
+        except BaseException:
             request.cancel()
+            raise
+        return AsyncStream(request, deltas)
 
     def stats(self) -> Counters:
         """A snapshot of what was counted since the engine was opened, with all that anybody was told of."""
@@ -292,7 +316,7 @@ class Engine:
         with self._outside(request):
             self._line.ask(request).result(patience)
 
-    async def _asubmit(self, request: Request, wait: bool | float) -> None:
+    async def _submit_async(self, request: Request, wait: bool | float) -> None:
         check_process(self._process)
         patience = _patience(wait, request)
         if wait is False:

@@ -26,7 +26,7 @@ from dflash_aot.runtime.dispatch import Dispatch
 from dflash_aot.runtime.executable import DeviceState
 from dflash_aot.runtime.logprobs import RoundLogprobs, TokenLogprob
 from dflash_aot.runtime.pace import Pace
-from dflash_aot.runtime.request import Delta, FinishReason, Request
+from dflash_aot.runtime.request import Delta, Drafting, FinishReason, Request
 from dflash_aot.runtime.slots import Row, Slots
 from dflash_aot.runtime.waiting_line import WaitingLine
 
@@ -394,12 +394,9 @@ class Loop:
             row.length += accepted + 1
             if row.request.finish_reason:
                 continue  # it ended a round ago: this one was on its way already
-            self._note(row, k, accepted)
-            if row.request.params.trace:
-                row.request.drafted.append(tokens[:k])
-            chosen = tokens[k : k + accepted + 1]
-            wanted = row.request.params.logprobs
-            self._take(row, chosen, [] if wanted is None else logprobs.describe(slot, chosen, wanted))
+            chosen, wanted = tokens[k : k + accepted + 1], row.request.params.logprobs
+            described = [] if wanted is None else logprobs.describe(slot, chosen, wanted)
+            self._take(row, chosen, described, [_describe_draft(row, k, accepted, tokens)])
 
     def _commit_burst(self, news: Burst, verdicts: np.ndarray) -> None:
         """verdicts [n, 2K+2] of the rounds that ran; its tokens are told of together."""
@@ -412,22 +409,13 @@ class Loop:
         row.length += sum(accepted + 1 for accepted, *_ in rounds)
         if row.request.finish_reason:
             return  # it ended while this was on its way
-        before = len(row.request.token_ids)
-        self._take(row, [token for accepted, *tokens in rounds for token in tokens[k : k + accepted + 1]])
-        taken = len(row.request.token_ids) - before
-        for accepted, *tokens in rounds:
-            if taken <= 0:
-                return  # the device did not know that it had ended
-            taken -= accepted + 1
-            self._note(row, k, accepted)
-            if row.request.params.trace:
-                row.request.drafted.append(tokens[:k])
+        committed = [token for accepted, *tokens in rounds for token in tokens[k : k + accepted + 1]]
+        self._take(row, committed, [], [_describe_draft(row, k, accepted, tokens) for accepted, *tokens in rounds])
 
-    def _note(self, row: Row, k: int, accepted: int) -> None:
-        self._counters.note_row(k, accepted)
-        self._depth.note(row.acceptance, k, accepted)
-        row.request.accepted.append(accepted)
-        if k:
+    def _note(self, row: Row, round_: Drafting) -> None:
+        self._counters.note_row(round_.k, round_.accepted)
+        self._depth.note(row.acceptance, round_.k, round_.accepted)
+        if round_.k:
             self._watch_acceptance()
 
     def _watch_acceptance(self) -> None:
@@ -435,17 +423,30 @@ class Loop:
         if self._counters.verified_at[0] == ROUNDS and (advice := advise_on_acceptance(self._counters)):
             logger.warning(advice)
 
-    def _take(self, row: Row, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+    def _take(
+        self,
+        row: Row,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        rounds: Sequence[Drafting] = (),
+    ) -> None:
         request = row.request
         if request.finish_reason:
             return
         before = len(request.token_ids)
         try:
-            delta = request.take(tokens, logprobs)
+            delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
             delta = self._end_without_text(request, failure)
+        for one in delta.rounds:
+            self._note(row, one)
         self._unsent.append((request, delta))
         self._counters.note_tokens(request, before)
         if request.finish_reason:
             self._counters.note_end(request)
             self._slots.free(row)
+
+
+def _describe_draft(row: Row, k: int, accepted: int, tokens: Sequence[int]) -> Drafting:
+    """tokens: a verdict's, of which the first `k` were drafted."""
+    return Drafting(k, accepted, tuple(tokens[:k]) if row.request.params.trace else ())

@@ -1,7 +1,7 @@
 """From a bundle and its checkpoints to executables that can be called, on weights that are in place."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,14 @@ def open_bundle(
     k: int | Literal["auto"],
     signed_by: Path | None = None,
     preload: bool = True,
+    on_phase: Callable[[str], None] | None = None,
 ) -> Opened:
     """As `Engine.open` describes it, errors included.
 
     Without `preload` a thread goes on loading, until the bundle's loader is closed.
     """
-    clock = _Clock()
+    clock = _Clock(on_phase)
+    clock.enter("bundle")
     manifest = check_bundle(path, signed_by)
     most = _find_most(manifest, k)
     places = locate_pair(manifest, target, draft)
@@ -54,20 +56,20 @@ def open_bundle(
     estimates = estimate_rounds(manifest, most)
     weights: dict[str, jax.Array] = {}
     loader = make_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
-    clock.lap("bundle")
+    clock.enter("weights")
     with _loading(loader), within_memory(path, manifest), CompileWatch().forbid_tracing():
         devices = bundle_devices(manifest)
         weights |= load_weights(manifest.weights, places, devices)
         bundle, state = Bundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
-        clock.lap("weights")
         if preload:
+            clock.enter("canaries")
             for name in loader.order:
                 call_once(loader[name], state)
-            clock.lap("canaries")
+            clock.enter("timing")
             depth = choose_depth(bundle, state, k)
-            clock.lap("timing")
         else:
             depth = AdaptiveDepth({}, estimates, bundle) if _adapts(bundle, k) else FixedDepth(most)
+    clock.stop()
     return Opened(bundle, state, depth, places["target"], clock.laps)
 
 
@@ -92,15 +94,22 @@ def _adapts(bundle: Bundle, k: int | Literal["auto"]) -> bool:
 
 
 class _Clock:
-    """Seconds per phase."""
+    """Seconds per phase; each is told of when it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] | None) -> None:
         self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._on_phase = on_phase
+        self._phase, self._began = "", 0.0
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+    def enter(self, phase: str) -> None:
+        self.stop()
+        self._phase, self._began = phase, time.perf_counter()
+        if self._on_phase:
+            self._on_phase(phase)
+
+    def stop(self) -> None:
+        if self._phase:
+            self.laps[self._phase] = time.perf_counter() - self._began
 
 
 def _find_most(manifest: Manifest, k: int | Literal["auto"]) -> int:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.logprobs import TokenLogprob
@@ -15,15 +15,28 @@ if TYPE_CHECKING:  # text is loaded only when used
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+class Drafting(NamedTuple):
+    """What became of the draft of one round: `accepted` of `k` tokens stand. `drafted`: which, if they are traced."""
+
+    k: int
+    accepted: int
+    drafted: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Delta:
-    """What one round added. The last one carries `finish_reason`."""
+    """What was added at once: the token that the prompt gives, or what one or several rounds gave.
+
+    A round commits the drafted tokens that it accepted and one of the target's own, the last one what is left of that
+    before the end. The last delta carries `finish_reason`.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    rounds: tuple[Drafting, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    drafted: list[list[int]] = field(default_factory=list)
+    rounds: list[Drafting] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
     cause: DflashError | None = None  # of the error, where it is one of ours
@@ -79,6 +91,16 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     cancelled: bool = False
+
+    @property
+    def accepted(self) -> list[int]:
+        """How many drafted tokens stand, per round."""
+        return [one.accepted for one in self.rounds]
+
+    @property
+    def drafted(self) -> list[list[int]]:
+        """Which were drafted, per round; none where they are not traced."""
+        return [list(one.drafted) for one in self.rounds] if self.params.trace else []
 
     def cancel(self) -> None:
         """From any thread, also from a signal handler: the slot is free at the engine's next step."""
@@ -94,8 +116,13 @@ class Request:
             return f"its deadline of {self.deadline - self.submitted:.3g} s has passed"
         return None
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Delta:
-        """Committed tokens, in order; those behind a stop or the limit are dropped. Returns what is new."""
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[Drafting] = ()
+    ) -> Delta:
+        """Committed tokens, in order, and the rounds that gave them, if it were any.
+
+        What is behind a stop or the limit is dropped. Returns what is new.
+        """
         if self.first_token is None:
             self.first_token = time.monotonic()
         kept: list[int] = []
@@ -114,7 +141,7 @@ class Request:
             if reason:
                 break
         self.token_ids += kept
-        return self._advance(kept, shown, reason, tuple(logprobs[: len(kept)]))
+        return self._advance(kept, shown, reason, tuple(logprobs[: len(kept)]), _find_used(rounds, len(kept)))
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends it where it stands."""
@@ -137,12 +164,29 @@ class Request:
         )
 
     def _advance(
-        self, kept: list[int], shown: str, reason: FinishReason | None, logprobs: tuple[TokenLogprob, ...] = ()
+        self,
+        kept: list[int],
+        shown: str,
+        reason: FinishReason | None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        rounds: tuple[Drafting, ...] = (),
     ) -> Delta:
         if reason and self.text and not self.text.finished:
             shown += self.text.flush()
         self.shown.append(shown)
         self.logprobs += logprobs
+        self.rounds += rounds
         if reason:
             self.finished, self.finish_reason = time.monotonic(), reason
-        return Delta(tuple(kept), shown, reason, self.error, logprobs)
+        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds)
+
+
+def _find_used(rounds: Sequence[Drafting], tokens: int) -> tuple[Drafting, ...]:
+    """Those that the first `tokens` came from: the device may not have known that the answer had ended."""
+    used: list[Drafting] = []
+    for one in rounds:
+        if tokens <= 0:
+            break
+        tokens -= one.accepted + 1
+        used.append(one)
+    return tuple(used)

@@ -18,8 +18,10 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
         self._byte_values = _read_byte_tokens(backend)
+        self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
@@ -54,6 +56,20 @@ class Tokenizer:
         whole = [one for token_id in ids if not self.is_silent(token_id) for one in joiner.push(token_id)]
         return self._decode([*whole, *joiner.flush()])
 
+    def spell(self, token_id: int) -> bytes:
+        """What one token stands for, in the middle of a text: it may be a part of a character. Special tokens as they
+        are written, b"" for ids outside the vocabulary."""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        if (byte := self._byte_values.get(token_id)) is not None:
+            return bytes([byte])
+        if (token := self._backend.id_to_token(token_id)) is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[character] for character in token)
+        # Decoders take spaces off the first token: what the second of two adds.
+        return self._decode([token_id] * 2)[len(self._decode([token_id])) :].encode()
+
     def stream(self, context: Sequence[int]) -> CharacterStream:
         """The characters of what follows the tokens of `context`."""
         return CharacterStream(self._decode, self._byte_values, self._read_end(context))
@@ -78,6 +94,16 @@ class Tokenizer:
         """The last tokens that have a text, as many as decoding needs to be in step."""
         heard = (token_id for token_id in reversed(ids) if not self.is_silent(token_id))
         return list(islice(heard, RESYNC_TOKENS))[::-1]
+
+
+def _list_byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in vocabularies of bytes: GPT-2's, itself where it can be seen."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _list_byte_letters()
 
 
 def _read_byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:

@@ -59,7 +59,6 @@ def test_no_template(checkpoint):
     ("template", "words"),
     [
         ("{% for message in messages %}", "Unexpected end of template|unexpected 'end of template'"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
     ],
@@ -68,6 +67,13 @@ def test_template_that_fails_is_named_with_its_words(checkpoint, template, words
     (checkpoint / "chat_template.jinja").write_text(template)
     with pytest.raises(BadCheckpoint, match=rf"chat_template\.jinja failed: .*({words})"):
         render_chat(checkpoint, MESSAGES)
+
+
+def test_messages_that_the_template_refuses_are_the_callers_to_mend(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadInput, match="the chat template refuses these messages: roles must alternate") as caught:
+        render_chat(checkpoint, MESSAGES)
+    assert type(caught.value) is BadInput
 
 
 def test_no_tokenizer(tmp_path):
