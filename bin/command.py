@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from absl import flags
 
@@ -131,6 +132,15 @@ def default_bundle(target: str, draft: str, topology: str | None = None) -> Path
         str(Path(name).absolute() if Path(name).is_dir() else name).strip("/").replace("/", "-")
         for name in (target, draft)
     )
+
+
+def read_k(value: str) -> int | Literal["auto"]:
+    """A --k. Raises BadInput."""
+    if value == "auto":
+        return "auto"
+    if not (value.isascii() and value.isdigit()):
+        raise BadInput(f"--k {value}: auto, or a whole number of at least 0")
+    return int(value)
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import BinaryIO, Literal, TextIO
+from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, run_command
+from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, read_k, run_command
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
@@ -214,7 +214,7 @@ def open_engine() -> Iterator[Engine]:
     start_jax(read_manifest(bundle, signed_by).environment.platform)
     # A file of requests waits for all executables: what is wrong with one is told before the first answer.
     preload = _INPUT.value is not None
-    with Engine.open(bundle, *given, k=_read_k(), require_signature=signed_by, preload=preload) as engine:
+    with Engine.open(bundle, *given, k=read_k(_K.value), require_signature=signed_by, preload=preload) as engine:
         yield engine
 
 
@@ -227,14 +227,6 @@ def _locate_bundle(given: tuple[str | None, str | None], signed_by: Path | None)
 
         return fetch_with_progress(_BUNDLE.value, signed_by)
     return Path(_BUNDLE.value)
-
-
-def _read_k() -> int | Literal["auto"]:
-    if _K.value == "auto":
-        return "auto"
-    if not (_K.value.isascii() and _K.value.isdigit()):
-        raise BadInput(f"--k {_K.value}: auto, or a whole number of at least 0")
-    return int(_K.value)
 
 
 def _open_lines(path: str) -> BinaryIO:

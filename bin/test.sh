@@ -15,7 +15,7 @@ check_types() {
     # Type checkers do not follow an editable install: they are shown dflash_aot as a folder of links to the rooms.
     mkdir -p build/types/dflash_aot
     local room
-    for room in cache compile runtime benchmarks bin; do
+    for room in cache compile runtime server benchmarks bin; do
         ln -sfn "$PWD/$room" "build/types/dflash_aot/$room"
     done
     (cd build/types && ../../.venv/bin/mypy --config-file ../../pyproject.toml --package dflash_aot)
@@ -33,7 +33,7 @@ from pathlib import Path
 packed = {name for name in zipfile.ZipFile(sys.argv[1]).namelist() if ".dist-info/" not in name}
 rooms = {
     f"dflash_aot/{path}"
-    for room in ("cache", "compile", "runtime", "benchmarks", "bin")
+    for room in ("cache", "compile", "runtime", "server", "benchmarks", "bin")
     for path in Path(room).rglob("*")
     if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".sh"
 }
@@ -56,6 +56,7 @@ check_wheel() {
         "$fresh/python" -c 'import dflash_aot.runtime as it; assert "/build/wheel/venv/" in it.__file__, it.__file__'
         "$fresh/dflash-precompile" --help >/dev/null
         "$fresh/dflash-run" --help >/dev/null
+        "$fresh/dflash-serve" --help >/dev/null
         "$fresh/dflash-bench" data --count 1 >/dev/null
     )
 }

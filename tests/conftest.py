@@ -136,6 +136,7 @@ GRIDS = {
     "one row": SMALLEST,  # of the embedded pair
     "bursts": f"{SMALLEST} rounds=4",
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
+    "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair too, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
 }
@@ -165,7 +166,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one
             pair = PAIRS.get(name)
             named = {"target": pair.target, "draft": pair.draft} if pair else {}
-            sampling = "greedy,sample" if name == "sampled" else "greedy"
+            sampling = "greedy,sample" if name in ("sampled", "served") else "greedy"
             store = shelf / "store"  # sets share executables
             flags = {**named, "bundle": path, "buckets": GRIDS[name], "sampling": sampling, "store": store}
             dtype = "bfloat16" if name == "bfloat16" else "float32"

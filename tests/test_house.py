@@ -13,13 +13,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[1]
-ROOMS = {"benchmarks", "bin", "cache", "compile", "runtime"}
+ROOMS = {"benchmarks", "bin", "cache", "compile", "runtime", "server"}
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PINS = (REPOSITORY / "constraints.txt").read_text().splitlines()
 SCRIPTS = "examples"
 # Which extras a folder may import from besides the dependencies.
-EXTRAS = {**dict.fromkeys(ROOMS, ()), "benchmarks": ("bench",), SCRIPTS: ("train",), "tests": ("test", "bench")}
-TESTED_EXTRAS = ("test", "train", "bench", "dev", "tpu", "s3")  # cuda needs its machine
+EXTRAS = {
+    **dict.fromkeys(ROOMS, ()),
+    "benchmarks": ("bench",),
+    "compile": ("ray",),
+    "server": ("ray",),
+    SCRIPTS: ("train", "ray"),
+    "tests": ("test", "bench", "ray"),
+}
+TESTED_EXTRAS = ("test", "train", "bench", "dev", "tpu", "s3", "ray")  # cuda needs its machine
 
 
 def modules(house: Path, folders: Iterable[str] = tuple(EXTRAS)) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOMS = ("benchmarks", "bin", "cache", "compile", "runtime")
+ROOMS = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
 MODULES = sorted(f"{path.parent.name}/{path.name}" for room in ROOMS for path in (REPOSITORY / room).glob("*.py"))
 MODELS = ("flax", "torch", "transformers")  # what serving must not wait for
 # Where imports may lead, ours and foreign; a room may always import from itself.
@@ -18,10 +18,19 @@ MAY_IMPORT = {
     "cache": (),
     "compile": ("cache",),
     "runtime": ("cache",),
+    "server": ("cache", "runtime"),
     "bin": ("cache", "runtime"),
     "benchmarks": ("cache", "compile", "runtime"),
 }
-FORBIDDEN = {"cache": MODELS, "compile": (), "runtime": MODELS, "bin": MODELS, "benchmarks": ()}
+WEB = ("fastapi", "pydantic", "starlette", "uvicorn")  # an engine is embedded in services of any kind
+FORBIDDEN = {
+    "cache": (*MODELS, *WEB),
+    "compile": WEB,
+    "runtime": (*MODELS, *WEB),
+    "server": MODELS,
+    "bin": MODELS,
+    "benchmarks": WEB,
+}
 EXTRAS = ("datasets", "matplotlib", "torch", "transformers")  # imported where they are used, by who has them
 WORKERS = ("benchmarks/peer_torch.py", "benchmarks/peer_torch_forward.py")  # processes of their own, for nothing else
 BUILDING = tuple(  # one command
@@ -30,6 +39,7 @@ BUILDING = tuple(  # one command
 EXCEPTIONS = {
     *((module, "dflash_aot.compile") for module in BUILDING),
     ("bin/bench.py", "dflash_aot.benchmarks"),
+    ("bin/serve.py", "dflash_aot.server"),
     *(
         (module, package)
         for module in MODULES

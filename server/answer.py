@@ -1,0 +1,55 @@
+"""The choices of one request on their way, told in the order in which they are committed."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from dflash_aot.runtime.async_stream import AsyncStream
+from dflash_aot.runtime.request import Delta
+from dflash_aot.server.reading import Asking
+from dflash_aot.server.service import Service
+
+
+class Answer:
+    """Closing it, at whatever point, frees its slots and its places among what the caller has under way."""
+
+    def __init__(self, streams: Sequence[AsyncStream], close: Callable[[], None]):
+        self._streams, self.close = streams, close
+
+    def __enter__(self) -> "Answer":
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
+        """Each with the index of its choice, until all have ended."""
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield 0, delta
+            return
+        pending = {asyncio.ensure_future(anext(stream)): at for at, stream in enumerate(self._streams)}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for future in sorted(done, key=pending.__getitem__):
+                    at, delta = pending.pop(future), future.result()
+                    if delta.finish_reason is None:
+                        pending[asyncio.ensure_future(anext(self._streams[at]))] = at
+                    yield at, delta
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+async def start_answer(service: Service, caller: int, asking: Asking) -> Answer:
+    """Every choice is on its way when this returns, or none is. Raises Problem, BadInput, QueueFull, EngineFailed."""
+    with ExitStack() as stack:
+        stack.enter_context(service.admit(caller, asking.choices))
+        streams = []
+        for prompt, params in asking.each():
+            stream = await service.engine.asubmit(prompt, params, deadline=service.limits.request_seconds)
+            stack.callback(stream.close)
+            streams.append(stream)
+        return Answer(streams, stack.pop_all().close)

@@ -1,0 +1,172 @@
+"""The paths of the server, and what each answers."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from dflash_aot.cache.errors import DflashError
+from dflash_aot.server import answered
+from dflash_aot.server.answer import Answer, start_answer
+from dflash_aot.server.asked import ChatRequest, CompletionRequest, Sampled
+from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
+from dflash_aot.server.guard import Guard
+from dflash_aot.server.page import router as page
+from dflash_aot.server.problems import Problem, describe_flaws, report_error
+from dflash_aot.server.reading import Asking, read_chat, read_completion
+from dflash_aot.server.reply import Reply
+from dflash_aot.server.sending import ClientGone, EventStream, finish_unless_gone
+from dflash_aot.server.service import Service
+from dflash_aot.server.spelling import Speller
+
+Body = TypeVar("Body", bound=Sampled)
+GONE = 499  # nginx's number for it; nobody reads it
+REFUSALS = {
+    400: "what was asked cannot be done as it was asked",
+    401: "no API key, or none of this server's",
+    403: "addressed to another host",
+    404: "no such model",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    415: "the body is no JSON by its content type",
+    429: "this API key has too much under way",
+    500: "a fault of the server's",
+    503: "starting, shutting down, or too many requests are waiting",
+    504: "it took longer than a request may",
+}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"description": words, "model": answered.Error} for status, words in REFUSALS.items()
+}
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def create_app(service: Service, hosts: frozenset[str] | None = None) -> ASGIApp:
+    """The whole server as an ASGI application; `hosts`: see Guard."""
+    app = FastAPI(title="dflash-aot", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.include_router(page)
+    _add_answers(app, service)
+    _add_state(app, service)
+    _add_refusals(app)
+    return Guard(app, service, hosts)
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/completions",
+        responses={**DOCUMENTED, 200: {"model": answered.Completion, "content": EVENTS}},
+        response_model=None,
+    )
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        def make_format(speller: Speller) -> Format:
+            return CompletionFormat(speller, body.logprobs is not None)
+
+        return await _answer(service, request, body, read_completion, make_format)
+
+    @app.post(
+        "/v1/chat/completions",
+        responses={**DOCUMENTED, 200: {"model": answered.ChatCompletion, "content": EVENTS}},
+        response_model=None,
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        def make_format(speller: Speller) -> Format:
+            return ChatFormat(speller, bool(body.logprobs))
+
+        return await _answer(service, request, body, read_chat, make_format)
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: Body,
+    read: Callable[[Service, Body], Asking],
+    make_format: Callable[[Speller], Format],
+) -> Response:
+    """In events or whole. Raises what is wrong with the request."""
+    if body.stream_options and not body.stream:
+        raise Problem(400, "stream_options without stream", "invalid_value", "stream_options")
+    service.engine  # noqa: B018  raises where nothing can be asked of it
+    asking = await asyncio.to_thread(read, service, body)  # a long text takes its time
+    answer = await start_answer(service, request.state.caller, asking)
+    reply = _make_reply(service, request, body, asking, answer, make_format)
+    if body.stream:
+        return EventStream(reply.events(), answer.close)
+    with answer:
+        try:
+            return Response(await finish_unless_gone(request.receive, reply.whole()), media_type="application/json")
+        except ClientGone:
+            return Response(status_code=GONE)
+
+
+def _make_reply(
+    service: Service,
+    request: Request,
+    body: Sampled,
+    asking: Asking,
+    answer: Answer,
+    make_format: Callable[[Speller], Format],
+) -> Reply:
+    return Reply(
+        service=service,
+        asking=asking,
+        answer=answer,
+        format=make_format(service.speller),
+        speller=service.speller,
+        request_id=request.state.request_id,
+        began=request.state.began,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", responses={**DOCUMENTED, 200: {"model": answered.Models}}, response_model=None)
+    async def list_models() -> Response:
+        return JSONResponse({"object": "list", "data": [service.describe()]})
+
+    @app.get("/v1/models/{model:path}", responses={**DOCUMENTED, 200: {"model": answered.Model}}, response_model=None)
+    async def show_model(model: str) -> Response:
+        if model != service.name:
+            raise Problem(404, f"this server has the model {service.name!r}, not {model!r}", "model_not_found", "model")
+        return JSONResponse(service.describe())
+
+    @app.get(
+        "/health", responses={200: {"model": answered.Health}, 503: {"model": answered.Health}}, response_model=None
+    )
+    async def tell_health() -> Response:
+        status = service.status
+        phase = {"phase": service.phase} if status == "loading" else {}
+        return JSONResponse({"status": status, **phase}, 200 if status == "ready" else 503)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def tell_metrics() -> Response:
+        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_refusals(app: FastAPI) -> None:
+    """In OpenAI's form, all of them."""
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
+        return _respond(describe_flaws(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        words = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+        response = _respond(Problem(error.status_code, words.get(error.status_code, str(error.detail))))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Problem)
+    @app.exception_handler(DflashError)
+    @app.exception_handler(Exception)
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _respond(report_error(error, request.state.request_id))
+
+
+def _respond(problem: Problem) -> Response:
+    return Response(problem.body, problem.status, dict(problem.headers))

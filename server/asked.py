@@ -1,0 +1,108 @@
+"""What may be asked, as pydantic models: FastAPI checks bodies against them, and publishes them as OpenAPI.
+
+Strict: "5" is no number, and a field that nobody knows is refused. Of what OpenAI's interface has and this one has not,
+only the value that asks for nothing is taken.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dflash_aot.cache.sampling import MOST_TOP_LOGPROBS
+from dflash_aot.runtime.sampling_params import LEAST_TOP_P, MOST, MOST_BIAS, SEEDS
+from dflash_aot.server.limits import MOST_CHOICES, MOST_STOPS
+
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Nothing = Annotated[list[None], Field(max_length=0)]
+Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class Sampled(Strict):
+    """What both kinds of requests have."""
+
+    model: str | None = Field(None, description="what /v1/models lists; without it, just that")
+    temperature: float | None = Field(
+        None, ge=0, le=MOST, description="0 takes the likeliest; default 1, of a bundle that cannot sample 0"
+    )
+    top_p: float | None = Field(None, ge=LEAST_TOP_P, le=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="choices; with a seed the i-th has seed + i")
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]]
+        | None
+    ) = Field(None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="taken and not looked at")
+    # Beyond OpenAI's.
+    top_k: int | None = Field(None, ge=0, lt=1 << 31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=1 / MOST, le=MOST)
+    stop_token_ids: list[Token] | None = Field(None, max_length=1024, description="instead of the model's own")
+    k: int | None = Field(None, ge=0, lt=1 << 31, description="drafted tokens to verify per round, one of the grid's")
+    trace: bool | None = Field(None, description="tell of every round: what was drafted, and what became of it")
+
+
+class CompletionRequest(Sampled):
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_CHOICES)]
+    ) = Field(description="text, token ids, or several of them")
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default 16, or what room there is")
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    # Known, and not done here.
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    # What a client sends back with an answer of ours.
+    refusal: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(Sampled):
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default: what room there is")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="the same, by its newer name")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS, description="with logprobs only")
+    metadata: dict[str, str] | None = Field(None, description="taken and not looked at")
+    # Known, and not done here.
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None

@@ -1,0 +1,154 @@
+"""What stands before the application: who asks, of which host, with how much; and what is said where it fails."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dflash_aot.server.limits import Limits
+from dflash_aot.server.problems import Problem, report_error
+from dflash_aot.server.service import Service
+
+access = logging.getLogger("dflash_aot.server.access")
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/openapi.json"})  # nothing there is anybody's
+HEADERS: Mapping[str, str] = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+JSON = "application/json"
+HEARD = 8  # times what a body may have: so much is listened to, for who is still sending does not hear a refusal
+
+
+class Guard:
+    """hosts: names that a request may be addressed to, in its Host header; None: any.
+
+    Where nobody needs a key, a page in somebody's browser must not get in under a name of its own that leads here.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, hosts: frozenset[str] | None = None):
+        self._app, self._service, self._hosts = app, service, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex[:24]
+        began, sender = time.monotonic(), _Sender(send, request_id)
+        scope.setdefault("state", {}).update(request_id=request_id, began=began)
+        try:
+            await self._pass(scope, receive, sender)
+        except Exception as error:
+            if sender.status is None:  # otherwise the application has answered, or the connection is closed
+                await sender.refuse(report_error(error, request_id))
+        finally:
+            who, took = scope["state"].get("caller"), time.monotonic() - began
+            access.info(
+                "%s %s %s key %s %s %.3f s", request_id, scope["method"], scope["path"], who, sender.status, took
+            )
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        self._check_host(headers)
+        if scope["path"] not in OPEN_PATHS:
+            scope["state"]["caller"] = self._identify(headers)
+        if scope["method"] == "POST":
+            _check_type(headers)
+        receive = _replay(await self._read_body(headers, receive), receive)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        host = _read_host(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            raise Problem(403, "without API keys this server answers to its own address only", "wrong_host")
+
+    def _identify(self, headers: Headers) -> int:
+        caller = self._service.keys.identify(headers.get("authorization"))
+        if caller is None:
+            raise Problem(401, "an API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        return caller
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """All of it before anything else, so that who sends slowly holds nothing but a connection. Raises Problem."""
+        limits = self._service.limits
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > HEARD * limits.body_bytes:
+            raise _too_large(limits)
+        body, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in _receive_parts(receive):
+                    size += len(part)
+                    body += part if size <= limits.body_bytes else b""
+                    if size > HEARD * limits.body_bytes:
+                        break
+        except TimeoutError as error:
+            raise Problem(408, f"the body did not come within {limits.body_seconds:g} s", "body_timeout") from error
+        if size > limits.body_bytes:
+            raise _too_large(limits)
+        return bytes(body)
+
+
+async def _receive_parts(receive: Receive) -> AsyncIterator[bytes]:
+    """Raises Problem where the client leaves before the end."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Problem(400, "the body ended early", "incomplete_body")
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+def _too_large(limits: Limits) -> Problem:
+    return Problem(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
+
+
+class _Sender:
+    """Passes on what is answered, with headers of ours, and knows how far it got."""
+
+    def __init__(self, send: Send, request_id: str):
+        self._send, self._request_id = send, request_id
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in {**HEADERS, "x-request-id": self._request_id}.items():
+                headers.setdefault(name, value)
+        await self._send(message)
+
+    async def refuse(self, problem: Problem) -> None:
+        """What was not read of a body is not waited for."""
+        close = {"connection": "close"} if problem.status in (401, 403, 408, 413) else {}
+        headers = {**problem.headers, **close, "content-length": str(len(problem.body))}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self({"type": "http.response.start", "status": problem.status, "headers": raw})
+        await self({"type": "http.response.body", "body": problem.body})
+
+
+def _check_type(headers: Headers) -> None:
+    """A form of somebody else's page, which browsers send without asking, has another one."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise Problem(415, f"content-type: {JSON} is needed", "unsupported_media_type")
+
+
+def _read_host(host: str) -> str:
+    """Without port and brackets."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    return name.strip("[]").lower()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

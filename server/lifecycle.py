@@ -1,0 +1,132 @@
+"""The server from its start to its end: answers while the engine is opened, and drains before it goes."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.server.app import create_app
+from dflash_aot.server.connection import limit_connections
+from dflash_aot.server.service import Service
+
+logger = logging.getLogger(__name__)
+GRACE = 5.0  # seconds, behind the drain: for answers to be sent, and the engine's thread to end
+Tell = Callable[[str], None]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises BadInput for what cannot be listened on."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"cannot listen at {host}, port {port}: {reason}. Name others: --host, --port") from error
+    return listener
+
+
+def serve(
+    service: Service,
+    listener: socket.socket,
+    hosts: frozenset[str] | None,
+    tls: tuple[Path, Path] | None = None,
+    on_phase: Tell = lambda _: None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Until SIGTERM or SIGINT and all that was under way is answered, or the time for it has passed.
+
+    listener: bound. tls: files of the certificate chain and its key. on_phase: told what the engine is doing while it
+    is opened; on_ready: called when it serves; both from another thread.
+    Raises what `Engine.open` raises, and EngineFailed for an engine that failed while it served.
+    """
+    config = uvicorn.Config(
+        create_app(service, hosts),
+        http=limit_connections(service.limits),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(service.limits.drain_seconds + GRACE),
+        ssl_certfile=str(tls[0]) if tls else None,
+        ssl_keyfile=str(tls[1]) if tls else None,
+    )
+    before = signal.signal(signal.SIGTERM, _ignore)  # uvicorn raises it once more when it has done what it says
+    try:
+        server = _Server(config, service, on_phase, on_ready)
+        server.run([listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if server.failure:
+        raise server.failure
+    if server.is_opening:  # a thread of XLA's that nobody can stop
+        logger.warning("ended while the bundle was opened")
+        os._exit(0)
+
+
+def _ignore(_: int, __: FrameType | None) -> None:
+    """The server has ended already."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with an engine that lives as long as it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_phase: Tell, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._service, self._on_phase, self._on_ready = service, on_phase, on_ready
+        self.failure: BaseException | None = None
+        self._opening = threading.Thread(target=self._open, name="dflash-opening", daemon=True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._opening.start()
+
+    @property
+    def is_opening(self) -> bool:
+        return self._opening.is_alive()
+
+    def _open(self) -> None:
+        try:
+            self._service.open(self._on_phase)
+        except BaseException as error:
+            self.failure, self.should_exit = error, True
+            return
+        self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. An engine that has failed serves nobody: whoever restarts processes is to know."""
+        if counter % 10 == 0 and self._service.status == "failed" and self._service.opened:
+            self.failure = EngineFailed(f"the engine has failed: {self._service.opened.failure}")
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.draining = True
+        if self._service.opened is None:
+            await super().shutdown(sockets)
+            return
+        closing = threading.Thread(target=self._close, name="dflash-closing", daemon=True)
+        closing.start()
+        await super().shutdown(sockets)
+        await asyncio.to_thread(closing.join, self._service.limits.drain_seconds + GRACE)
+        if closing.is_alive():
+            logger.error("the device does not answer: the process ends without it")
+            os._exit(1)
+
+    def _close(self) -> None:
+        assert self._service.opened is not None
+        self._service.opened.close(drain_seconds=self._service.limits.drain_seconds)

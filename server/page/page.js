@@ -1,0 +1,296 @@
+// Asks the server for one completion, as any client may, and shows what became of every draft.
+
+const at = (id) => document.getElementById(id);
+const NOT_READY = 503;
+const NO_KEY = 401;
+const RETRY_MS = 1000;
+const BARS = 48; // as wide as so many rounds at least
+const ENDS = { stop: "ended by the model", length: "ended at its token limit" };
+const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
+
+let key = ""; // kept in memory only
+let running = null; // the AbortController of the completion on its way
+
+// What the server says
+
+class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function ask(path, options = {}) {
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const answer = await response.json().catch(() => null);
+  throw new Refusal(response.status, answer?.error?.message ?? `the server answers ${response.status}`);
+}
+
+// The objects of a stream of server-sent events, up to its [DONE].
+async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the answer broke off before its end");
+    const lines = (held + value).split("\n");
+    held = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice("data:".length).trim();
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+}
+
+// What is shown
+
+function element(name, className = "", text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+function makeSpaceVisible(text) {
+  const seen = text.replace(/[ \n\r\t]/g, (space) => VISIBLE[space]);
+  return seen.replace(/[\u0000-\u001f\u007f]/g, (control) => `\\x${control.charCodeAt(0).toString(16).padStart(2, "0")}`);
+}
+
+function count(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+}
+
+function formatMs(seconds) {
+  const ms = seconds * 1000;
+  return `${ms.toFixed(ms < 10 ? 2 : ms < 100 ? 1 : 0)} ms`;
+}
+
+// The committed tokens of a round, and whose each of them is.
+function listCommitted(round) {
+  return round.committed.map((token, place) => ({ ...token, origin: place < round.accepted ? "accepted" : "own" }));
+}
+
+// Cuts a text into the pieces of its tokens. A character of several tokens is one piece, the last one's.
+function cutByToken(text, tokens) {
+  const before = [];
+  const after = [];
+  let rest = text;
+  let left = [...tokens];
+  while (left.length && rest.startsWith(left[0].text)) {
+    const token = left.shift();
+    before.push([token.text, token.origin]);
+    rest = rest.slice(token.text.length);
+  }
+  while (left.length && rest.endsWith(left.at(-1).text)) {
+    const token = left.pop();
+    after.unshift([token.text, token.origin]);
+    rest = rest.slice(0, rest.length - token.text.length);
+  }
+  return [...before, [rest, left.at(-1)?.origin ?? "own"], ...after].filter(([piece]) => piece);
+}
+
+function makeChip(token, origin) {
+  const chip = element(origin === "rejected" ? "s" : "span", `chip ${origin}`, makeSpaceVisible(token.text) || "∅");
+  chip.title = `token ${token.id}`;
+  return chip;
+}
+
+// `shared`: how many rounds came at once, each given its part of their time.
+function makeRow(number, round, seconds, shared) {
+  const chips = element("span", "chips");
+  chips.append(...round.drafted.map((token, place) => makeChip(token, place < round.accepted ? "accepted" : "rejected")));
+  chips.append(...round.committed.slice(round.accepted).map((token) => makeChip(token, "own")));
+  const verdict = round.prefill ? "prompt" : round.k ? `${round.accepted}/${round.k}` : "no draft";
+  const row = element("li");
+  row.append(
+    element("span", "number", round.prefill ? "" : number),
+    chips,
+    element("span", "verdict", verdict),
+    element("span", "time", (shared > 1 ? "≈ " : "") + formatMs(seconds)),
+  );
+  return row;
+}
+
+function makeBar(place, height, className) {
+  const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  const box = { x: place + 0.1, y: -height, width: 0.8, height, class: className };
+  for (const [name, value] of Object.entries(box)) bar.setAttribute(name, value);
+  return bar;
+}
+
+// One completion as far as it has come, on an empty page.
+class Display {
+  constructor(prompt) {
+    this.rounds = this.drafted = this.accepted = this.tokens = this.most = 0;
+    this.first = this.last = null; // seconds since the request was submitted
+    this.painting = false;
+    at("text").replaceChildren(element("span", "prompt", prompt));
+    at("rounds").replaceChildren();
+    at("bars").replaceChildren();
+    for (const value of document.querySelectorAll("dd")) value.textContent = value.className === "note" ? "" : "–";
+  }
+
+  add({ text, dflash }) {
+    const seconds = (dflash.seconds - (this.last ?? 0)) / dflash.rounds.length;
+    for (const round of dflash.rounds) this.addRound(round, seconds, dflash.rounds.length);
+    const pieces = cutByToken(text, dflash.rounds.flatMap(listCommitted));
+    at("text").append(...pieces.map(([piece, origin]) => element("span", origin, piece)));
+    if (dflash.rounds.length) {
+      this.last = dflash.seconds;
+      this.first ??= dflash.seconds;
+    }
+    if (!this.painting) requestAnimationFrame(() => this.paint());
+    this.painting = true;
+  }
+
+  addRound(round, seconds, shared) {
+    this.tokens += round.committed.length;
+    if (!round.prefill) {
+      at("bars").append(makeBar(this.rounds, round.k, "drafted"), makeBar(this.rounds, round.accepted, "accepted"));
+      this.rounds += 1;
+      this.drafted += round.k;
+      this.accepted += round.accepted;
+      this.most = Math.max(this.most, round.k);
+    }
+    at("rounds").append(makeRow(this.rounds, round, seconds, shared));
+  }
+
+  paint() {
+    this.painting = false;
+    if (this.first !== null) at("first-token").textContent = formatMs(this.first);
+    at("tokens").textContent = this.tokens;
+    if (!this.rounds) return;
+    const perToken = (this.last - this.first) / (this.tokens - 1);
+    const share = this.drafted ? `, ${Math.round((100 * this.accepted) / this.drafted)} %` : "";
+    at("tau").textContent = ((this.accepted + this.rounds) / this.rounds).toFixed(2);
+    at("accepted-share").textContent = `${this.accepted} of ${this.drafted} guesses accepted${share}`;
+    at("token-time").textContent = formatMs(perToken);
+    at("rate").textContent = `${(1 / perToken).toFixed(0)} tokens/s`;
+    at("passes").textContent = `${this.tokens - 1} of them in ${count(this.rounds, "pass")} of the target`;
+    at("bars").setAttribute("viewBox", `0 ${-this.most} ${Math.max(this.rounds, BARS)} ${this.most || 1}`);
+    at("bars").setAttribute("aria-label", `${this.accepted} of ${this.drafted} accepted in ${count(this.rounds, "round")}`);
+  }
+
+  close(usage) {
+    this.paint();
+    at("prompt-tokens").textContent = `after ${count(usage.prompt_tokens, "prompt token")}`;
+  }
+}
+
+function say(status, error = "") {
+  at("status").textContent = status;
+  at("error").textContent = error;
+  at("error").hidden = !error;
+}
+
+// What is done
+
+function describe(error) {
+  return error instanceof TypeError ? `no answer from the server (${error.message})` : error.message;
+}
+
+function fail(error) {
+  if (error.status === NO_KEY) {
+    at("access").hidden = false;
+    at("key").focus();
+  }
+  say(error.status === NO_KEY ? "needs an API key" : "failed", error.status === NO_KEY && !key ? "" : describe(error));
+}
+
+async function connect() {
+  say("connecting");
+  try {
+    const { data } = await (await ask("v1/models")).json();
+    showModel(data[0]);
+    say("ready");
+  } catch (error) {
+    if (error.status !== NOT_READY) return fail(error);
+    say(error.message);
+    setTimeout(connect, RETRY_MS);
+  }
+}
+
+function showModel(model) {
+  at("access").hidden = true;
+  at("model").textContent = `${model.id} · K ${model.dflash.k.join(", ")} · ${model.max_model_len} positions`;
+  at("model").dataset.id = model.id;
+  at("k").replaceChildren(new Option("auto", ""), ...model.dflash.k.map((k) => new Option(k, k)));
+  at("generate").disabled = false;
+}
+
+function readRequest() {
+  const [k, seed] = [at("k").value, at("seed").valueAsNumber];
+  return {
+    model: at("model").dataset.id,
+    prompt: at("prompt").value,
+    max_tokens: at("max-tokens").valueAsNumber,
+    temperature: at("temperature").valueAsNumber,
+    ...(k && { k: Number(k) }),
+    ...(!Number.isNaN(seed) && { seed }),
+    stream: true,
+    stream_options: { include_usage: true },
+    trace: true,
+  };
+}
+
+async function generate() {
+  const request = readRequest();
+  const display = new Display(request.prompt);
+  const stopper = new AbortController();
+  setRunning(stopper);
+  say("generating");
+  try {
+    const options = { method: "POST", body: JSON.stringify(request), signal: stopper.signal };
+    say(await follow(await ask("v1/completions", options), display));
+  } catch (error) {
+    display.paint();
+    if (stopper.signal.aborted) say(`stopped after ${count(display.tokens, "token")}`);
+    else fail(error);
+  } finally {
+    stopper.abort(); // whatever happened, nobody reads on
+    setRunning(null);
+  }
+}
+
+// Shows a stream to its end, and says how it ended.
+async function follow(response, display) {
+  let reason = null;
+  for await (const { choices, usage } of readEvents(response)) {
+    for (const choice of choices) {
+      display.add(choice);
+      reason = choice.finish_reason ?? reason;
+    }
+    if (usage) display.close(usage);
+  }
+  return ENDS[reason] ?? reason;
+}
+
+function setRunning(stopper) {
+  const focused = [at("generate"), at("stop")].includes(document.activeElement);
+  running = stopper;
+  at("generate").disabled = Boolean(stopper);
+  at("stop").disabled = !stopper;
+  document.body.classList.toggle("running", Boolean(stopper));
+  if (focused) at(stopper ? "stop" : "generate").focus(); // a disabled button would lose it
+}
+
+at("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = at("key").value;
+  connect();
+});
+at("request").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!at("generate").disabled) generate();
+});
+at("stop").addEventListener("click", () => running?.abort());
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("request").requestSubmit();
+});
+connect();
