@@ -26,7 +26,7 @@ from dflash_aot.cache.location import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.process_clock import seconds_since_process_start
 from dflash_aot.server.keys import Keys, make_keys, read_keys
-from dflash_aot.server.lifecycle import listen, serve
+from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
 from dflash_aot.server.service import Service, Serving
 
@@ -119,18 +119,31 @@ def run() -> None:
     _calm_logs(_ACCESS_LOG.value)
     with listen(_HOST.value, _PORT.value) as listener:
         url = f"{'https' if tls else 'http'}://{_show_address(listener.getsockname())}"
-        _say(f"listening at {url} ({_describe_callers(keys)}); opening {hide_secrets(service.serving.bundle)}")
-
-        def announce() -> None:
-            gc.freeze()  # of what comes with JAX nothing is ever garbage, and looking through it stalls everything
-            assert service.opened
-            startup = {"imports": IMPORTED, **service.opened.startup}
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
-            _say(f"ready after {seconds_since_process_start():.2f} s ({phases}): {service.name} at {url}/v1")
-
         hosts = None if keys else frozenset({"localhost", "127.0.0.1", "::1", _HOST.value.lower()})
-        serve(service, listener, hosts, tls, lambda phase: _say(f"{phase} ..."), announce)
+        serve(service, listener, hosts, tls, _Announcer(service, url))
     _say("ended, and everything that was under way was told")
+
+
+class _Announcer(Observer):
+    """To standard error."""
+
+    def __init__(self, service: Service, url: str):
+        self._service, self._url = service, url
+
+    def note_listening(self) -> None:
+        callers, bundle = _describe_callers(self._service.keys), hide_secrets(self._service.serving.bundle)
+        _say(f"listening at {self._url} ({callers}); opening {bundle}")
+
+    def note_phase(self, phase: str) -> None:
+        _say(f"{phase} ...")
+
+    def note_ready(self) -> None:
+        gc.freeze()  # of what comes with JAX nothing is ever garbage, and looking through it stalls everything
+        assert self._service.opened
+        startup = {"imports": IMPORTED, **self._service.opened.startup}
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
+        took = seconds_since_process_start()
+        _say(f"ready after {took:.2f} s ({phases}): {self._service.name} at {self._url}/v1")
 
 
 def _read_keys() -> Keys:

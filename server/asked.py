@@ -2,25 +2,71 @@
 
 Strict: "5" is no number, and a field that nobody knows is refused. Of what OpenAI's interface has and this one has not,
 only the value that asks for nothing is taken.
+
+A body is checked on the event loop, and pydantic describes every flaw it finds: of a million that takes seconds. So
+lists are left at their first one, and nothing may have more than `MOST_FIELDS` fields.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from dflash_aot.cache.sampling import MOST_TOP_LOGPROBS
 from dflash_aot.runtime.sampling_params import LEAST_TOP_P, MOST, MOST_BIAS, SEEDS
 from dflash_aot.server.limits import MOST_CHOICES, MOST_STOPS
 
+MOST_FIELDS = 64
+MOST_METADATA = 16  # OpenAI's
+MOST_ENTRIES = 1024  # of the lists and maps that no other limit holds short
+
+
+def _limit(most: int) -> BeforeValidator:
+    """Maps with more entries are refused before one is looked at; `max_length` counts those that are sound."""
+
+    def refuse_more(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            told = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", told)
+        return value
+
+    return BeforeValidator(refuse_more)
+
+
+def _say(words: str) -> WrapValidator:
+    """Instead of what pydantic finds, which is a flaw for each of several forms, under names of its own."""
+
+    def check(value: Any, accept: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return accept(value)
+        except ValidationError as error:
+            raise PydanticCustomError("other_form", "{words}", {"words": words}) from error
+
+    return WrapValidator(check)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Nothing = Annotated[list[None], Field(max_length=0)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are taken here: leave it out")]
 Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+TokenName = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    _limited = model_validator(mode="before")(_limit(MOST_FIELDS).func)
 
 
 class StreamOptions(Strict):
@@ -36,14 +82,14 @@ class Sampled(Strict):
     )
     top_p: float | None = Field(None, ge=LEAST_TOP_P, le=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="choices; with a seed the i-th has seed + i")
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: Annotated[
+        Text | Annotated[list[Text], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
+        _say(f"Input should be a text, or a list of up to {MOST_STOPS}, none of them empty"),
+    ] = None
     seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]]
-        | None
-    ) = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[TokenName, Bias] | None, _limit(MOST_ENTRIES)] = Field(None, max_length=MOST_ENTRIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="taken and not looked at")
@@ -51,18 +97,21 @@ class Sampled(Strict):
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=1 / MOST, le=MOST)
-    stop_token_ids: list[Token] | None = Field(None, max_length=1024, description="instead of the model's own")
+    stop_token_ids: list[Token] | None = Field(
+        None, max_length=MOST_ENTRIES, fail_fast=True, description="instead of the model's own"
+    )
     k: int | None = Field(None, ge=0, lt=1 << 31, description="drafted tokens to verify per round, one of the grid's")
     trace: bool | None = Field(None, description="tell of every round: what was drafted, and what became of it")
 
 
 class CompletionRequest(Sampled):
-    prompt: (
+    prompt: Annotated[
         Text
         | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_CHOICES)]
-    ) = Field(description="text, token ids, or several of them")
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)],
+        _say(f"Input should be a text, a list of token ids, or a list of up to {MOST_CHOICES} of either; none empty"),
+    ] = Field(description="text, token ids, or several of them")
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default 16, or what room there is")
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     # Known, and not done here.
@@ -78,7 +127,10 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MOST_ENTRIES, fail_fast=True)],
+        _say(f'Input should be a text, or a list of up to {MOST_ENTRIES} parts {{"type": "text", "text": ...}}'),
+    ]
     name: str | None = None
     # What a client sends back with an answer of ours.
     refusal: None = None
@@ -93,16 +145,18 @@ class TextFormat(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default: what room there is")
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="the same, by its newer name")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS, description="with logprobs only")
-    metadata: dict[str, str] | None = Field(None, description="taken and not looked at")
+    metadata: Annotated[dict[str, str] | None, _limit(MOST_METADATA)] = Field(
+        None, max_length=MOST_METADATA, description="taken and not looked at"
+    )
     # Known, and not done here.
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(None, max_length=1)
     store: Literal[False] | None = None

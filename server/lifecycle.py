@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +18,19 @@ from dflash_aot.server.service import Service
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds, behind the drain: for answers to be sent, and the engine's thread to end
-Tell = Callable[[str], None]
+
+
+class Observer:
+    """Who wants to know how far it is; this one does not."""
+
+    def note_listening(self) -> None:
+        """Whoever connects is answered; nothing is opened yet."""
+
+    def note_phase(self, phase: str) -> None:
+        """What begins, of what opening takes; from another thread."""
+
+    def note_ready(self) -> None:
+        """Requests are served; from another thread."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -31,6 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # who comes from now on waits, and is not refused
     except (OSError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise BadInput(f"cannot listen at {host}, port {port}: {reason}. Name others: --host, --port") from error
@@ -42,13 +54,11 @@ def serve(
     listener: socket.socket,
     hosts: frozenset[str] | None,
     tls: tuple[Path, Path] | None = None,
-    on_phase: Tell = lambda _: None,
-    on_ready: Callable[[], None] = lambda: None,
+    observer: Observer | None = None,
 ) -> None:
     """Until SIGTERM or SIGINT and all that was under way is answered, or the time for it has passed.
 
-    listener: bound. tls: files of the certificate chain and its key. on_phase: told what the engine is doing while it
-    is opened; on_ready: called when it serves; both from another thread.
+    listener: see `listen`. tls: files of the certificate chain and its key.
     Raises what `Engine.open` raises, and EngineFailed for an engine that failed while it served.
     """
     config = uvicorn.Config(
@@ -65,9 +75,12 @@ def serve(
         ssl_certfile=str(tls[0]) if tls else None,
         ssl_keyfile=str(tls[1]) if tls else None,
     )
-    before = signal.signal(signal.SIGTERM, _ignore)  # uvicorn raises it once more when it has done what it says
+    observer = observer or Observer()
+    server = _Server(config, service, observer)
+    # uvicorn has a handler of its own while it runs, and raises the signal once more when it has done what that says.
+    before = signal.signal(signal.SIGTERM, server.note_end)
     try:
-        server = _Server(config, service, on_phase, on_ready)
+        observer.note_listening()
         server.run([listener])
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -78,16 +91,12 @@ def serve(
         os._exit(0)
 
 
-def _ignore(_: int, __: FrameType | None) -> None:
-    """The server has ended already."""
-
-
 class _Server(uvicorn.Server):
     """uvicorn's, with an engine that lives as long as it."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_phase: Tell, on_ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, service: Service, observer: Observer):
         super().__init__(config)
-        self._service, self._on_phase, self._on_ready = service, on_phase, on_ready
+        self._service, self._observer = service, observer
         self.failure: BaseException | None = None
         self._opening = threading.Thread(target=self._open, name="dflash-opening", daemon=True)
 
@@ -95,17 +104,21 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._opening.start()
 
+    def note_end(self, _: int, __: FrameType | None) -> None:
+        """SIGTERM before it runs, or when it has ended already."""
+        self.should_exit = True
+
     @property
     def is_opening(self) -> bool:
         return self._opening.is_alive()
 
     def _open(self) -> None:
         try:
-            self._service.open(self._on_phase)
+            self._service.open(self._observer.note_phase)
         except BaseException as error:
             self.failure, self.should_exit = error, True
             return
-        self._on_ready()
+        self._observer.note_ready()
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second. An engine that has failed serves nobody: whoever restarts processes is to know."""

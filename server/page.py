@@ -21,8 +21,6 @@ POLICY = {  # what the page may load: its own files, and an icon that is written
 }
 HEADERS = {
     "Content-Security-Policy": "; ".join(f"{what} {source}" for what, source in POLICY.items()),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # a new version of the package is seen at the next visit
 }
 

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 LONGEST = 1000  # characters: a client's own words may come back, and not all of them
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
+OBJECT = "Input should be an object"
+WORDS = {"model_type": OBJECT, "model_attributes_type": OBJECT, "dict_type": OBJECT}  # pydantic speaks of classes
 
 
 @dataclass(eq=False)  # not frozen: Python writes into exceptions
@@ -71,7 +73,8 @@ def describe_flaws(flaws: Sequence[Mapping[str, Any]]) -> Problem:
     if flaw["type"] == "extra_forbidden":
         return Problem(400, f"{param} is not known here: leave it out", "unknown_parameter", param)
     more = f" ({len(flaws) - 1} more)" if len(flaws) > 1 else ""
-    return Problem(400, f"{param or 'the body'}: {flaw['msg']}{more}", "invalid_value", param)
+    words = WORDS.get(flaw["type"], flaw["msg"])
+    return Problem(400, f"{param or 'the body'}: {words}{more}", "invalid_value", param)
 
 
 def _clean(text: str) -> str:

@@ -114,7 +114,9 @@ def _ask(
 ) -> Asking:
     n = 1 if body.n is None else body.n
     if len(prompts) * n > MOST_CHOICES:
-        raise Problem(400, f"{len(prompts)} prompts, n = {n}: no more than {MOST_CHOICES} choices at once", param="n")
+        raise Problem(
+            400, f"{len(prompts)} prompts, n = {n}: no more than {MOST_CHOICES} choices at once", "invalid_value", "n"
+        )
     room = _check_prompts(service, prompts)
     if max_tokens > room:
         raise Problem(

@@ -23,9 +23,9 @@ from dflash_aot.server.keys import Keys
 from dflash_aot.server.limits import Limits
 from dflash_aot.server.problems import Problem
 from dflash_aot.server.spelling import Speller
+from dflash_aot.server.stall import StallWatch
 
 logger = logging.getLogger(__name__)
-STALL_SECONDS = 60.0
 Status = Literal["loading", "ready", "draining", "stalled", "failed"]
 
 
@@ -64,7 +64,7 @@ class Service:
     _registry: CollectorRegistry | None = None
     _fingerprint: str = ""
     _name: str = ""
-    _progress: tuple[int, float] = (-1, 0.0)
+    _stall: StallWatch = field(default_factory=StallWatch)
 
     # -- the engine
 
@@ -213,15 +213,7 @@ class Service:
             return "draining"
         if self._engine.failure is not None:
             return "failed"
-        return "stalled" if self._is_stalled(self._engine, time.monotonic()) else "ready"
-
-    def _is_stalled(self, engine: Engine, now: float) -> bool:
-        """A device that hangs raises nothing: there are requests in slots, and nothing comes of them."""
-        stats = engine.stats()
-        work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
-        if work != self._progress[0] or not stats.running:
-            self._progress = (work, now)
-        return now - self._progress[1] > STALL_SECONDS
+        return "stalled" if self._stall.is_stalled(self._engine.stats(), time.monotonic()) else "ready"
 
     # -- callers
 

@@ -110,9 +110,9 @@ function makeRow(number, round, seconds, shared) {
   const row = element("li");
   row.append(
     element("span", "number", round.prefill ? "" : number),
-    chips,
     element("span", "verdict", verdict),
     element("span", "time", (shared > 1 ? "≈ " : "") + formatMs(seconds)),
+    chips,
   );
   return row;
 }

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from prometheus_client import generate_latest
 
-from dflash_aot.cache.errors import EngineFailed
+from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
 from dflash_aot.runtime.opening import open_bundle
 from dflash_aot.runtime.waiting_line import WaitingLine
@@ -103,6 +103,47 @@ def test_an_event_loop_reads_several_streams_at_once(serve, cases):
 
     names = ["len1", "len131", "len30", "len5", "len70"]
     assert asyncio.run(read_all(names)) == [cases[name].answer for name in names]
+
+
+def test_what_an_event_loop_submits_is_on_its_way_or_refused_before_it_is_read(serve, cases):
+    engine, case = serve("tied", 7), cases["len30"]
+
+    async def submit():
+        stream = await engine.asubmit(case.prompt, up_to(20))
+        with pytest.raises(BadInput, match="the prompt is empty"):
+            await engine.asubmit([], up_to(20))
+        deltas = [delta async for delta in stream]
+        return deltas, [delta async for delta in stream], await stream.result()
+
+    deltas, again, result = asyncio.run(submit())
+    assert join(deltas) == result.token_ids == case.answer[:20] and again == []
+
+
+def test_closing_what_an_event_loop_submitted_frees_its_slot(serve, cases):
+    engine = serve("tied", 7)
+
+    async def leave():
+        stream = await engine.asubmit(cases["len30"].prompt, EVERYTHING)
+        await anext(stream)
+        stream.close()
+        return [delta async for delta in stream][-1].finish_reason
+
+    assert asyncio.run(leave()) == "cancelled"
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_deltas_tell_of_the_rounds_that_they_came_from(serve, cases, k):
+    case = cases["len70"]
+    params = SamplingParams(max_tokens=len(case.answer), stop_token_ids=(), trace=True)
+    stream = serve("tied", k).stream(case.prompt, params)
+    first, *others = stream
+    result, rounds = stream.result(), [one for delta in others for one in delta.rounds]
+    assert first.rounds == () and all(delta.rounds for delta in others)
+    assert [one.accepted for one in rounds] == result.accepted
+    assert [list(one.drafted) for one in rounds] == result.drafted
+    assert {one.k for one in rounds} == {k}
+    for delta in others[:-1]:
+        assert len(delta.token_ids) == sum(one.accepted + 1 for one in delta.rounds)
 
 
 def test_cancelling_the_task_that_reads_frees_the_slot(serve, cases):

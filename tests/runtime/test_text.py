@@ -347,3 +347,27 @@ def test_the_text_layer_imports_no_framework():
     assert "tokenizers" in modules
     assert not modules & {"transformers", "flax", "torch"}
     assert "transformers" in imported("import dflash_aot.runtime.text, transformers")
+
+
+@given(st.text(ALPHABET + END, max_size=12))
+@example("🎉" + END)
+def test_spelled_bytes_add_up_to_the_text(text):
+    assert b"".join(map(TOKENIZER.spell, TOKENIZER.encode(text))) == text.encode()
+
+
+@pytest.mark.parametrize("data", [b"\xf0\x9f", b" ", b"\x00\xad"])
+def test_a_part_of_a_character_is_spelled_by_its_bytes(data):
+    assert b"".join(map(TOKENIZER.spell, byte_ids(data))) == data
+    fallback = Tokenizer(byte_fallback())
+    assert b"".join(map(fallback.spell, data)) == data  # there the token of a byte is its number
+
+
+@every_kind
+def test_a_token_is_spelled_as_it_goes_on_with_a_text(backend):
+    tokenizer = Tokenizer(backend)
+    for token_id in tokenizer.encode("the cat a", add_special_tokens=False):
+        alone, twice = tokenizer.decode([token_id]), tokenizer.decode([token_id] * 2)
+        assert alone + tokenizer.spell(token_id).decode() == twice
+    (end,) = tokenizer.encode(END, add_special_tokens=False)
+    assert tokenizer.spell(end) == END.encode()
+    assert tokenizer.spell(10_000) == b""

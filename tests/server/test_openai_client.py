@@ -1,0 +1,353 @@
+"""What the official client makes of the server, beside what the engine itself says."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.chat import render_chat
+from tests.server.conftest import PATIENCE
+
+PROMPT = "def main():\n    import argparse\n    parser = "
+MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as one:
+        yield one
+
+
+def ask_async(served, use):
+    """What `use` returns, of an asynchronous client."""
+
+    async def ask():
+        url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0) as client:
+            return await use(client)
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine):
+    """The engine's own answer to PROMPT."""
+    return engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS))
+
+
+def read_chat(engine: Engine, params: SamplingParams):
+    prompt = engine.tokenizer.encode(render_chat(engine.target, MESSAGES), add_special_tokens=False)
+    return engine.generate(prompt, params)
+
+
+def test_a_completion_is_the_engines(client, expected):
+    answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (expected.text, "length", None)
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    assert answer.usage.completion_tokens == TOKENS
+    assert answer.usage.total_tokens == expected.prompt_tokens + TOKENS
+    assert answer.id.startswith("cmpl-") and answer.system_fingerprint.startswith("fp_")
+
+
+def test_token_ids_are_a_prompt_too(client, engine, expected):
+    ids = engine.tokenizer.encode(PROMPT)
+    answer = client.completions.create(model="embedded", prompt=ids, max_tokens=TOKENS, temperature=0)
+    assert answer.choices[0].text == expected.text
+
+
+def test_usage_tells_of_speculation(client, engine):
+    params = SamplingParams(max_tokens=TOKENS, k=7)
+    expected = engine.generate(PROMPT, params)
+    answer = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body={"k": 7}
+    )
+    rounds, accepted = len(expected.accepted), sum(expected.accepted)
+    told = answer.usage.speculative
+    assert told == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == accepted > 0
+    assert details.rejected_prediction_tokens == 7 * rounds - accepted
+
+
+def test_chunks_add_up_to_the_whole(client, expected):
+    chunks = list(
+        client.completions.create(
+            model="embedded",
+            prompt=PROMPT,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *parts, last = chunks
+    assert "".join(one.choices[0].text for one in parts) == expected.text
+    assert [one.choices[0].finish_reason for one in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert len(parts) > 1 and len({one.id for one in chunks}) == 1
+    assert all(one.usage is None for one in parts)
+    assert last.choices == [] and last.usage.completion_tokens == TOKENS
+
+
+def test_without_being_asked_for_no_chunk_has_usage(client):
+    chunks = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
+    assert all(one.usage is None and one.choices for one in chunks)
+
+
+def test_an_asynchronous_stream(served, expected):
+    async def use(client):
+        stream = await client.completions.create(
+            model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    assert ask_async(served, use) == expected.text
+
+
+def test_many_at_once_get_each_their_own(served, engine):
+    prompts = [PROMPT[:end] for end in range(3, 3 + 12)]
+    wanted = [engine.generate(one, SamplingParams(max_tokens=8)).text for one in prompts]
+
+    async def use(client):
+        asked = (
+            client.completions.create(model="embedded", prompt=one, max_tokens=8, temperature=0) for one in prompts
+        )
+        return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    assert ask_async(served, use) == wanted
+
+
+def test_a_chat_is_rendered_by_the_targets_template(client, engine):
+    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS))
+    answer = client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    assert answer.id.startswith("chatcmpl-")
+
+
+def test_an_answer_can_be_sent_back_as_it_is(client):
+    first = client.chat.completions.create(model="embedded", messages=MESSAGES, max_completion_tokens=4, temperature=0)
+    conversation = [
+        *MESSAGES,
+        first.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "go on"}]},
+    ]
+    second = client.chat.completions.create(model="embedded", messages=conversation, max_tokens=4, temperature=0)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_chunks_of_a_chat_add_up_to_the_whole(client, engine):
+    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS))
+    chunks = list(
+        client.chat.completions.create(
+            model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0, stream=True
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == expected.text
+    assert [one.choices[0].finish_reason for one in chunks if one.choices[0].finish_reason] == [expected.finish_reason]
+
+
+def test_the_clients_own_helper_for_chat_streams_takes_the_chunks(client, engine):
+    stop = read_chat(engine, SamplingParams(max_tokens=TOKENS)).text[-3:]  # it raises where "length" is the end
+    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS, stop=[stop]))
+    asked = {"model": "embedded", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, "stop": stop}
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    assert (final.choices[0].message.content, final.choices[0].finish_reason) == (expected.text, "stop")
+
+
+def test_an_asynchronous_chat(served, engine):
+    expected = read_chat(engine, SamplingParams(max_tokens=8))
+
+    async def use(client):
+        answer = await client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=8, temperature=0)
+        return answer.choices[0].message.content
+
+    assert ask_async(served, use) == expected.text
+
+
+def test_choices_of_a_seed_are_those_of_the_seeds_behind_it(client, engine):
+    answer = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=0.9, top_p=0.95
+    )
+    each = [
+        engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9, top_p=0.95)).text
+        for seed in (5, 6, 7)
+    ]
+    assert [(one.index, one.text) for one in answer.choices] == list(enumerate(each))
+    assert len(set(each)) > 1
+    assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
+
+
+def test_choices_of_several_prompts_come_prompt_by_prompt(client, engine):
+    prompts = ["import os", "class "]
+    answer = client.completions.create(model="embedded", prompt=prompts, max_tokens=6, n=2, temperature=0)
+    each = [engine.generate(one, SamplingParams(max_tokens=6)).text for one in prompts]
+    assert [one.text for one in answer.choices] == [each[0], each[0], each[1], each[1]]
+
+
+def test_choices_are_streamed_side_by_side(client, engine):
+    texts = ["", ""]
+    stream = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=8, n=2, seed=5, temperature=0.9, stream=True
+    )
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [
+        engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9)).text for seed in (5, 6)
+    ]
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(client, engine):
+    stop = "\n"
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=[stop]))
+    for given in (stop, [stop, "never"]):
+        answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=64, temperature=0, stop=given)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "stop")
+    assert stop not in expected.text
+
+
+def test_log_probabilities_of_a_completion(client, engine):
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
+    told = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
+    logprobs = told.choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-5)
+    assert "".join(logprobs.tokens) == told.choices[0].text == expected.text
+    assert [told.choices[0].text[at:][:1] for at in logprobs.text_offset] == [one[:1] for one in logprobs.tokens]
+    for token, tops in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
+        assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy takes the likeliest
+
+
+def test_log_probabilities_of_chunks_are_those_of_the_whole(client):
+    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    tokens, offsets = [], []
+    for chunk in client.completions.create(**asked, stream=True):
+        tokens += chunk.choices[0].logprobs.tokens
+        offsets += chunk.choices[0].logprobs.text_offset
+    assert (tokens, offsets) == (whole.tokens, whole.text_offset)
+
+
+def test_log_probabilities_of_a_chat(client, engine):
+    expected = read_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
+    answer = client.chat.completions.create(
+        model="embedded", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert [one.logprob for one in content] == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-5)
+    assert b"".join(bytes(one.bytes) for one in content).decode() == expected.text
+    assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].token == one.token for one in content)
+
+
+def test_a_bias_and_penalties_reach_the_engine(client, engine):
+    banned = engine.generate(PROMPT, SamplingParams(max_tokens=1)).token_ids[0]
+    params = SamplingParams(max_tokens=12, logit_bias={banned: -100}, presence_penalty=1.5, frequency_penalty=0.5)
+    expected = engine.generate(PROMPT, params)
+    answer = client.completions.create(
+        model="embedded",
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        logit_bias={str(banned): -100},
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+    )
+    assert answer.choices[0].text == expected.text
+    assert expected.token_ids[0] != banned
+
+
+def test_what_openai_does_not_have_goes_in_the_extra_body(client, engine):
+    extra = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
+    params = SamplingParams(max_tokens=8, seed=3, temperature=0.8, stop_token_ids=(), **extra)
+    answer = client.completions.create(
+        model="embedded",
+        prompt=PROMPT,
+        max_tokens=8,
+        seed=3,
+        temperature=0.8,
+        extra_body={**extra, "stop_token_ids": []},
+    )
+    assert answer.choices[0].text == engine.generate(PROMPT, params).text
+
+
+def test_a_trace_tells_of_every_round(client, engine):
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, k=7, trace=True))
+    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+    whole = client.completions.create(**asked, extra_body={"trace": True, "k": 7}).choices[0]
+    streamed = client.completions.create(**asked, stream=True, extra_body={"trace": True, "k": 7})
+    for rounds in (whole.dflash["rounds"], [one for chunk in streamed for one in chunk.choices[0].dflash["rounds"]]):
+        first, *others = rounds
+        assert first["prefill"] and first["committed"][0]["id"] == expected.token_ids[0]
+        assert [[token["id"] for token in one["drafted"]] for one in others] == expected.drafted
+        assert [one["accepted"] for one in others] == expected.accepted
+        committed = [token for one in rounds for token in one["committed"]]
+        assert [token["id"] for token in committed] == expected.token_ids
+        assert "".join(token["text"] for token in committed) == expected.text
+
+
+def test_models_are_listed_and_shown(client):
+    (model,) = client.models.list().data
+    assert model == client.models.retrieve("embedded")
+    assert (model.id, model.max_model_len, model.dflash["k"]) == ("embedded", 256, [0, 7])
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code", "words"),
+    [
+        ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
+        ({"max_tokens": 1000}, 400, "context_length_exceeded", "there is room for 2"),
+        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "this server takes up to 256"),
+        ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
+        ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
+        ({"extra_body": {"echo": True}}, 400, "invalid_value", "echo"),
+        ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not known here"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"n": 17}, 400, "invalid_value", "n: "),
+        ({"prompt": ["a"] * 9, "n": 2}, 400, "invalid_value", "no more than 16 choices"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(client, asked, status, code, words):
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **asked})
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs without logprobs"),
+        ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
+    ],
+)
+def test_what_chats_cannot_have_is_refused_by_its_name(client, asked, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **asked})
+
+
+def test_curl_gets_the_same(served, expected):
+    body = f'{{"prompt": {PROMPT!r}, "max_tokens": {TOKENS}, "temperature": 0}}'.replace("'", '"')
+    command = ["curl", "--silent", "--fail", "--no-buffer", f"{served.url}/v1/completions"]
+    whole = subprocess.run(
+        [*command, "--json", body], capture_output=True, text=True, check=True, timeout=PATIENCE
+    ).stdout
+    assert f'"text":"{expected.text.splitlines()[0]}' in whole
+    streamed = subprocess.run(
+        [*command, "--json", body.replace("{", '{"stream": true, ', 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+    ).stdout
+    assert streamed.startswith("data: {") and streamed.endswith("data: [DONE]\n\n")
