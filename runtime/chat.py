@@ -1,5 +1,6 @@
 """A conversation as the prompt its checkpoint was trained on."""
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def render_chat(directory: Path, messages: list[dict[str, str]]) -> str:
         raise _failed(source, error) from error
     except Exception as error:  # a template is the checkpoint's own program: it can raise anything
         raise _failed(source, error) from error
+
+
+def has_template(directory: Path) -> bool:
+    """Whether the checkpoint says how it renders chats; whether that is of use, `render_chat` finds."""
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        configuration = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(configuration, dict) and configuration.get("chat_template") is not None
 
 
 def _failed(source: Path, error: Exception) -> BadCheckpoint:

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from dflash_aot.runtime.async_stream import AsyncStream
 from dflash_aot.runtime.request import Delta
+from dflash_aot.server.callers import Callers
 from dflash_aot.server.reading import Asking
 from dflash_aot.server.service import Service
 
@@ -43,10 +44,10 @@ class Answer:
                 future.cancel()
 
 
-async def start_answer(service: Service, caller: int, asking: Asking) -> Answer:
+async def start_answer(service: Service, callers: Callers, caller: int, asking: Asking) -> Answer:
     """Every choice is on its way when this returns, or none is. Raises Problem, BadInput, QueueFull, EngineFailed."""
     with ExitStack() as stack:
-        stack.enter_context(service.admit(caller, asking.choices))
+        stack.enter_context(callers.admit(caller, asking.choices))
         streams = []
         for prompt, params in asking.each():
             stream = await service.engine.asubmit(prompt, params, deadline=service.limits.request_seconds)

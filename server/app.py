@@ -15,6 +15,7 @@ from dflash_aot.cache.errors import DflashError
 from dflash_aot.server import answered
 from dflash_aot.server.answer import Answer, start_answer
 from dflash_aot.server.asked import ChatRequest, CompletionRequest, Sampled
+from dflash_aot.server.callers import Callers
 from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
 from dflash_aot.server.guard import Guard
 from dflash_aot.server.page import router as page
@@ -57,6 +58,8 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> ASGIApp
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
+    callers = Callers(service.limits.per_caller)
+
     @app.post(
         "/v1/completions",
         responses={**DOCUMENTED, 200: {"model": answered.Completion, "content": EVENTS}},
@@ -66,7 +69,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         def make_format(speller: Speller) -> Format:
             return CompletionFormat(speller, body.logprobs is not None)
 
-        return await _answer(service, request, body, read_completion, make_format)
+        return await _answer(service, callers, request, body, read_completion, make_format)
 
     @app.post(
         "/v1/chat/completions",
@@ -77,11 +80,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         def make_format(speller: Speller) -> Format:
             return ChatFormat(speller, bool(body.logprobs))
 
-        return await _answer(service, request, body, read_chat, make_format)
+        return await _answer(service, callers, request, body, read_chat, make_format)
 
 
 async def _answer(
     service: Service,
+    callers: Callers,
     request: Request,
     body: Body,
     read: Callable[[Service, Body], Asking],
@@ -92,7 +96,7 @@ async def _answer(
         raise Problem(400, "stream_options without stream", "invalid_value", "stream_options")
     service.engine  # noqa: B018  raises where nothing can be asked of it
     asking = await asyncio.to_thread(read, service, body)  # a long text takes its time
-    answer = await start_answer(service, request.state.caller, asking)
+    answer = await start_answer(service, callers, request.state.caller, asking)
     reply = _make_reply(service, request, body, asking, answer, make_format)
     if body.stream:
         return EventStream(reply.events(), answer.close)

@@ -3,9 +3,7 @@
 import hashlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +15,7 @@ from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.location import is_url
 from dflash_aot.cache.manifest import encode_manifest, read_manifest
-from dflash_aot.runtime.chat import render_chat
+from dflash_aot.runtime.chat import has_template, render_chat
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.server.keys import Keys
 from dflash_aot.server.limits import Limits
@@ -49,8 +47,7 @@ class Serving:
 
 @dataclass
 class Service:
-    """Made before the engine, so that a health check can be answered while it is opened. Of one event loop's thread,
-    but for `open` and what it sets."""
+    """Made before the engine, so that a health check can be answered while it is opened."""
 
     serving: Serving
     limits: Limits = field(default_factory=Limits)
@@ -60,7 +57,6 @@ class Service:
     started: float = field(default_factory=time.time)
     _engine: Engine | None = None
     _chats: bool = False
-    _under_way: Counter[int] = field(default_factory=Counter)
     _registry: CollectorRegistry | None = None
     _fingerprint: str = ""
     _name: str = ""
@@ -104,34 +100,37 @@ class Service:
         return follow
 
     def _prepare_text(self, engine: Engine) -> None:
-        """What the first request would wait for; a target without tokenizer or template serves what needs none."""
+        """What the first request would wait for; a target without tokenizer or template serves what needs none.
+
+        Raises BadCheckpoint for what is there and broken.
+        """
         if not (engine.target / "tokenizer.json").exists():
             return
         engine.tokenizer.encode("a")
-        try:
-            render_chat(engine.target, [{"role": "user", "content": "a"}])
-            self._chats = True
-        except BadCheckpoint as reason:
-            logger.debug("no chats: %s", reason)
-        except BadInput:  # a template that wants other messages than this one
-            self._chats = True
+        self._chats = has_template(engine.target)
+        if self._chats:
+            try:
+                render_chat(engine.target, [{"role": "user", "content": "a"}])
+            except BadCheckpoint:
+                raise
+            except BadInput as reason:  # the template wants other messages than this one
+                logger.debug("%s", reason)
 
     def _choose_name(self, engine: Engine) -> str:
         """A directory is known by its own name alone: where it lies is nobody's business."""
         reference = engine.manifest.target.reference if self.serving.target is None else self.serving.target
-        return self.serving.name or (Path(reference).name if Path(reference).is_absolute() else reference)
+        place = Path(reference).expanduser()
+        return self.serving.name or (place.resolve().name if place.is_dir() else reference)
 
     @property
     def engine(self) -> Engine:
         """Raises Problem while nothing can be asked of it."""
-        status = self.status
-        if status == "loading":
-            raise Problem(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
-        if status == "draining":
+        if self.draining:
             raise Problem(503, "the server is shutting down. Ask another one, or later", "draining", retry=True)
-        if status == "failed":
+        if self._engine is None:
+            raise Problem(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
+        if self._engine.failure is not None:
             raise Problem(503, "the engine has failed, and this server is about to end", "failed", retry=True)
-        assert self._engine is not None
         return self._engine
 
     @property
@@ -207,30 +206,10 @@ class Service:
 
     @property
     def status(self) -> Status:
-        if self._engine is None:
-            return "draining" if self.draining else "loading"
         if self.draining:
             return "draining"
+        if self._engine is None:
+            return "loading"
         if self._engine.failure is not None:
             return "failed"
         return "stalled" if self._stall.is_stalled(self._engine.stats(), time.monotonic()) else "ready"
-
-    # -- callers
-
-    @contextmanager
-    def admit(self, caller: int, choices: int) -> Iterator[None]:
-        """Counts what a caller has under way. Raises Problem where that is too much."""
-        most = self.limits.per_caller
-        if self._under_way[caller] + choices > most:
-            raise Problem(
-                429,
-                f"{self._under_way[caller]} choices are under way for this API key, {choices} more are asked for, and "
-                f"no more than {most} may be. Wait for answers first",
-                "too_many_requests",
-                retry=True,
-            )
-        self._under_way[caller] += choices
-        try:
-            yield
-        finally:
-            self._under_way[caller] -= choices

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.runtime.chat import render_chat
+from dflash_aot.runtime.chat import has_template, render_chat
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 < 5?"}]
 TEMPLATE = (
@@ -74,6 +74,18 @@ def test_messages_that_the_template_refuses_are_the_callers_to_mend(checkpoint):
     with pytest.raises(BadInput, match="the chat template refuses these messages: roles must alternate") as caught:
         render_chat(checkpoint, MESSAGES)
     assert type(caught.value) is BadInput
+
+
+def test_whether_there_is_a_template_is_known_without_rendering_one(checkpoint):
+    assert not has_template(checkpoint)
+    configure(checkpoint)
+    assert not has_template(checkpoint)
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert has_template(checkpoint)
+    (checkpoint / "tokenizer_config.json").write_text("{")
+    assert not has_template(checkpoint)
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    assert has_template(checkpoint)
 
 
 def test_no_tokenizer(tmp_path):

@@ -29,8 +29,10 @@ class Server:
 
     @classmethod
     def start(cls, bundle: Path, *flags: str, key: str | None = None) -> Self:
-        """Returns when it listens, which is before it is ready."""
-        command = [sys.executable, "-m", "dflash_aot.bin.serve", f"--bundle={bundle}", "--port=0", *flags]
+        """Returns when it listens, which is before it is ready. Executables are loaded when they are needed, unless
+        the flags say otherwise: that is sooner."""
+        fixed = (f"--bundle={bundle}", "--port=0", "--nopreload")
+        command = [sys.executable, "-m", "dflash_aot.bin.serve", *fixed, *flags]
         environment = {name: value for name, value in os.environ.items() if name != "DFLASH_API_KEY"}
         environment |= {} if key is None else {"DFLASH_API_KEY": key}
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

@@ -26,7 +26,7 @@ def read_stream(server: Server, heard: threading.Event, into: list[bytes]) -> No
 
 
 def test_health_tells_the_phase_until_it_is_ready(start_server):
-    server = start_server()
+    server = start_server("--preload")
     with server.client() as client:
         phases = []
         while (answer := client.get("/health")).status_code == 503:
@@ -40,10 +40,6 @@ def test_health_tells_the_phase_until_it_is_ready(start_server):
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
-
-
-def test_phases_and_address_are_said(start_server):
-    server = start_server().wait_until_ready()
     said = "".join(server.lines)
     order = [said.index(f"{phase} ...") for phase in ("bundle", "weights", "canaries", "timing", "tokenizer")]
     assert order == sorted(order)
@@ -52,7 +48,7 @@ def test_phases_and_address_are_said(start_server):
 
 
 def test_without_preload_nothing_is_called_before_it_is_ready(start_server):
-    server = start_server("--nopreload").wait_until_ready()
+    server = start_server().wait_until_ready()
     assert "canaries" not in "".join(server.lines)
     with server.client() as client:
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
