@@ -54,6 +54,14 @@ def _say(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _refuse_zero(value: Any) -> Any:
+    """Which is False to Python."""
+    if value == 0 and value is not False:
+        raise PydanticKnownError("bool_type")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_refuse_zero)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -61,6 +69,7 @@ Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none 
 Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 
 
 class Strict(BaseModel):
@@ -89,7 +98,7 @@ class Sampled(Strict):
     seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenName, Bias] | None, _limit(MOST_ENTRIES)] = Field(None, max_length=MOST_ENTRIES)
+    logit_bias: Annotated[Biases | None, _limit(MOST_ENTRIES)] = Field(None, max_length=MOST_ENTRIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="taken and not looked at")
@@ -115,8 +124,8 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default 16, or what room there is")
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     # Known, and not done here.
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Off | None = None
     suffix: Literal[""] | None = None
 
 
@@ -159,4 +168,4 @@ class ChatRequest(Sampled):
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
-    store: Literal[False] | None = None
+    store: Off | None = None

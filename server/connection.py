@@ -1,8 +1,8 @@
 """Connections that do not wait for ever: uvicorn's own protocol, with limits that it has no setting for.
 
 Subclassing is what uvicorn's `http` setting is for, and the only way to the transport. What is used of the class,
-beside asyncio's own callbacks: `transport`, `cycle` (the request that is answered), `connections`, and
-`on_response_complete`.
+beside asyncio's own callbacks: `transport`, `cycle` (the request that is answered), `connections`,
+`on_response_complete` and `send_400_response`.
 """
 
 import asyncio
@@ -12,9 +12,13 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dflash_aot.server.limits import Limits
+from dflash_aot.server.problems import Problem
 
 # Seconds of silence, seconds between probes, and probes, until a peer that vanished without a word is given up.
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+NO_HTTP = Problem(400, "this is no HTTP/1.1 that is understood here, or its head is too large", "invalid_http")
 
 
 def limit_connections(limits: Limits) -> type[H11Protocol]:
@@ -40,6 +44,11 @@ def limit_connections(limits: Limits) -> type[H11Protocol]:
         def on_response_complete(self) -> None:
             self._await_head()
             super().on_response_complete()  # which may go on with the next request
+
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+                self.transport.write(_write_answer(NO_HTTP))
+            self.transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -67,6 +76,13 @@ def limit_connections(limits: Limits) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
     return LimitedConnection
+
+
+def _write_answer(problem: Problem) -> bytes:
+    """The last one of a connection, of which nothing is known."""
+    fields = {**problem.headers, "content-length": str(len(problem.body)), "connection": "close"}
+    lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
+    return f"HTTP/1.1 {problem.status} Bad Request\r\n{''.join(lines)}\r\n".encode() + problem.body
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -5,16 +5,18 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_aot.server.limits import Limits
+from dflash_aot.server.page import FILES
 from dflash_aot.server.problems import Problem, report_error
 from dflash_aot.server.service import Service
 
 access = logging.getLogger("dflash_aot.server.access")
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/openapi.json"})  # nothing there is anybody's
+OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # nothing there is anybody's
 HEADERS: Mapping[str, str] = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 JSON = "application/json"
 HEARD = 8  # times what a body may have: so much is listened to, for who is still sending does not hear a refusal
@@ -43,9 +45,8 @@ class Guard:
                 await sender.refuse(report_error(error, request_id))
         finally:
             who, took = scope["state"].get("caller"), time.monotonic() - began
-            access.info(
-                "%s %s %s key %s %s %.3f s", request_id, scope["method"], scope["path"], who, sender.status, took
-            )
+            path = quote(scope["path"])  # line breaks, too, may be asked for
+            access.info("%s %s %s key %s %s %.3f s", request_id, scope["method"], path, who, sender.status, took)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -63,9 +64,11 @@ class Guard:
             raise Problem(403, "without API keys this server answers to its own address only", "wrong_host")
 
     def _identify(self, headers: Headers) -> int:
-        caller = self._service.keys.identify(headers.get("authorization"))
+        given = headers.get("authorization")
+        caller = self._service.keys.identify(given)
         if caller is None:
-            raise Problem(401, "an API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            fault = "this is no API key of this server's" if given else "an API key is needed"
+            raise Problem(401, f"{fault}: Authorization: Bearer KEY", "invalid_api_key")
         return caller
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:

@@ -29,7 +29,7 @@ router = APIRouter()
 
 def _serve(path: str, name: str, media_type: str) -> None:
     """Adds a route that answers with the file as it is now."""
-    content = (Path(__file__).parent / "page" / name).read_bytes()
+    content = (Path(__file__).parent / "assets" / name).read_bytes()
 
     async def read() -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)

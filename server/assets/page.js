@@ -11,8 +11,6 @@ const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
 let key = ""; // kept in memory only
 let running = null; // the AbortController of the completion on its way
 
-// What the server says
-
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -22,14 +20,16 @@ class Refusal extends Error {
 
 async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-  const response = await fetch(path, { ...options, headers });
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    throw new Error(`no answer from the server (${error.message})`);
+  });
   if (response.ok) return response;
   const answer = await response.json().catch(() => null);
   throw new Refusal(response.status, answer?.error?.message ?? `the server answers ${response.status}`);
 }
 
-// The objects of a stream of server-sent events, up to its [DONE].
-async function* readEvents(response) {
+// The objects of a stream of server-sent events, up to its [DONE] or to a signal.
+async function* readEvents(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -38,6 +38,7 @@ async function* readEvents(response) {
     const lines = (held + value).split("\n");
     held = lines.pop();
     for (const line of lines) {
+      signal.throwIfAborted(); // what has come already is not shown either
       if (!line.startsWith("data:")) continue;
       const data = line.slice("data:".length).trim();
       if (data === "[DONE]") return;
@@ -48,8 +49,6 @@ async function* readEvents(response) {
   }
 }
 
-// What is shown
-
 function element(name, className = "", text = "") {
   const made = document.createElement(name);
   made.className = className;
@@ -58,17 +57,16 @@ function element(name, className = "", text = "") {
 }
 
 function makeSpaceVisible(text) {
-  const seen = text.replace(/[ \n\r\t]/g, (space) => VISIBLE[space]);
-  return seen.replace(/[\u0000-\u001f\u007f]/g, (control) => `\\x${control.charCodeAt(0).toString(16).padStart(2, "0")}`);
+  const name = (control) => `\\x${control.charCodeAt(0).toString(16).padStart(2, "0")}`;
+  return text.replace(/[\u0000-\u0020\u007f]/g, (one) => VISIBLE[one] ?? name(one));
 }
 
-function count(number, noun) {
-  return `${number} ${noun}${number === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+function count(number, noun, nouns = `${noun}s`) {
+  return `${number} ${number === 1 ? noun : nouns}`;
 }
 
-function formatMs(seconds) {
-  const ms = seconds * 1000;
-  return `${ms.toFixed(ms < 10 ? 2 : ms < 100 ? 1 : 0)} ms`;
+function formatMs(seconds, digits = 1) {
+  return `${(seconds * 1000).toFixed(digits)} ms`;
 }
 
 // The committed tokens of a round, and whose each of them is.
@@ -104,8 +102,11 @@ function makeChip(token, origin) {
 // `shared`: how many rounds came at once, each given its part of their time.
 function makeRow(number, round, seconds, shared) {
   const chips = element("span", "chips");
-  chips.append(...round.drafted.map((token, place) => makeChip(token, place < round.accepted ? "accepted" : "rejected")));
-  chips.append(...round.committed.slice(round.accepted).map((token) => makeChip(token, "own")));
+  chips.append(
+    ...round.drafted.slice(0, round.accepted).map((token) => makeChip(token, "accepted")),
+    ...round.drafted.slice(round.accepted).map((token) => makeChip(token, "rejected")),
+    ...round.committed.slice(round.accepted).map((token) => makeChip(token, "own")),
+  );
   const verdict = round.prefill ? "prompt" : round.k ? `${round.accepted}/${round.k}` : "no draft";
   const row = element("li");
   row.append(
@@ -169,12 +170,13 @@ class Display {
     const perToken = (this.last - this.first) / (this.tokens - 1);
     const share = this.drafted ? `, ${Math.round((100 * this.accepted) / this.drafted)} %` : "";
     at("tau").textContent = ((this.accepted + this.rounds) / this.rounds).toFixed(2);
-    at("accepted-share").textContent = `${this.accepted} of ${this.drafted} guesses accepted${share}`;
-    at("token-time").textContent = formatMs(perToken);
+    at("accepted-share").textContent = `${this.accepted} of ${this.drafted} accepted${share}`;
+    at("token-time").textContent = formatMs(perToken, 2);
     at("rate").textContent = `${(1 / perToken).toFixed(0)} tokens/s`;
-    at("passes").textContent = `${this.tokens - 1} of them in ${count(this.rounds, "pass")} of the target`;
+    at("passes").textContent = `${this.tokens - 1} in ${count(this.rounds, "pass", "passes")} of the target`;
     at("bars").setAttribute("viewBox", `0 ${-this.most} ${Math.max(this.rounds, BARS)} ${this.most || 1}`);
-    at("bars").setAttribute("aria-label", `${this.accepted} of ${this.drafted} accepted in ${count(this.rounds, "round")}`);
+    const words = `${this.accepted} of ${this.drafted} accepted in ${count(this.rounds, "round")}`;
+    at("bars").setAttribute("aria-label", words);
   }
 
   close(usage) {
@@ -189,22 +191,14 @@ function say(status, error = "") {
   at("error").hidden = !error;
 }
 
-// What is done
-
-function describe(error) {
-  return error instanceof TypeError ? `no answer from the server (${error.message})` : error.message;
-}
-
 function fail(error) {
-  if (error.status === NO_KEY) {
-    at("access").hidden = false;
-    at("key").focus();
-  }
-  say(error.status === NO_KEY ? "needs an API key" : "failed", error.status === NO_KEY && !key ? "" : describe(error));
+  if (error.status !== NO_KEY) return say("failed", error.message);
+  at("access").hidden = false;
+  at("key").focus();
+  say("needs an API key", key && error.message); // no error as long as none was given
 }
 
 async function connect() {
-  say("connecting");
   try {
     const { data } = await (await ask("v1/models")).json();
     showModel(data[0]);
@@ -247,7 +241,7 @@ async function generate() {
   say("generating");
   try {
     const options = { method: "POST", body: JSON.stringify(request), signal: stopper.signal };
-    say(await follow(await ask("v1/completions", options), display));
+    say(await follow(await ask("v1/completions", options), stopper.signal, display));
   } catch (error) {
     display.paint();
     if (stopper.signal.aborted) say(`stopped after ${count(display.tokens, "token")}`);
@@ -259,9 +253,9 @@ async function generate() {
 }
 
 // Shows a stream to its end, and says how it ended.
-async function follow(response, display) {
+async function follow(response, signal, display) {
   let reason = null;
-  for await (const { choices, usage } of readEvents(response)) {
+  for await (const { choices, usage } of readEvents(response, signal)) {
     for (const choice of choices) {
       display.add(choice);
       reason = choice.finish_reason ?? reason;

@@ -1,0 +1,110 @@
+"""Clients that misbehave, and what a server tells of itself meanwhile; not collected by pytest."""
+
+import http.client
+import socket
+from dataclasses import dataclass
+from email.message import Message
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.runtime.stepper import LONG, wait_until
+from tests.server.conftest import Server
+
+# Seconds of work: nothing that ends by itself while a test looks.
+ENDLESS = {"prompt": "import os", "max_tokens": 240, "temperature": 0, "stop_token_ids": [], "k": 0, "n": 16}
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Message
+    body: bytes
+
+
+class RawClient:
+    """One connection, over which bytes go as they are. receive_bytes: what the kernel keeps of what nobody reads."""
+
+    def __init__(self, server: Server, receive_bytes: int | None = None):
+        address = urlsplit(server.url)
+        self.socket = socket.socket()
+        self.socket.settimeout(LONG)
+        if receive_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.connect((address.hostname, address.port))
+        self.file = self.socket.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.file.close()
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
+        """A whole request; with a `content_length` of one's own it may be a lie."""
+        self.send(head(method, path, **{"content_length": str(len(body)), **headers}) + body)
+
+    def read_answer(self) -> Answer:
+        """The next one that says its length."""
+        _, status, _ = self.file.readline().decode().split(" ", 2)
+        headers = http.client.parse_headers(self.file)
+        return Answer(int(status), headers, self.file.read(int(headers["content-length"])))
+
+    def read_until_closed(self) -> bytes:
+        """Fails where the server keeps the connection."""
+        read = b""
+        try:
+            while part := self.file.read1():
+                read += part
+        except ConnectionResetError:
+            pass
+        return read
+
+
+def head(method: str, path: str, **headers: str) -> bytes:
+    """Of a request for JSON to this machine."""
+    fields = {"host": "localhost", "content_type": "application/json", **headers}
+    lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items()]
+    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
+
+
+def read_sample(server: Server, name: str, key: str | None = None, **labels: str) -> float:
+    """One number of /metrics."""
+    with RawClient(server) as client:
+        client.ask("GET", "/metrics", **({} if key is None else {"authorization": f"Bearer {key}"}))
+        answer = client.read_answer()
+    assert answer.status == 200, answer.body
+    families = text_string_to_metric_families(answer.body.decode())
+    samples = (one for family in families for one in family.samples if one.name == name)
+    return sum(one.value for one in samples if labels.items() <= one.labels.items())
+
+
+def count_requests(server: Server, key: str | None = None) -> tuple[int, int]:
+    """(in slots, in line)."""
+    running, waiting = (read_sample(server, f"vllm:num_requests_{state}", key) for state in ("running", "waiting"))
+    return int(running), int(waiting)
+
+
+def wait_until_idle(server: Server, key: str | None = None) -> None:
+    wait_until(lambda: count_requests(server, key) == (0, 0))
+
+
+def wait_until_busy(server: Server, running: int, waiting: int = 0, key: str | None = None) -> None:
+    wait_until(lambda: count_requests(server, key) == (running, waiting))
+
+
+def read_error(answer: httpx.Response, status: int, code: str | None) -> str:
+    """The message of an error in OpenAI's form, of this status and code."""
+    assert answer.status_code == status, answer.text
+    (name, fields), *others = answer.json().items()
+    assert (name, others) == ("error", [])
+    assert fields.keys() == {"message", "type", "param", "code"}
+    assert fields["code"] == code, fields
+    return fields["message"]
