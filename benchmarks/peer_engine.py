@@ -8,6 +8,8 @@ from pathlib import Path
 from dflash_aot.benchmarks.callers import serve_arrivals, serve_lists
 from dflash_aot.benchmarks.orders import EngineOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
+from dflash_aot.benchmarks.serve_inside import serve_inside
+from dflash_aot.benchmarks.serve_traffic import Come
 from dflash_aot.benchmarks.traffic import Arrive, Serve
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.manifest import read_manifest
@@ -22,7 +24,11 @@ def open_way(order: EngineOrder) -> Iterator[Handlers]:
     max_waiting = order.max_waiting or MAX_WAITING
     # Without preload it would load what is left while it is measured, or while others are.
     with Engine.open(order.bundle, order.target, order.draft, order.k, max_waiting, preload=True) as engine:
-        yield {Serve: partial(serve_lists, engine), Arrive: partial(serve_arrivals, engine)}
+        yield {
+            Serve: partial(serve_lists, engine),
+            Arrive: partial(serve_arrivals, engine),
+            Come: partial(serve_inside, engine),
+        }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dflash_aot.cache.files import write_atomically
 
 SCHEMA = 1
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
-ROOMS = ("bin", "cache", "compile", "runtime", "benchmarks")
+ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
 
 
 class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

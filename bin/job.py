@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dflash_aot.bin.bucket_table import Deployment
 from dflash_aot.bin.canary_recording import prove_executables
 from dflash_aot.bin.command import format_bytes
-from dflash_aot.bin.place import Place, describe_place, find_chip, open_site
+from dflash_aot.bin.place import Place, check_cluster, describe_place, find_chip, open_site
 from dflash_aot.cache.architecture import Draft, Target
 from dflash_aot.cache.completeness import check_consistent
 from dflash_aot.cache.errors import BadInput, BuildFailed
@@ -33,7 +33,8 @@ class Job:
     """What is built, from what, where, and into which store.
 
     `canaries` by label: what executables of the same programs computed before, to which the new ones are held. `known`:
-    a manifest whose executables the store holds, with records or without.
+    a manifest whose executables the store holds, with records or without. `cluster`: the address of a Ray cluster that
+    compiles, None: this machine does.
     """
 
     target: TargetModel
@@ -46,6 +47,7 @@ class Job:
     call_canaries: bool = True
     canaries: Mapping[str, Canary] = field(default_factory=dict)
     known: Manifest | None = None
+    cluster: str | None = None
 
 
 def describe_deployment(
@@ -60,12 +62,14 @@ def describe_deployment(
 
 def run_job(job: Job, shared: SharedStore | None = None) -> Report:
     """Builds what is missing, tries it, publishes the bundle, shares it. Raises BuildFailed, BadInput."""
+    if job.cluster is not None:
+        check_cluster(job.place)
     check_memory(job.deployment)
     with job.store.open_for_building():
         check_space(job)
         if job.known:
             job.store.recall(job.known)
-        with open_site(job.place, job.store, job.jobs) as site:
+        with open_site(job.place, job.store, job.jobs, job.cluster) as site:
             report = _build_with_progress(job.source, site, job.store, shared)
         if conflicts := find_layout_conflicts(report.entries):
             raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))

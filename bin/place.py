@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import jax
 
@@ -11,6 +13,8 @@ from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 from dflash_aot.compile.machine import Machine, attach, count_devices
+from dflash_aot.compile.manager import Site
+from dflash_aot.compile.ray_workers import open_ray_workers
 from dflash_aot.compile.threads import Threads
 from dflash_aot.compile.workers import Workers
 
@@ -61,10 +65,28 @@ def choose_jobs(place: Place, jobs: int | None) -> int:
     return min(cores, MOST_WORKERS)
 
 
-def open_site(place: Place, store: Store, jobs: int | None) -> Threads | Workers:
-    """The builders of a place."""
+def check_cluster(place: Place) -> None:
+    """Raises BadInput where only the devices of this process can be compiled for."""
+    if isinstance(place, Machine) and place.environment.platform != "cpu":
+        raise BadInput(
+            f"--executor ray: a {place.environment.device_kind} is attached, and compiling for it takes the device "
+            "itself. Build here with --executor local, or where none is attached with --topology or --platform cpu"
+        )
+
+
+def open_site(place: Place, store: Store, jobs: int | None, cluster: str | None) -> AbstractContextManager[Site]:
+    """The builders of a place; those of a Ray cluster at this address."""
+    if cluster is not None:
+        return _open_ray(place, store, jobs, cluster)
     count = choose_jobs(place, jobs)
     return Workers(place, store.bundle, count) if isinstance(place, Topology) else Threads(place, store, count)
+
+
+@contextmanager
+def _open_ray(place: Place, store: Store, jobs: int | None, cluster: str) -> Iterator[Site]:
+    with open_ray_workers(place, store, jobs, cluster) as (workers, where):
+        print(where, file=sys.stderr)
+        yield workers
 
 
 def find_chip(place: Place) -> Chip | None:

@@ -4,11 +4,14 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--sampling greedy,sample] [--canaries] [--check_reproducible] [--store URL]
+    [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--canaries] [--store URL]
-    [--tau T] [--json]
+    [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
 """
 
+import dataclasses
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -37,10 +40,16 @@ from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, 
 from dflash_aot.cache.store import Store
 from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import Topology
+from dflash_aot.compile.ray_cluster import OWN
 from dflash_aot.compile.source import Traced
 
-WITH_REBUILD = frozenset({"rebuild", "require_signature", "bundle", "jobs", "canaries", "store", "tau", "json"})
-NOT_WITH_PLAN = ("store", "check_reproducible", "canaries")
+WITH_REBUILD = frozenset(
+    {
+        *("rebuild", "require_signature", "bundle", "jobs", "canaries", "store", "tau", "json"),
+        *("executor", "ray_address"),
+    }
+)
+NOT_WITH_PLAN = ("store", "check_reproducible", "canaries", "executor", "ray_address")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target: a directory, or a hub id in the local cache", flag_values=FLAGS
@@ -76,9 +85,20 @@ _SPECULATIVE = flags.DEFINE_string(
 _JOBS = flags.DEFINE_integer(
     "jobs",
     None,
-    f"executables compiled at a time; default: {ATTACHED_JOBS}, for a TPU that is not here one per core",
+    f"executables compiled at a time; default: {ATTACHED_JOBS}, for a TPU that is not here one per core, on Ray "
+    "one per CPU of the cluster",
     lower_bound=1,
     flag_values=FLAGS,
+)
+_EXECUTOR = flags.DEFINE_enum(
+    "executor",
+    "local",
+    ["local", "ray"],
+    "who compiles: this machine, or the tasks of a Ray cluster",
+    flag_values=FLAGS,
+)
+_RAY_ADDRESS = flags.DEFINE_string(
+    "ray_address", None, "default: RAY_ADDRESS, else a Ray of its own on this machine", flag_values=FLAGS
 )
 _CANARIES = flags.DEFINE_bool(
     "canaries",
@@ -181,12 +201,22 @@ def _rebuild(bundle: Path) -> None:
 
 def _run(job: Job) -> None:
     bundle = job.store.bundle
+    job = dataclasses.replace(job, cluster=_choose_cluster())
     with _open_shared_store() as shared:
         report = run_job(job, shared)
     jobs = choose_jobs(job.place, job.jobs)
     comparison = check_reproducible(bundle, jobs + 1) if _CHECK_REPRODUCIBLE.value else None
     store = shared.report() if shared else None
     report_build(job.deployment, report, bundle, _TAU.value, _JSON.value, comparison, store)
+
+
+def _choose_cluster() -> str | None:
+    """The address of who compiles; None: this machine. Raises BadInput."""
+    if _EXECUTOR.value == "ray":
+        return _RAY_ADDRESS.value or os.environ.get("RAY_ADDRESS") or OWN
+    if _RAY_ADDRESS.value is not None:
+        raise BadInput(f"--ray_address {_RAY_ADDRESS.value} without --executor ray: no cluster is asked")
+    return None
 
 
 def _open_shared_store() -> AbstractContextManager[SharedStore | None]:

@@ -28,39 +28,48 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Builder:
-    """Compiles for one machine into one store; JAX's own cache of executables is off from here on, in all threads."""
+    """Compiles for one machine into one store."""
 
     def __init__(self, machine: Machine, store: Store):
         self._machine, self._store = machine, store
-        # Nobody verifies what comes from there, and on CPU it cannot be serialized once more: it has lost functions.
-        jax.config.update("jax_enable_compilation_cache", False)
 
     def compile(self, order: Order) -> Entry:
-        """Compiles, checks, serializes and publishes. Raises BuildFailed, or what the compiler raises."""
-        began = time.monotonic()
-        lowered = lower_program(order.program, order.signature, order.known, self._machine.devices)
-        compiled = lowered.compile(compiler_options=compiler_options(self._machine.environment))
-        inspection = inspect(
-            compiled,
-            [array.name for array in input_arrays(order.signature, order.known)],
-            [array.name for array in output_arrays(order.signature, order.known)],
-        )
-        check_donation(order.signature, inspection.donated)
-        serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
-        blob, executable = pack(serialized)
-        program_blob, program = pack(order.program)
-        entry = Entry(
-            **msgspec.structs.asdict(blob),
-            signature=order.signature,
-            key=order.key,
-            program=program_blob,
-            seconds=time.monotonic() - began,
-            memory=_read_memory(compiled),
-            cost=read_cost(compiled),
-            inspection=inspection,
-        )
+        """Makes and publishes. Raises BuildFailed, or what the compiler raises."""
+        entry, executable, program = make_executable(self._machine, order)
         self._store.add(entry, executable, program)
         return entry
+
+
+def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes]:
+    """Compiles, checks, serializes: an entry, and its two files, packed. Raises BuildFailed, or what the compiler does.
+
+    JAX's own cache of executables is off from here on, in all threads.
+    """
+    # Nobody verifies what comes from there, and on CPU it cannot be serialized once more: it has lost functions.
+    jax.config.update("jax_enable_compilation_cache", False)
+    began = time.monotonic()
+    lowered = lower_program(order.program, order.signature, order.known, machine.devices)
+    compiled = lowered.compile(compiler_options=compiler_options(machine.environment))
+    inspection = inspect(
+        compiled,
+        [array.name for array in input_arrays(order.signature, order.known)],
+        [array.name for array in output_arrays(order.signature, order.known)],
+    )
+    check_donation(order.signature, inspection.donated)
+    serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
+    blob, executable = pack(serialized)
+    program_blob, program = pack(order.program)
+    entry = Entry(
+        **msgspec.structs.asdict(blob),
+        signature=order.signature,
+        key=order.key,
+        program=program_blob,
+        seconds=time.monotonic() - began,
+        memory=_read_memory(compiled),
+        cost=read_cost(compiled),
+        inspection=inspection,
+    )
+    return entry, executable, program
 
 
 def _read_memory(compiled: jax.stages.Compiled) -> Memory:

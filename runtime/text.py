@@ -9,6 +9,7 @@ import tokenizers
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.characters import RESYNC_TOKENS, ByteJoiner, CharacterStream
 
+LONG = 4096  # characters: a few milliseconds of tokenizing
 PANIC = "PanicException"  # of tokenizers' Rust: no Exception, so that it would end the engine and not one request
 
 
@@ -46,6 +47,8 @@ class Tokenizer:
         rendered chat, whose template has written it already.
         """
         try:
+            if len(text) > LONG:  # as a batch, in which alone other threads of Python's, the engine's too, may go on
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise BadInput(f"not a text that UTF-8 can hold (a lone surrogate?): {ascii(text[:80])}") from error

@@ -34,9 +34,8 @@ class Keys:
 def make_keys(keys: Iterable[str], source: str) -> Keys:
     """`source` names where they come from in messages, which never show a key. Raises BadInput."""
     listed = list(keys)
-    for number, key in enumerate(listed, 1):
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise BadInput(f"{source}: key {number} is empty or holds what no header can (blanks, other than ASCII)")
+    for key in listed:
+        _check(key, source)
     if len(set(listed)) != len(listed):
         raise BadInput(f"{source}: a key stands there twice")
     return Keys(tuple(map(_digest, listed)))
@@ -45,14 +44,22 @@ def make_keys(keys: Iterable[str], source: str) -> Keys:
 def read_keys(path: Path) -> list[str]:
     """One a line; empty lines and those that begin with # are none. Raises BadInput."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise BadInput(f"the file of API keys, {path}, cannot be read: {reason}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    keys = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"}
     if not keys:
         raise BadInput(f"{path} holds no API key: one a line is needed")
-    return keys
+    for number, key in keys.items():
+        _check(key, f"{path}, line {number}")
+    return [*keys.values()]
+
+
+def _check(key: str, source: str) -> None:
+    """Raises BadInput for what no client can send."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadInput(f"{source}: the key is empty or holds what no header can (blanks, other than ASCII)")
 
 
 def _digest(key: str) -> bytes:

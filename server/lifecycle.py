@@ -17,6 +17,7 @@ from dflash_aot.server.connection import limit_connections
 from dflash_aot.server.service import Service
 
 logger = logging.getLogger(__name__)
+BACKLOG = 128  # so many are accepted at once, before any is counted
 GRACE = 5.0  # seconds, behind the drain: for answers to be sent, and the engine's thread to end
 
 
@@ -71,6 +72,7 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=int(service.limits.drain_seconds + GRACE),
         ssl_certfile=str(tls[0]) if tls else None,
         ssl_keyfile=str(tls[1]) if tls else None,

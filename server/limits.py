@@ -25,4 +25,4 @@ class Limits:
     head_seconds: float = 10.0
     body_seconds: float = 20.0
     write_seconds: float = 30.0
-    connections: int = 1024
+    connections: int = 512  # with the backlog, well below the 1,024 files that a process may open where nobody set more

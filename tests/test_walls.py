@@ -24,11 +24,11 @@ MAY_IMPORT = {
 }
 WEB = ("fastapi", "pydantic", "starlette", "uvicorn")  # an engine is embedded in services of any kind
 FORBIDDEN = {
-    "cache": (*MODELS, *WEB),
-    "compile": WEB,
-    "runtime": (*MODELS, *WEB),
+    "cache": (*MODELS, *WEB, "ray"),
+    "compile": (*WEB, "ray"),
+    "runtime": (*MODELS, *WEB, "ray"),
     "server": MODELS,
-    "bin": MODELS,
+    "bin": (*MODELS, "ray"),
     "benchmarks": WEB,
 }
 EXTRAS = ("datasets", "matplotlib", "torch", "transformers")  # imported where they are used, by who has them
@@ -46,6 +46,7 @@ EXCEPTIONS = {
         if module.startswith("benchmarks/") and module not in WORKERS
         for package in EXTRAS
     ),
+    *((f"compile/ray_{name}.py", "ray") for name in ("cluster", "worker")),
     ("runtime/chat.py", "transformers"),  # for its chat templates, when there is a chat: inside a function
 }
 

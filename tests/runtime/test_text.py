@@ -3,7 +3,9 @@
 import os.path
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -13,7 +15,7 @@ from tokenizers import AddedToken, decoders, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.characters import RESYNC_TOKENS, CharacterStream
-from dflash_aot.runtime.text import TextStream, Tokenizer
+from dflash_aot.runtime.text import LONG, TextStream, Tokenizer
 from tests.runtime.tokenizer_kinds import END, KINDS, VOCABULARY, byte_fallback, byte_level, stripped_byte_fallback
 
 ALPHABET = "ab c\né東京タ🎉🎊👩‍👧e\u0301\x00\ufffd"
@@ -312,9 +314,31 @@ def test_the_tokenizers_own_frame_can_be_left_out():
     assert framed == [backend.token_to_id(END), *tokenizer.encode("ab", add_special_tokens=False)]
 
 
-def test_a_lone_surrogate_is_refused():
+@pytest.mark.parametrize("length", [0, LONG])
+def test_a_lone_surrogate_is_refused(length):
     with pytest.raises(BadInput, match="lone surrogate"):
-        TOKENIZER.encode("a\ud83cb")
+        TOKENIZER.encode("a\ud83cb" + "a" * length)
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_a_long_text_has_the_tokens_that_it_would_have_in_any_case(framed):
+    backend = byte_level()
+    frame = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
+    backend.post_processor = frame
+    text = f"ab c\u00e9\n{END}" * LONG
+    whole = backend.encode(text, add_special_tokens=framed).ids
+    assert Tokenizer(backend).encode(text, add_special_tokens=framed) == whole
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized():
+    """One that has the interpreter to itself leaves them a moment between two texts."""
+    with ThreadPoolExecutor() as pool:
+        encodings = [pool.submit(TOKENIZER.encode, "ab c" * 50 * LONG) for _ in range(3)]
+        moments = 0
+        while not all(encoding.done() for encoding in encodings):
+            moments += 1
+            time.sleep(0)  # which gives the interpreter away
+    assert moments > 100
 
 
 def test_a_stored_truncation_cuts_no_prompt(tmp_path):
