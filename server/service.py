@@ -60,6 +60,7 @@ class Service:
     _registry: CollectorRegistry | None = None
     _fingerprint: str = ""
     _name: str = ""
+    _speller: Speller = field(default_factory=Speller)
     _stall: StallWatch = field(default_factory=StallWatch)
 
     # -- the engine
@@ -106,7 +107,7 @@ class Service:
         """
         if not (engine.target / "tokenizer.json").exists():
             return
-        engine.tokenizer.encode("a")
+        self._speller = Speller(engine.tokenizer)
         self._chats = has_template(engine.target)
         if self._chats:
             try:
@@ -155,9 +156,8 @@ class Service:
 
     @property
     def speller(self) -> Speller:
-        """Of the target's tokens."""
-        engine = self.engine
-        return Speller(engine.tokenizer if (engine.target / "tokenizer.json").exists() else None)
+        """Of the target's tokens, once it is opened."""
+        return self._speller
 
     def describe(self) -> Mapping[str, Any]:
         """The model as /v1/models shows it."""

@@ -12,7 +12,7 @@ from dflash_aot.runtime.text import Tokenizer
 class Speller:
     """Of a target's tokens; without a tokenizer by their ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None = None):
         self._tokenizer = tokenizer
 
     def spell(self, token: int) -> bytes:
