@@ -70,7 +70,11 @@ _REQUIRE_SIGNATURE = flags.DEFINE_string(
     "require_signature", None, "a public key, PEM: serve only what its owner signed", flag_values=FLAGS
 )
 _MAX_WAITING = flags.DEFINE_integer(
-    "max_waiting", MAX_WAITING, "choices in line behind those that are served; more are refused", 1, flag_values=FLAGS
+    "max_waiting",
+    MAX_WAITING,
+    "choices in line behind those that are served; more are refused, also those of one request",
+    1,
+    flag_values=FLAGS,
 )
 _MAX_PER_KEY = flags.DEFINE_integer(
     "max_per_key",
@@ -177,7 +181,7 @@ def _read_tls() -> tuple[Path, Path] | None:
     if certificate is None or key is None:
         raise BadInput("--tls_certificate and --tls_key: both are needed")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ssl.SSLError) as error:
         raise BadInput(f"--tls_certificate {certificate}, --tls_key {key}: {error}") from error
     return Path(certificate), Path(key)
@@ -229,6 +233,7 @@ def _calm_logs(access: bool) -> None:
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(drop_trace)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below, anybody who connects may make it say things
     logging.getLogger("dflash_aot.server.access").setLevel(logging.INFO if access else logging.WARNING)
 
 

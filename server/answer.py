@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from dflash_aot.runtime.async_stream import AsyncStream
 from dflash_aot.runtime.request import Delta
-from dflash_aot.server.callers import Callers
 from dflash_aot.server.reading import Asking
 from dflash_aot.server.service import Service
 
@@ -15,8 +14,8 @@ from dflash_aot.server.service import Service
 class Answer:
     """Closing it, at whatever point, frees its slots and its places among what the caller has under way."""
 
-    def __init__(self, streams: Sequence[AsyncStream], close: Callable[[], None]):
-        self._streams, self.close = streams, close
+    def __init__(self, asking: Asking, streams: Sequence[AsyncStream], close: Callable[[], None]):
+        self.asking, self._streams, self.close = asking, streams, close
 
     def __enter__(self) -> "Answer":
         return self
@@ -44,13 +43,18 @@ class Answer:
                 future.cancel()
 
 
-async def start_answer(service: Service, callers: Callers, caller: int, asking: Asking) -> Answer:
-    """Every choice is on its way when this returns, or none is. Raises Problem, BadInput, QueueFull, EngineFailed."""
+async def start_answer(service: Service, admission: AbstractContextManager[None], read: Callable[[], Asking]) -> Answer:
+    """Every choice is on its way when this returns, or none is.
+
+    admission: entered before `read`, which runs in a thread, and left when the answer is closed.
+    Raises what these raise, and QueueFull, EngineFailed.
+    """
     with ExitStack() as stack:
-        stack.enter_context(callers.admit(caller, asking.choices))
+        stack.enter_context(admission)
+        asking = await asyncio.to_thread(read)  # a long text takes its time
         streams = []
         for prompt, params in asking.each():
             stream = await service.engine.asubmit(prompt, params, deadline=service.limits.request_seconds)
             stack.callback(stream.close)
             streams.append(stream)
-        return Answer(streams, stack.pop_all().close)
+        return Answer(asking, streams, stack.pop_all().close)

@@ -1,7 +1,7 @@
 """The paths of the server, and what each answers."""
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -13,20 +13,20 @@ from starlette.types import ASGIApp
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.server import answered
-from dflash_aot.server.answer import Answer, start_answer
-from dflash_aot.server.asked import ChatRequest, CompletionRequest, Sampled
+from dflash_aot.server.answer import start_answer
+from dflash_aot.server.asked import ChatRequest, CompletionRequest
 from dflash_aot.server.callers import Callers
 from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
 from dflash_aot.server.guard import Guard
 from dflash_aot.server.page import router as page
 from dflash_aot.server.problems import Problem, describe_flaws, report_error
-from dflash_aot.server.reading import Asking, read_chat, read_completion
+from dflash_aot.server.reading import Asking, count_choices, read_chat, read_completion
 from dflash_aot.server.reply import Reply
 from dflash_aot.server.sending import ClientGone, EventStream, finish_unless_gone
 from dflash_aot.server.service import Service
 from dflash_aot.server.spelling import Speller
 
-Body = TypeVar("Body", bound=Sampled)
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
 GONE = 499  # nginx's number for it; nobody reads it
 REFUSALS = {
     400: "what was asked cannot be done as it was asked",
@@ -49,7 +49,9 @@ EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}  # a schema would 
 
 def create_app(service: Service, hosts: frozenset[str] | None = None) -> ASGIApp:
     """The whole server as an ASGI application; `hosts`: see Guard."""
-    app = FastAPI(title="dflash-aot", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(
+        title="dflash-aot", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False
+    )
     app.include_router(page)
     _add_answers(app, service)
     _add_state(app, service)
@@ -95,9 +97,16 @@ async def _answer(
     if body.stream_options and not body.stream:
         raise Problem(400, "stream_options without stream", "invalid_value", "stream_options")
     service.engine  # noqa: B018  raises where nothing can be asked of it
-    asking = await asyncio.to_thread(read, service, body)  # a long text takes its time
-    answer = await start_answer(service, callers, request.state.caller, asking)
-    reply = _make_reply(service, request, body, asking, answer, make_format)
+    admission = callers.admit(request.state.caller, count_choices(body))
+    answer = await start_answer(service, admission, partial(read, service, body))
+    reply = Reply(
+        service=service,
+        answer=answer,
+        format=make_format(service.speller),
+        request_id=request.state.request_id,
+        began=request.state.began,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
     if body.stream:
         return EventStream(reply.events(), answer.close)
     with answer:
@@ -105,26 +114,6 @@ async def _answer(
             return Response(await finish_unless_gone(request.receive, reply.whole()), media_type="application/json")
         except ClientGone:
             return Response(status_code=GONE)
-
-
-def _make_reply(
-    service: Service,
-    request: Request,
-    body: Sampled,
-    asking: Asking,
-    answer: Answer,
-    make_format: Callable[[Speller], Format],
-) -> Reply:
-    return Reply(
-        service=service,
-        asking=asking,
-        answer=answer,
-        format=make_format(service.speller),
-        speller=service.speller,
-        request_id=request.state.request_id,
-        began=request.state.began,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-    )
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -160,6 +149,8 @@ def _add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI's, of what cannot be parsed
+            return _respond(Problem(400, "the body is no JSON", "invalid_json"))
         words = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
         response = _respond(Problem(error.status_code, words.get(error.status_code, str(error.detail))))
         response.headers.update(error.headers or {})

@@ -17,6 +17,10 @@ class Callers:
     @contextmanager
     def admit(self, caller: int, choices: int) -> Iterator[None]:
         """While they are under way. Raises Problem where that is too much."""
+        if choices > self._most:
+            raise Problem(
+                400, f"{choices} choices are asked for; one caller may have {self._most}", "invalid_value", "n"
+            )
         if self._under_way[caller] + choices > self._most:
             raise Problem(
                 429,

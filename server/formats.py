@@ -15,6 +15,7 @@ Fields = Mapping[str, Any]
 class Format(Protocol):
     """Of one kind of request. `opening`: of a choice, before anything is there of it."""
 
+    speller: Speller
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]

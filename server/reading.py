@@ -38,6 +38,13 @@ class Asking:
                 yield prompt, _seed(self.params, choice)
 
 
+def count_choices(body: CompletionRequest | ChatRequest) -> int:
+    """How many a body asks for, before anything is tokenized."""
+    prompts = body.prompt if isinstance(body, CompletionRequest) else None
+    several = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    return (len(prompts) if prompts and several else 1) * (body.n or 1)
+
+
 def read_completion(service: Service, body: CompletionRequest) -> Asking:
     """Tokenizes: not for an event loop. Raises Problem, BadInput."""
     _check_model(service, body.model)

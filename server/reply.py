@@ -13,9 +13,7 @@ from dflash_aot.runtime.request import Delta
 from dflash_aot.server.answer import Answer
 from dflash_aot.server.formats import Fields, Format
 from dflash_aot.server.problems import Problem, inside, report_error
-from dflash_aot.server.reading import Asking
 from dflash_aot.server.service import Service
-from dflash_aot.server.spelling import Speller
 from dflash_aot.server.tally import Choice, describe_usage
 
 logger = logging.getLogger(__name__)
@@ -27,10 +25,8 @@ class Reply:
     """To one request, which came at `began`, a monotonic time."""
 
     service: Service
-    asking: Asking
     answer: Answer
     format: Format
-    speller: Speller
     request_id: str
     began: float
     include_usage: bool = False
@@ -38,7 +34,7 @@ class Reply:
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [Choice() for _ in range(self.asking.choices)]
+        self.choices = [Choice() for _ in range(self.answer.asking.choices)]
 
     async def whole(self) -> bytes:
         """When all of it is there. Raises Problem."""
@@ -46,8 +42,8 @@ class Reply:
             traces: list[list[Any]] = [[] for _ in self.choices]
             async for index, delta in deltas:
                 self._take(index, delta)
-                if self.asking.params.trace:
-                    traces[index] += self.speller.describe_rounds(delta)
+                if self.answer.asking.params.trace:
+                    traces[index] += self.format.speller.describe_rounds(delta)
         told = [
             {**self.format.describe_choice(index, choice), **self._trace(trace)}
             for index, (choice, trace) in enumerate(zip(self.choices, traces, strict=True))
@@ -64,7 +60,9 @@ class Reply:
                 async for index, delta in deltas:
                     self._take(index, delta)
                     if self._says_something(delta):
-                        trace = self._trace(self.speller.describe_rounds(delta) if self.asking.params.trace else [])
+                        trace = self._trace(
+                            self.format.speller.describe_rounds(delta) if self.answer.asking.params.trace else []
+                        )
                         yield self._chunk([{**self.format.describe_chunk(index, delta), **trace}])
             if self.include_usage:
                 yield self._chunk([], self._usage())
@@ -86,15 +84,15 @@ class Reply:
 
     def _says_something(self, delta: Delta) -> bool:
         """A part of a character, or what may begin a stop text, is not shown yet."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or self.asking.params.trace)
+        return bool(delta.text or delta.finish_reason or delta.logprobs or self.answer.asking.params.trace)
 
     def _trace(self, rounds: Sequence[Any]) -> Fields:
-        if not self.asking.params.trace:
+        if not self.answer.asking.params.trace:
             return {}
         return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}}
 
     def _usage(self) -> Fields:
-        return describe_usage(self.asking.prompt_tokens, self.choices)
+        return describe_usage(self.answer.asking.prompt_tokens, self.choices)
 
     def _chunk(self, choices: Sequence[Fields], usage: Fields | None = None) -> bytes:
         told = {"usage": usage} if self.include_usage else {}

@@ -29,12 +29,11 @@ class RawClient:
     """One connection, over which bytes go as they are. receive_bytes: what the kernel keeps of what nobody reads."""
 
     def __init__(self, server: Server, receive_bytes: int | None = None):
-        address = urlsplit(server.url)
         self.socket = socket.socket()
         self.socket.settimeout(LONG)
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.connect((address.hostname, address.port))
+        self.socket.connect(locate(server))
         self.file = self.socket.makefile("rb")
 
     def __enter__(self) -> Self:
@@ -66,6 +65,13 @@ class RawClient:
         except ConnectionResetError:
             pass
         return read
+
+
+def locate(server: Server) -> tuple[str, int]:
+    """What a socket connects to."""
+    address = urlsplit(server.url)
+    assert address.hostname and address.port
+    return address.hostname, address.port
 
 
 def head(method: str, path: str, **headers: str) -> bytes:

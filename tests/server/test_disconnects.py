@@ -3,6 +3,7 @@
 import json
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.server.raw_client import (
     RawClient,
     count_requests,
     head,
+    locate,
     read_sample,
     wait_until_busy,
     wait_until_idle,
@@ -236,9 +238,13 @@ def test_who_opens_more_than_a_process_may_have_shuts_nobody_out(limited):
     resource.prlimit(limited.process.pid, resource.RLIMIT_NOFILE, (BACKLOG + 64, before[1]))
     try:
         with ExitStack() as stack:
+            limited.process.send_signal(signal.SIGSTOP)  # so that they come all at once
             for _ in range(2 * BACKLOG):
-                stack.enter_context(RawClient(limited))
-        wait_until(lambda: is_let_in(limited))
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(locate(limited))
+            limited.process.send_signal(signal.SIGCONT)
+            wait_until(lambda: is_let_in(limited))
     finally:
         resource.prlimit(limited.process.pid, resource.RLIMIT_NOFILE, before)
 

@@ -226,7 +226,7 @@ def test_more_choices_than_anybody_may_have_are_refused_even_when_nothing_is_und
     with strict.client() as client:
         assert client.post(COMPLETIONS, json={**SMALL, "n": 8}).status_code == 200
         refused = client.post(COMPLETIONS, json={**SMALL, "n": 9})
-        assert "no more than 8 may be" in read_error(refused, 429, "too_many_requests")
+        assert "one caller may have 8" in read_error(refused, 400, "invalid_value")
 
 
 def test_a_full_line_refuses_all_choices_of_a_request_or_none(crowded):
