@@ -28,7 +28,8 @@ from dflash_aot.runtime.process_clock import seconds_since_process_start
 from dflash_aot.server.keys import Keys, make_keys, read_keys
 from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.service import Service, Serving
+from dflash_aot.server.model import Serving
+from dflash_aot.server.service import Service
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
@@ -144,10 +145,10 @@ class _Announcer(Observer):
     def note_ready(self) -> None:
         gc.freeze()  # of what comes with JAX nothing is ever garbage, and looking through it stalls everything
         assert self._service.opened
-        startup = {"imports": IMPORTED, **self._service.opened.startup}
+        startup = {"imports": IMPORTED, **self._service.opened.engine.startup}
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
         took = seconds_since_process_start()
-        _say(f"ready after {took:.2f} s ({phases}): {self._service.name} at {self._url}/v1")
+        _say(f"ready after {took:.2f} s ({phases}): {self._service.opened.name} at {self._url}/v1")
 
 
 def _read_keys() -> Keys:
@@ -200,13 +201,13 @@ def _describe_serving() -> Serving:
         preload=_PRELOAD.value,
         name=_NAME.value,
         temperature=_TEMPERATURE.value,
+        prompt_tokens=_MAX_PROMPT.value,
     )
 
 
 def _read_limits() -> Limits:
     return Limits(
         body_bytes=_MAX_BODY.value,
-        prompt_tokens=_MAX_PROMPT.value,
         per_caller=_MAX_PER_KEY.value,
         request_seconds=_REQUEST_SECONDS.value,
         drain_seconds=_DRAIN_SECONDS.value,

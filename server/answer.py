@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from dflash_aot.runtime.async_stream import AsyncStream
+from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.request import Delta
 from dflash_aot.server.reading import Asking
-from dflash_aot.server.service import Service
 
 
 class Answer:
@@ -43,10 +43,13 @@ class Answer:
                 future.cancel()
 
 
-async def start_answer(service: Service, admission: AbstractContextManager[None], read: Callable[[], Asking]) -> Answer:
+async def start_answer(
+    engine: Engine, admission: AbstractContextManager[None], read: Callable[[], Asking], deadline: float
+) -> Answer:
     """Every choice is on its way when this returns, or none is.
 
-    admission: entered before `read`, which runs in a thread, and left when the answer is closed.
+    admission: entered before `read`, which runs in a thread, and left when the answer is closed. deadline: see
+    `Engine.stream`.
     Raises what these raise, and QueueFull, EngineFailed.
     """
     with ExitStack() as stack:
@@ -54,7 +57,7 @@ async def start_answer(service: Service, admission: AbstractContextManager[None]
         asking = await asyncio.to_thread(read)  # a long text takes its time
         streams = []
         for prompt, params in asking.each():
-            stream = await service.engine.asubmit(prompt, params, deadline=service.limits.request_seconds)
+            stream = await engine.asubmit(prompt, params, deadline=deadline)
             stack.callback(stream.close)
             streams.append(stream)
         return Answer(asking, streams, stack.pop_all().close)

@@ -1,6 +1,6 @@
 """The paths of the server, and what each answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,9 +18,10 @@ from dflash_aot.server.asked import ChatRequest, CompletionRequest
 from dflash_aot.server.callers import Callers
 from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
 from dflash_aot.server.guard import Guard
+from dflash_aot.server.model import Model
 from dflash_aot.server.page import router as page
 from dflash_aot.server.problems import Problem, describe_flaws, report_error
-from dflash_aot.server.reading import Asking, count_choices, read_chat, read_completion
+from dflash_aot.server.reading import Asking, check_name, count_choices, read_chat, read_completion
 from dflash_aot.server.reply import Reply
 from dflash_aot.server.sending import ClientGone, EventStream, finish_unless_gone
 from dflash_aot.server.service import Service
@@ -90,19 +91,19 @@ async def _answer(
     callers: Callers,
     request: Request,
     body: Body,
-    read: Callable[[Service, Body], Asking],
+    read: Callable[[Model, Body], Asking],
     make_format: Callable[[Speller], Format],
 ) -> Response:
     """In events or whole. Raises what is wrong with the request."""
     if body.stream_options and not body.stream:
         raise Problem(400, "stream_options without stream", "invalid_value", "stream_options")
-    service.engine  # noqa: B018  raises where nothing can be asked of it
-    admission = callers.admit(request.state.caller, count_choices(body))
-    answer = await start_answer(service, admission, partial(read, service, body))
+    model, admission = service.model, callers.admit(request.state.caller, count_choices(body))
+    answer = await start_answer(model.engine, admission, partial(read, model, body), service.limits.request_seconds)
     reply = Reply(
         service=service,
+        model=model,
         answer=answer,
-        format=make_format(service.speller),
+        format=make_format(model.speller),
         request_id=request.state.request_id,
         began=request.state.began,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -119,13 +120,12 @@ async def _answer(
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={**DOCUMENTED, 200: {"model": answered.Models}}, response_model=None)
     async def list_models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.describe()]})
+        return JSONResponse({"object": "list", "data": [_describe_model(service)]})
 
     @app.get("/v1/models/{model:path}", responses={**DOCUMENTED, 200: {"model": answered.Model}}, response_model=None)
     async def show_model(model: str) -> Response:
-        if model != service.name:
-            raise Problem(404, f"this server has the model {service.name!r}, not {model!r}", "model_not_found", "model")
-        return JSONResponse(service.describe())
+        check_name(service.model, model)
+        return JSONResponse(_describe_model(service))
 
     @app.get(
         "/health", responses={200: {"model": answered.Health}, 503: {"model": answered.Health}}, response_model=None
@@ -137,7 +137,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", include_in_schema=False)
     async def tell_metrics() -> Response:
-        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.model.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _describe_model(service: Service) -> Mapping[str, Any]:
+    model = service.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "dflash-aot",
+        "max_model_len": model.capacity,
+        "dflash": model.describe(),
+    }
 
 
 def _add_refusals(app: FastAPI) -> None:

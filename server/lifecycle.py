@@ -124,8 +124,8 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second. An engine that has failed serves nobody: whoever restarts processes is to know."""
-        if counter % 10 == 0 and self._service.status == "failed" and self._service.opened:
-            self.failure = EngineFailed(f"the engine has failed: {self._service.opened.failure}")
+        if counter % 10 == 0 and (reason := self._service.failure):
+            self.failure = EngineFailed(f"the engine has failed: {reason}")
             return True
         return await super().on_tick(counter)
 
@@ -134,14 +134,10 @@ class _Server(uvicorn.Server):
         if self._service.opened is None:
             await super().shutdown(sockets)
             return
-        closing = threading.Thread(target=self._close, name="dflash-closing", daemon=True)
+        closing = threading.Thread(target=self._service.close, name="dflash-closing", daemon=True)
         closing.start()
         await super().shutdown(sockets)
         await asyncio.to_thread(closing.join, self._service.limits.drain_seconds + GRACE)
         if closing.is_alive():
             logger.error("the device does not answer: the process ends without it")
             os._exit(1)
-
-    def _close(self) -> None:
-        assert self._service.opened is not None
-        self._service.opened.close(drain_seconds=self._service.limits.drain_seconds)

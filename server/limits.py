@@ -8,17 +8,16 @@ MOST_STOPS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes or tokens, times in seconds.
+    """Times are in seconds.
 
-    body_bytes: of one request. prompt_tokens: of one prompt; None: what the grid holds. per_caller: choices that one
-    API key, or all callers without one, may have under way or in line. request_seconds: from arrival to the last
+    body_bytes: of one request. per_caller: choices that one API key, or all callers without one, may have under way or
+    in line. request_seconds: from arrival to the last
     token. drain_seconds: for what is under way when the server is told to end.
     head_seconds, body_seconds, write_seconds: for a client to send the head of a request, to send its body, and to
     take what it asked for once the buffers between are full. connections: open ones.
     """
 
     body_bytes: int = 1 << 20
-    prompt_tokens: int | None = None
     per_caller: int = 64
     request_seconds: float = 600.0
     drain_seconds: float = 30.0

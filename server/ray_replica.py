@@ -18,7 +18,8 @@ from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.server.app import create_app
 from dflash_aot.server.keys import Keys, make_keys, read_keys
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.service import Service, Serving
+from dflash_aot.server.model import Serving
+from dflash_aot.server.service import Service
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 GRACE = 10.0  # seconds, behind the drain: for the engine's thread to end
@@ -65,14 +66,11 @@ class Replica:
     async def check_health(self) -> None:
         """Raises EngineFailed where a replica had better be replaced."""
         if (status := self._service.status) in ("failed", "stalled"):
-            assert self._service.opened
-            raise EngineFailed(
-                f"the engine has {status}: {self._service.opened.failure or 'its device does not answer'}"
-            )
+            raise EngineFailed(f"the engine has {status}: {self._service.failure or 'its device does not answer'}")
 
     def stats(self) -> dict[str, Any]:
         """Of whichever replica a handle asks: who it is, and what its engine does."""
-        stats = self._service.engine.stats()
+        stats = self._service.model.engine.stats()
         return {
             "replica": serve.get_replica_context().replica_id.unique_id,
             "running": stats.running,
@@ -83,9 +81,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """Ray has waited for the requests that it knows of."""
-        self._service.draining = True
-        if engine := self._service.opened:
-            await asyncio.to_thread(engine.close, drain_seconds=self._service.limits.drain_seconds)
+        await asyncio.to_thread(self._service.close)
 
 
 def build(options: Options) -> serve.Application:

@@ -8,8 +8,8 @@ from dflash_aot.runtime.chat import render_chat
 from dflash_aot.runtime.sampling_params import SEEDS, SamplingParams
 from dflash_aot.server.asked import ChatRequest, CompletionRequest, Message, Sampled
 from dflash_aot.server.limits import MOST_CHOICES
+from dflash_aot.server.model import Model
 from dflash_aot.server.problems import Problem
-from dflash_aot.server.service import Service
 
 COMPLETION_TOKENS = 16  # OpenAI's default of completions
 NEWER_ROLES = {"developer": "system"}  # which templates do not know
@@ -39,59 +39,61 @@ class Asking:
 
 
 def count_choices(body: CompletionRequest | ChatRequest) -> int:
-    """How many a body asks for, before anything is tokenized."""
-    prompts = body.prompt if isinstance(body, CompletionRequest) else None
-    several = isinstance(prompts, list) and not isinstance(prompts[0], int)
-    return (len(prompts) if prompts and several else 1) * (body.n or 1)
+    """How many a body asks for, before anything is tokenized. Raises Problem."""
+    prompts, n = len(_list_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1, body.n or 1
+    if prompts * n > MOST_CHOICES:
+        words = f"{prompts} prompts, n = {n}: no more than {MOST_CHOICES} choices at once"
+        raise Problem(400, words, "invalid_value", "n")
+    return prompts * n
 
 
-def read_completion(service: Service, body: CompletionRequest) -> Asking:
+def read_completion(model: Model, body: CompletionRequest) -> Asking:
     """Tokenizes: not for an event loop. Raises Problem, BadInput."""
-    _check_model(service, body.model)
-    prompts = _list_prompts(service, body.prompt)
-    room = _check_prompts(service, prompts)
+    check_name(model, body.model)
+    prompts = tuple(tuple(_encode(model, one)) for one in _list_prompts(body.prompt))
+    room = _find_room(model, prompts)
     wanted = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
-    return _ask(service, body, prompts, wanted, body.logprobs)
+    _check_room(model, room, wanted)
+    return Asking(prompts, body.n or 1, _make_params(model, body, wanted, body.logprobs))
 
 
-def read_chat(service: Service, body: ChatRequest) -> Asking:
+def read_chat(model: Model, body: ChatRequest) -> Asking:
     """Renders and tokenizes: not for an event loop. Raises Problem, BadInput."""
-    _check_model(service, body.model)
+    check_name(model, body.model)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "invalid_value", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
-    prompts = (_render(service, body.messages),)
-    room = _check_prompts(service, prompts)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _ask(
-        service, body, prompts, room if wanted is None else wanted, (body.top_logprobs or 0) if body.logprobs else None
-    )
+    prompt = _render(model, body.messages)
+    room = _find_room(model, [prompt])
+    wanted = room if (asked := body.max_completion_tokens or body.max_tokens) is None else asked
+    _check_room(model, room, wanted)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Asking((prompt,), body.n or 1, _make_params(model, body, wanted, logprobs))
 
 
-def _check_model(service: Service, model: str | None) -> None:
-    if model not in (None, service.name):
-        raise Problem(404, f"this server has the model {service.name!r}, not {model!r}", "model_not_found", "model")
+def check_name(model: Model, name: str | None) -> None:
+    """Raises Problem for another one's."""
+    if name not in (None, model.name):
+        raise Problem(404, f"this server has the model {model.name!r}, not {name!r}", "model_not_found", "model")
 
 
-def _list_prompts(
-    service: Service, prompt: str | list[str] | list[int] | list[list[int]]
-) -> tuple[tuple[int, ...], ...]:
-    several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    return tuple(tuple(_encode(service, one) if isinstance(one, str) else one) for one in several)
+def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    several = not isinstance(prompt, str) and not isinstance(prompt[0], int)
+    return list(prompt) if several else [prompt]  # type: ignore[arg-type,list-item]
 
 
-def _encode(service: Service, text: str) -> list[int]:
+def _encode(model: Model, prompt: str | list[int]) -> list[int]:
     try:
-        return service.engine.tokenizer.encode(text)
+        return model.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     except BadCheckpoint as error:
         raise Problem(400, "this model has no tokenizer here: give token ids", "no_tokenizer", "prompt") from error
 
 
-def _render(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:
-    if not service.chats:
+def _render(model: Model, messages: Sequence[Message]) -> tuple[int, ...]:
+    if not model.chats:
         raise Problem(400, "this model has no chat template: ask /v1/completions", "no_chat_template", "messages")
-    engine = service.engine
+    engine = model.engine
     text = render_chat(engine.target, [_describe_message(message) for message in messages])
     # The template has written all special tokens itself.
     return tuple(engine.tokenizer.encode(text, add_special_tokens=False))
@@ -104,42 +106,33 @@ def _describe_message(message: Message) -> dict[str, str]:
     return {"role": NEWER_ROLES.get(message.role, message.role), "content": content, **named}
 
 
-def _check_prompts(service: Service, prompts: Sequence[Sequence[int]]) -> int:
-    """Returns how many tokens there is room for behind the longest. Raises Problem."""
-    longest, most = max(map(len, prompts)), service.most_prompt_tokens
+def _find_room(model: Model, prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens there is room for behind the longest. Raises Problem."""
+    longest, most = max(map(len, prompts)), model.most_prompt_tokens
     if not min(map(len, prompts)):
         raise Problem(400, "the prompt is empty: at least one token is needed", "invalid_value", "prompt")
     if longest > most:
         raise Problem(
             400, f"the prompt has {longest} tokens; this server takes up to {most}", "context_length_exceeded", "prompt"
         )
-    return service.engine.manifest.grid.capacity + 1 - longest
+    return model.capacity + 1 - longest
 
 
-def _ask(
-    service: Service, body: Sampled, prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: int | None
-) -> Asking:
-    n = 1 if body.n is None else body.n
-    if len(prompts) * n > MOST_CHOICES:
-        raise Problem(
-            400, f"{len(prompts)} prompts, n = {n}: no more than {MOST_CHOICES} choices at once", "invalid_value", "n"
-        )
-    room = _check_prompts(service, prompts)
+def _check_room(model: Model, room: int, max_tokens: int) -> None:
+    """Raises Problem."""
     if max_tokens > room:
+        longest = model.capacity + 1 - room
         raise Problem(
             400,
-            f"the prompt has {max(map(len, prompts))} tokens, and max_tokens is {max_tokens}: there is room for {room} "
-            f"behind it ({service.engine.manifest.grid.capacity} positions)",
+            f"the prompt has {longest} tokens, and max_tokens is {max_tokens}: there is room for {room} behind it "
+            f"({model.capacity} positions)",
             "context_length_exceeded",
             "max_tokens",
         )
-    params = _make_params(service, body, max_tokens, logprobs)
-    _check_built(service, params)
-    return Asking(prompts, n, params)
 
 
-def _make_params(service: Service, body: Sampled, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Raises BadInput."""
+def _make_params(model: Model, body: Sampled, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Raises BadInput, and Problem for what was not precompiled."""
     given = {
         name: value
         for name in (
@@ -149,27 +142,27 @@ def _make_params(service: Service, body: Sampled, max_tokens: int, logprobs: int
         if (value := getattr(body, name)) is not None
     }
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=service.temperature if body.temperature is None else body.temperature,
+        temperature=model.temperature if body.temperature is None else body.temperature,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         logit_bias=bias or None,
         logprobs=logprobs,
         **given,
     )
+    _check_built(model, params)
+    return params
 
 
-def _check_built(service: Service, params: SamplingParams) -> None:
+def _check_built(model: Model, params: SamplingParams) -> None:
     """What was not precompiled is refused here, without the command, which is the operator's. Raises Problem."""
-    manifest = service.engine.manifest
-    if params.shaped_by and not service.samples:
+    if params.shaped_by and not model.samples:
         asked = ", ".join(params.shaped_by)
         raise Problem(
             400, f"this server decodes greedily only, and this takes more: {asked}", "not_built", asked.split(",")[0]
         )
-    ks = [k for k in manifest.grid.k if k <= service.engine.k]
-    if params.k is not None and params.k not in ks:
-        raise Problem(400, f"k is {params.k}: this server has {', '.join(map(str, ks))}", "not_built", "k")
+    if params.k not in (None, *model.ks):
+        raise Problem(400, f"k is {params.k}: this server has {', '.join(map(str, model.ks))}", "not_built", "k")
 
 
 def _seed(params: SamplingParams, choice: int) -> SamplingParams:

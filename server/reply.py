@@ -12,6 +12,7 @@ import msgspec
 from dflash_aot.runtime.request import Delta
 from dflash_aot.server.answer import Answer
 from dflash_aot.server.formats import Fields, Format
+from dflash_aot.server.model import Model
 from dflash_aot.server.problems import Problem, inside, report_error
 from dflash_aot.server.service import Service
 from dflash_aot.server.tally import Choice, describe_usage
@@ -25,6 +26,7 @@ class Reply:
     """To one request, which came at `began`, a monotonic time."""
 
     service: Service
+    model: Model
     answer: Answer
     format: Format
     request_id: str
@@ -103,8 +105,8 @@ class Reply:
             "id": f"{self.format.prefix}-{self.request_id}",
             "object": kind,
             "created": self.created,
-            "model": self.service.name,
-            "system_fingerprint": self.service.fingerprint,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
             "choices": choices,
         }
 

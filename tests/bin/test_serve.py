@@ -35,7 +35,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_opened(command, arg
 def test_no_key_may_be_empty(command, monkeypatch):
     monkeypatch.setenv("DFLASH_API_KEY", "")
     done = command(serve)
-    assert done.code == 2 and "DFLASH_API_KEY: key 1 is empty" in done.err
+    assert done.code == 2 and "DFLASH_API_KEY: the key is empty" in done.err
 
 
 def test_short_keys_and_texts_in_the_clear_are_warned_of(command, monkeypatch, tmp_path, caplog):

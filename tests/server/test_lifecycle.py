@@ -116,11 +116,12 @@ ENGINE_ENDS = """
 import sys
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.server.lifecycle import Observer, listen, serve
-from dflash_aot.server.service import Service, Serving
+from dflash_aot.server.model import Serving
+from dflash_aot.server.service import Service
 
 class Saboteur(Observer):
     def note_ready(self):
-        service.opened.close()
+        service.opened.engine.close()
 
 service = Service(Serving(sys.argv[1], preload=False))
 with listen("127.0.0.1", 0) as listener:

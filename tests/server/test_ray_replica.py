@@ -26,7 +26,7 @@ from dflash_aot.cache.errors import BadInput, EngineFailed, MissingBundle
 from dflash_aot.runtime import SamplingParams
 from dflash_aot.server.keys import Keys
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.service import Serving
+from dflash_aot.server.model import Serving
 from tests.ray_processes import PATIENCE, wait_for_running
 
 pytestmark = [
