@@ -12,6 +12,7 @@ this machine's alone.
 import gc
 import ipaddress
 import logging
+import math
 import os
 import ssl
 import sys
@@ -25,6 +26,8 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.location import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.process_clock import seconds_since_process_start
+from dflash_aot.runtime.sampling_params import MOST
+from dflash_aot.server.guard import LOOPBACK
 from dflash_aot.server.keys import Keys, make_keys, read_keys
 from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
@@ -36,6 +39,7 @@ IMPORTED = seconds_since_process_start()
 VARIABLE = "DFLASH_API_KEY"
 SHORT = 16  # characters: who can try a thousand keys a second should not find one
 DEFAULTS = Limits()
+LONGEST = 1e6  # seconds
 
 FLAGS = flags.FlagValues()
 _BUNDLE = flags.DEFINE_string(
@@ -59,6 +63,8 @@ _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     None,
     "of requests that say none; default: 1, as OpenAI's; 0 where the bundle cannot sample",
+    0.0,
+    MOST,
     flag_values=FLAGS,
 )
 _PRELOAD = flags.DEFINE_bool(
@@ -89,13 +95,14 @@ _MAX_PROMPT = flags.DEFINE_integer(
     "max_prompt_tokens", None, "of one prompt; default: what the grid holds", 1, flag_values=FLAGS
 )
 _REQUEST_SECONDS = flags.DEFINE_float(
-    "request_seconds", DEFAULTS.request_seconds, "how long one request may take", 0.001, flag_values=FLAGS
+    "request_seconds", DEFAULTS.request_seconds, "how long one request may take", 0.001, LONGEST, flag_values=FLAGS
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
     "drain_seconds",
     DEFAULTS.drain_seconds,
     "how long what is under way may go on after SIGTERM; then it ends as an error",
     0.0,
+    LONGEST,
     flag_values=FLAGS,
 )
 _TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", None, "PEM, the chain: serve HTTPS", flag_values=FLAGS)
@@ -110,6 +117,7 @@ def main() -> None:
 
 def run() -> None:
     """Checks what is said before anything is opened, and serves."""
+    _check_numbers()
     keys = _read_keys()
     local = _is_loopback(_HOST.value)
     if not (keys or local):
@@ -124,7 +132,7 @@ def run() -> None:
     _calm_logs(_ACCESS_LOG.value)
     with listen(_HOST.value, _PORT.value) as listener:
         url = f"{'https' if tls else 'http'}://{_show_address(listener.getsockname())}"
-        hosts = None if keys else frozenset({"localhost", "127.0.0.1", "::1", _HOST.value.lower()})
+        hosts = None if keys else LOOPBACK | {_HOST.value.lower()}
         serve(service, listener, hosts, tls, _Announcer(service, url))
     _say("ended, and everything that was under way was told")
 
@@ -149,6 +157,15 @@ class _Announcer(Observer):
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
         took = seconds_since_process_start()
         _say(f"ready after {took:.2f} s ({phases}): {self._service.opened.name} at {self._url}/v1")
+
+
+def _check_numbers() -> None:
+    """What absl's bounds let pass. Raises BadInput."""
+    for flag in ("request_seconds", "drain_seconds", "temperature"):
+        if (value := FLAGS[flag].value) is not None and not math.isfinite(value):
+            raise BadInput(f"--{flag} {value}: a number is needed")
+    if _NAME.value == "":
+        raise BadInput("--served_model_name '': a name is needed")
 
 
 def _read_keys() -> Keys:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ray import serve
 
+from dflash_aot.server.guard import LOOPBACK
 from dflash_aot.server.ray_replica import Options, build
 
 
@@ -32,6 +33,7 @@ def main() -> None:
         replicas=given.replicas,
         actor={"num_cpus": given.cpus, "resources": given.resources},
         api_keys=given.api_keys,
+        without_keys=given.api_keys is None and given.host in LOOPBACK,
     )
     stop = threading.Event()
     serve.start(http_options={"host": given.host, "port": given.port})

@@ -59,6 +59,12 @@ class Tokenizer:
         whole = [one for token_id in ids if not self.is_silent(token_id) for one in joiner.push(token_id)]
         return self._decode([*whole, *joiner.flush()])
 
+    @property
+    def longest(self) -> int:
+        """Characters of the longest token as the vocabulary writes it: no text is longer than so many per token, but
+        for what a normalizer takes away."""
+        return max(map(len, self._backend.get_vocab()))
+
     def spell(self, token_id: int) -> bytes:
         """What one token stands for, in the middle of a text: it may be a part of a character. Special tokens as they
         are written, b"" for ids outside the vocabulary."""

@@ -1,7 +1,7 @@
 """The choices of one request on their way, told in the order in which they are committed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
@@ -44,17 +44,16 @@ class Answer:
 
 
 async def start_answer(
-    engine: Engine, admission: AbstractContextManager[None], read: Callable[[], Asking], deadline: float
+    engine: Engine, admission: AbstractContextManager[None], read: Callable[[], Awaitable[Asking]], deadline: float
 ) -> Answer:
     """Every choice is on its way when this returns, or none is.
 
-    admission: entered before `read`, which runs in a thread, and left when the answer is closed. deadline: see
-    `Engine.stream`.
+    admission: entered before `read`, and left when the answer is closed. deadline: see `Engine.stream`.
     Raises what these raise, and QueueFull, EngineFailed.
     """
     with ExitStack() as stack:
         stack.enter_context(admission)
-        asking = await asyncio.to_thread(read)  # a long text takes its time
+        asking = await read()
         streams = []
         for prompt, params in asking.each():
             stream = await engine.asubmit(prompt, params, deadline=deadline)

@@ -11,18 +11,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from dflash_aot.cache.errors import DflashError
-from dflash_aot.server import answered
+from dflash_aot.cache.errors import DflashError, EngineFailed
+from dflash_aot.server import response_schema
 from dflash_aot.server.answer import start_answer
-from dflash_aot.server.asked import ChatRequest, CompletionRequest
 from dflash_aot.server.callers import Callers
 from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
 from dflash_aot.server.guard import Guard
 from dflash_aot.server.model import Model
 from dflash_aot.server.page import router as page
-from dflash_aot.server.problems import Problem, describe_flaws, report_error
+from dflash_aot.server.problems import Problem, describe_flaws, report_error, shutting_down
 from dflash_aot.server.reading import Asking, check_name, count_choices, read_chat, read_completion
 from dflash_aot.server.reply import Reply
+from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
 from dflash_aot.server.sending import ClientGone, EventStream, finish_unless_gone
 from dflash_aot.server.service import Service
 from dflash_aot.server.spelling import Speller
@@ -43,7 +43,7 @@ REFUSALS = {
     504: "it took longer than a request may",
 }
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
-    status: {"description": words, "model": answered.Error} for status, words in REFUSALS.items()
+    status: {"description": words, "model": response_schema.Error} for status, words in REFUSALS.items()
 }
 EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}  # a schema would be of each event, says OpenAPI since 3.2
 
@@ -56,7 +56,7 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> ASGIApp
     app.include_router(page)
     _add_answers(app, service)
     _add_state(app, service)
-    _add_refusals(app)
+    _add_refusals(app, service)
     return Guard(app, service, hosts)
 
 
@@ -65,7 +65,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/completions",
-        responses={**DOCUMENTED, 200: {"model": answered.Completion, "content": EVENTS}},
+        responses={**DOCUMENTED, 200: {"model": response_schema.Completion, "content": EVENTS}},
         response_model=None,
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -76,7 +76,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post(
         "/v1/chat/completions",
-        responses={**DOCUMENTED, 200: {"model": answered.ChatCompletion, "content": EVENTS}},
+        responses={**DOCUMENTED, 200: {"model": response_schema.ChatCompletion, "content": EVENTS}},
         response_model=None,
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -97,8 +97,14 @@ async def _answer(
     """In events or whole. Raises what is wrong with the request."""
     if body.stream_options and not body.stream:
         raise Problem(400, "stream_options without stream", "invalid_value", "stream_options")
-    model, admission = service.model, callers.admit(request.state.caller, count_choices(body))
-    answer = await start_answer(model.engine, admission, partial(read, model, body), service.limits.request_seconds)
+    model, caller = service.model, request.state.caller
+    admission = callers.admit(caller, count_choices(body))
+    asking = partial(callers.read, caller, partial(read, model, body))
+    starting = start_answer(model.engine, admission, asking, service.limits.request_seconds)
+    try:
+        answer = await finish_unless_gone(request.receive, starting)
+    except ClientGone:
+        return Response(status_code=GONE)
     reply = Reply(
         service=service,
         model=model,
@@ -118,18 +124,23 @@ async def _answer(
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models", responses={**DOCUMENTED, 200: {"model": answered.Models}}, response_model=None)
+    @app.get("/v1/models", responses={**DOCUMENTED, 200: {"model": response_schema.Models}}, response_model=None)
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [_describe_model(service)]})
 
-    @app.get("/v1/models/{model:path}", responses={**DOCUMENTED, 200: {"model": answered.Model}}, response_model=None)
+    @app.get(
+        "/v1/models/{model:path}", responses={**DOCUMENTED, 200: {"model": response_schema.Model}}, response_model=None
+    )
     async def show_model(model: str) -> Response:
         check_name(service.model, model)
         return JSONResponse(_describe_model(service))
 
     @app.get(
-        "/health", responses={200: {"model": answered.Health}, 503: {"model": answered.Health}}, response_model=None
+        "/health",
+        responses={200: {"model": response_schema.Health}, 503: {"model": response_schema.Health}},
+        response_model=None,
     )
+    @app.head("/health", include_in_schema=False)
     async def tell_health() -> Response:
         status = service.status
         phase = {"phase": service.phase} if status == "loading" else {}
@@ -152,7 +163,7 @@ def _describe_model(service: Service) -> Mapping[str, Any]:
     }
 
 
-def _add_refusals(app: FastAPI) -> None:
+def _add_refusals(app: FastAPI, service: Service) -> None:
     """In OpenAI's form, all of them."""
 
     @app.exception_handler(RequestValidationError)
@@ -172,6 +183,8 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(DflashError)
     @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
+        if service.draining and isinstance(error, EngineFailed):  # the engine was closed meanwhile
+            return _respond(shutting_down())
         return _respond(report_error(error, request.state.request_id))
 
 

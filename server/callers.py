@@ -1,10 +1,16 @@
-"""How much each caller has under way."""
+"""How much each caller has under way, and whose turn it is to have texts read."""
 
-from collections import Counter
-from collections.abc import Iterator
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from dflash_aot.server.problems import Problem
+
+T = TypeVar("T")
+READERS = 2
 
 
 class Callers:
@@ -13,6 +19,8 @@ class Callers:
     def __init__(self, most: int):
         self._most = most
         self._under_way: Counter[int] = Counter()
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")  # of nothing else that anybody awaits
 
     @contextmanager
     def admit(self, caller: int, choices: int) -> Iterator[None]:
@@ -34,3 +42,9 @@ class Callers:
             yield
         finally:
             self._under_way[caller] -= choices
+
+    async def read(self, caller: int, read: Callable[[], T]) -> T:
+        """In a thread, for long texts take their time; one at a time for each caller, so that none keeps all others
+        waiting. Raises what `read` raises."""
+        async with self._turns[caller]:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, read)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's two forms, whole and in chunks. Pure: from deltas to what is written as JSON."""
+"""Answers in OpenAI's two forms, whole and in chunks: from deltas to what is written as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 from dflash_aot.runtime.logprobs import TokenLogprob
 from dflash_aot.runtime.request import Delta
 from dflash_aot.server.spelling import Speller
-from dflash_aot.server.tally import Choice
+from dflash_aot.server.usage import Choice
 
 Fields = Mapping[str, Any]
 
@@ -51,7 +51,8 @@ class CompletionFormat:
         told = None
         if self.logprobs:
             told = self.speller.describe_completion(logprobs, self.offsets.get(index, 0))
-            self.offsets[index] = self.offsets.get(index, 0) + sum(map(len, told["tokens"]))
+            shown = (self.speller.show(one.token_id) for one in logprobs)
+            self.offsets[index] = self.offsets.get(index, 0) + sum(map(len, shown))
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
 

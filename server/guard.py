@@ -1,16 +1,15 @@
 """What stands before the application: who asks, of which host, with how much; and what is said where it fails."""
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash_aot.server.limits import Limits
+from dflash_aot.server.body import read_body, replay
 from dflash_aot.server.page import FILES
 from dflash_aot.server.problems import Problem, report_error
 from dflash_aot.server.service import Service
@@ -19,7 +18,7 @@ access = logging.getLogger("dflash_aot.server.access")
 OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # nothing there is anybody's
 HEADERS: Mapping[str, str] = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 JSON = "application/json"
-HEARD = 8  # times what a body may have: so much is listened to, for who is still sending does not hear a refusal
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})  # whom only this machine can mean
 
 
 class Guard:
@@ -53,10 +52,13 @@ class Guard:
         self._check_host(headers)
         if scope["path"] not in OPEN_PATHS:
             scope["state"]["caller"] = self._identify(headers)
-        if scope["method"] == "POST":
+        body = b""
+        if scope["method"] == "POST":  # no other has a body that anybody reads
+            if scope["path"] in OPEN_PATHS:
+                raise Problem(405, f"{scope['path']} takes no POST")
             _check_type(headers)
-        receive = _replay(await self._read_body(headers, receive), receive)
-        await self._app(scope, receive, send)
+            body = await read_body(headers, receive, self._service.limits)
+        await self._app(scope, replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
         host = _read_host(headers.get("host", ""))
@@ -70,41 +72,6 @@ class Guard:
             fault = "this is no API key of this server's" if given else "an API key is needed"
             raise Problem(401, f"{fault}: Authorization: Bearer KEY", "invalid_api_key")
         return caller
-
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        """All of it before anything else, so that who sends slowly holds nothing but a connection. Raises Problem."""
-        limits = self._service.limits
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > HEARD * limits.body_bytes:
-            raise _too_large(limits)
-        body, size = bytearray(), 0
-        try:
-            async with asyncio.timeout(limits.body_seconds):
-                async for part in _receive_parts(receive):
-                    size += len(part)
-                    body += part if size <= limits.body_bytes else b""
-                    if size > HEARD * limits.body_bytes:
-                        break
-        except TimeoutError as error:
-            raise Problem(408, f"the body did not come within {limits.body_seconds:g} s", "body_timeout") from error
-        if size > limits.body_bytes:
-            raise _too_large(limits)
-        return bytes(body)
-
-
-async def _receive_parts(receive: Receive) -> AsyncIterator[bytes]:
-    """Raises Problem where the client leaves before the end."""
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Problem(400, "the body ended early", "incomplete_body")
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
-
-
-def _too_large(limits: Limits) -> Problem:
-    return Problem(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")
 
 
 class _Sender:
@@ -124,7 +91,7 @@ class _Sender:
 
     async def refuse(self, problem: Problem) -> None:
         """What was not read of a body is not waited for."""
-        close = {"connection": "close"} if problem.status in (401, 403, 408, 413) else {}
+        close = {"connection": "close"} if problem.status in (401, 403, 405, 408, 413) else {}
         headers = {**problem.headers, **close, "content-length": str(len(problem.body))}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self({"type": "http.response.start", "status": problem.status, "headers": raw})
@@ -141,17 +108,3 @@ def _read_host(host: str) -> str:
     """Without port and brackets."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     return name.strip("[]").lower()
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

@@ -18,6 +18,7 @@ from dflash_aot.server.service import Service
 
 logger = logging.getLogger(__name__)
 BACKLOG = 128  # so many are accepted at once, before any is counted
+INTERRUPTED = 130  # as shells report it
 GRACE = 5.0  # seconds, behind the drain: for answers to be sent, and the engine's thread to end
 
 
@@ -137,6 +138,9 @@ class _Server(uvicorn.Server):
         closing = threading.Thread(target=self._service.close, name="dflash-closing", daemon=True)
         closing.start()
         await super().shutdown(sockets)
+        if self.force_exit:  # Ctrl-C once more
+            logger.warning("ended at once: what was under way is cut short")
+            os._exit(INTERRUPTED)
         await asyncio.to_thread(closing.join, self._service.limits.drain_seconds + GRACE)
         if closing.is_alive():
             logger.error("the device does not answer: the process ends without it")

@@ -19,6 +19,7 @@ from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.server.spelling import Speller
 
 logger = logging.getLogger(__name__)
+SHORTENING = 4  # times at most that normalizers make a text shorter: NFC joins up to so many characters
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Serving:
 @dataclass(frozen=True)
 class Model:
     """chats: whether the target has a template for them. fingerprint: of what was built; another one may give other
-    texts to the same request. registry: the engine's metrics."""
+    texts to the same request. registry: the engine's metrics. most_characters: a longer text is no prompt of
+    `most_prompt_tokens`, whatever its tokens."""
 
     engine: Engine
     name: str
     temperature: float
     most_prompt_tokens: int
+    most_characters: int
     chats: bool
     speller: Speller
     fingerprint: str
@@ -107,17 +110,24 @@ def open_model(serving: Serving, on_phase: Callable[[str], None]) -> Model:
 
 
 def _describe_model(serving: Serving, engine: Engine) -> Model:
-    """Reads what the first request would wait for. Raises BadCheckpoint."""
+    """Reads what the first request would wait for. Raises BadCheckpoint, BadInput."""
     name, speaks = _choose_name(serving, engine), (engine.target / "tokenizer.json").exists()
+    most = min(capacity := engine.manifest.grid.capacity, serving.prompt_tokens or capacity)
     chats = speaks and has_template(engine.target)
     if chats:
         _render_once(engine.target)
-    capacity, default = engine.manifest.grid.capacity, 1.0 if _samples(engine) else 0.0
+    default = 1.0 if _samples(engine) else 0.0
+    if serving.temperature and not _samples(engine):
+        raise BadInput(
+            f"requests are to have a temperature of {serving.temperature:g} by default, and the bundle has greedy "
+            "executables only: let it be 0, or build with --sampling greedy,sample"
+        )
     return Model(
         engine=engine,
         name=name,
         temperature=default if serving.temperature is None else serving.temperature,
-        most_prompt_tokens=min(capacity, serving.prompt_tokens or capacity),
+        most_prompt_tokens=most,
+        most_characters=SHORTENING * most * engine.tokenizer.longest if speaks else 0,
         chats=chats,
         speller=Speller(engine.tokenizer if speaks else None),
         fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",

@@ -39,6 +39,8 @@ class Problem(Exception):
         headers = {"content-type": "application/json"}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 504:
+            headers["x-should-retry"] = "false"  # OpenAI's client would ask three times for what takes too long
         if self.retry:
             headers["retry-after"] = str(RETRY_SECONDS)
         return headers
@@ -58,6 +60,10 @@ def report_error(error: Exception, request_id: str) -> Problem:
     return inside(request_id, "engine_failed" if isinstance(error, EngineFailed) else "internal_error")
 
 
+def shutting_down() -> Problem:
+    return Problem(503, "the server is shutting down. Ask another one, or later", "draining", retry=True)
+
+
 def inside(request_id: str, code: str) -> Problem:
     """Nothing that a caller has to do with."""
     return Problem(500, f"the server failed at this request; its log says why, under {request_id}", code)
@@ -66,7 +72,7 @@ def inside(request_id: str, code: str) -> Problem:
 def describe_flaws(flaws: Sequence[Mapping[str, Any]]) -> Problem:
     """The first of what pydantic found wrong with a body."""
     flaw = flaws[0]
-    path = [str(part) for part in flaw["loc"] if part != "body"]
+    path = [str(part) for part in flaw["loc"] if part not in ("body", "[key]")]
     param = ".".join(path) or None
     if flaw["type"] == "json_invalid":
         return Problem(400, "the body is no JSON", "invalid_json")

@@ -13,15 +13,15 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from dflash_aot.cache.download import locate_bundle
-from dflash_aot.cache.errors import EngineFailed
+from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.server.app import create_app
+from dflash_aot.server.guard import LOOPBACK
 from dflash_aot.server.keys import Keys, make_keys, read_keys
 from dflash_aot.server.limits import Limits
 from dflash_aot.server.model import Serving
 from dflash_aot.server.service import Service
 
-LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 GRACE = 10.0  # seconds, behind the drain: for the engine's thread to end
 HEALTH_SECONDS = 5.0  # between checks; Ray replaces a replica after three that fail in a row
 
@@ -30,8 +30,9 @@ class Options(BaseModel):
     """What `serve run` takes as name=value, and a file of `serve build` under `args`.
 
     bundle: a URL, or a directory that all nodes see. actor: what one replica takes of a node, as Ray says it: one slice
-    is `{"resources": {"TPU": 4}}`. api_keys: a file of keys, read where the application is built. max_waiting: requests
-    in line at each replica behind those in slots; max_queued: at each proxy, behind those.
+    is `{"resources": {"TPU": 4}}`. api_keys: a file of keys, read where the application is built; without_keys: there
+    are to be none. max_waiting: requests in line at each replica behind those in slots; max_queued: at each proxy,
+    behind those.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -44,6 +45,7 @@ class Options(BaseModel):
     temperature: float | None = None
     require_signature: Path | None = None
     api_keys: Path | None = None
+    without_keys: bool = False
     replicas: int = Field(1, ge=1)
     actor: dict[str, Any] = {"num_cpus": 1}
     max_waiting: int = Field(16, ge=1)
@@ -61,7 +63,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Without keys it answers to this machine's own names only."""
-        return create_app(self._service, None if self._service.keys else LOCAL)
+        return create_app(self._service, None if self._service.keys else LOOPBACK)
 
     async def check_health(self) -> None:
         """Raises EngineFailed where a replica had better be replaced."""
@@ -101,6 +103,11 @@ def build(options: Options) -> serve.Application:
         name=options.name,
         temperature=options.temperature,
     )
+    if not (options.api_keys or options.without_keys):
+        raise BadInput(
+            "whoever reaches Ray's proxy could ask: give api_keys, a file with one a line, or say without_keys=true "
+            "where the proxy listens to its own machine alone"
+        )
     keys = make_keys(read_keys(options.api_keys), str(options.api_keys)) if options.api_keys else Keys()
     return describe_deployment(options, slots).bind(serving, Limits(drain_seconds=options.drain_seconds), keys)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.chat import render_chat
 from dflash_aot.runtime.sampling_params import SEEDS, SamplingParams
-from dflash_aot.server.asked import ChatRequest, CompletionRequest, Message, Sampled
 from dflash_aot.server.limits import MOST_CHOICES
 from dflash_aot.server.model import Model
 from dflash_aot.server.problems import Problem
+from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Message, Sampled
 
 COMPLETION_TOKENS = 16  # OpenAI's default of completions
 NEWER_ROLES = {"developer": "system"}  # which templates do not know
@@ -84,8 +84,12 @@ def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
 
 
 def _encode(model: Model, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
     try:
-        return model.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokenizer = model.engine.tokenizer
+        _check_characters(model, len(prompt), "prompt")
+        return tokenizer.encode(prompt)
     except BadCheckpoint as error:
         raise Problem(400, "this model has no tokenizer here: give token ids", "no_tokenizer", "prompt") from error
 
@@ -93,10 +97,22 @@ def _encode(model: Model, prompt: str | list[int]) -> list[int]:
 def _render(model: Model, messages: Sequence[Message]) -> tuple[int, ...]:
     if not model.chats:
         raise Problem(400, "this model has no chat template: ask /v1/completions", "no_chat_template", "messages")
-    engine = model.engine
-    text = render_chat(engine.target, [_describe_message(message) for message in messages])
+    engine, told = model.engine, [_describe_message(message) for message in messages]
+    _check_characters(model, sum(len(one["content"]) for one in told), "messages")
+    text = render_chat(engine.target, told)
     # The template has written all special tokens itself.
     return tuple(engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_characters(model: Model, count: int, field: str) -> None:
+    """Before they are tokenized, which takes its time. Raises Problem."""
+    if count > model.most_characters:
+        raise Problem(
+            400,
+            f"{count} characters are more than {model.most_prompt_tokens} tokens, as many as this server takes",
+            "context_length_exceeded",
+            field,
+        )
 
 
 def _describe_message(message: Message) -> dict[str, str]:

@@ -13,9 +13,9 @@ from dflash_aot.runtime.request import Delta
 from dflash_aot.server.answer import Answer
 from dflash_aot.server.formats import Fields, Format
 from dflash_aot.server.model import Model
-from dflash_aot.server.problems import Problem, inside, report_error
+from dflash_aot.server.problems import Problem, inside, report_error, shutting_down
 from dflash_aot.server.service import Service
-from dflash_aot.server.tally import Choice, describe_usage
+from dflash_aot.server.usage import Choice, describe_usage
 
 logger = logging.getLogger(__name__)
 END = b"data: [DONE]\n\n"
@@ -80,7 +80,7 @@ class Reply:
             raise Problem(504, f"this took longer than {limit:g} s, as long as a request may", "timeout")
         if delta.finish_reason == "error":
             if self.service.draining:
-                raise Problem(503, "the server is shutting down, and this was not done in time", "draining", retry=True)
+                raise shutting_down()
             logger.error("%s ended in an error: %s", self.request_id, delta.error)
             raise inside(self.request_id, "engine_failed")
 

@@ -8,7 +8,7 @@ from typing import Literal
 from dflash_aot.server.keys import Keys
 from dflash_aot.server.limits import Limits
 from dflash_aot.server.model import Model, Serving, open_model
-from dflash_aot.server.problems import Problem
+from dflash_aot.server.problems import Problem, shutting_down
 from dflash_aot.server.stall import StallWatch
 
 Status = Literal["loading", "ready", "draining", "stalled", "failed"]
@@ -64,7 +64,7 @@ class Service:
     def model(self) -> Model:
         """Raises Problem while nothing can be asked of it."""
         if self.draining:
-            raise Problem(503, "the server is shutting down. Ask another one, or later", "draining", retry=True)
+            raise shutting_down()
         if self.opened is None:
             raise Problem(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
         if self.failure is not None:

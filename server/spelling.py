@@ -1,7 +1,7 @@
 """Tokens as clients see them: in log-probabilities, and in what is told of rounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from dflash_aot.runtime.logprobs import TokenLogprob
@@ -43,14 +43,19 @@ class Speller:
         }
 
     def describe_completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> Mapping[str, Any]:
-        """As /v1/completions has them; `offset`: of the first token's text, in characters."""
-        names = [self.name(one.token_id) for one in logprobs]
-        offsets = [offset + sum(map(len, names[:at])) for at in range(len(names))]
+        """As /v1/completions has them, the chosen token among the likeliest, too.
+
+        offset: of the first token's text, in characters.
+        """
+        lengths = accumulate((len(self.show(one.token_id)) for one in logprobs), initial=offset)
         return {
-            "tokens": names,
+            "tokens": [self.name(one.token_id) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self.name(token): value for token, value in one.top} for one in logprobs],
-            "text_offset": offsets,
+            "top_logprobs": [
+                {self.name(token): value for token, value in (*one.top, (one.token_id, one.logprob))}
+                for one in logprobs
+            ],
+            "text_offset": list(lengths)[:-1],
         }
 
     def _describe(self, token: int, logprob: float) -> Mapping[str, Any]:

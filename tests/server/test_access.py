@@ -137,32 +137,6 @@ def test_a_refusal_is_heard_by_who_is_still_sending(guarded):
             assert answer.status_code == 401
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "example.com"])
-def test_an_address_of_other_machines_is_refused_without_keys(host):
-    done = start_wrong(f"--host={host}")
-    assert done.returncode == 2
-    assert (
-        f"--host {host} is open to other machines, and no API key is asked for: set DFLASH_API_KEY, or give a file of "
-        "keys with --api_keys" in " ".join(done.stderr.split())
-    )
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "key", "words"),
-    [
-        ([], "", "DFLASH_API_KEY: the key is empty or holds what no header can"),
-        (["--api_keys=nowhere"], None, "the file of API keys, nowhere, cannot be read: No such file or directory"),
-        (["--tls_key=key.pem"], None, "--tls_certificate and --tls_key: both are needed"),
-    ],
-)
-def test_keys_and_certificates_that_cannot_be_used_are_refused_before_anything_starts(flags, key, words):
-    done = start_wrong(*flags, key=key)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_all_addresses_are_served_with_a_key_and_the_network_is_warned_of(start_server):
     server = start_server("--host=0.0.0.0", key="sk-short").wait_until_ready()
     said = "".join(server.lines)
@@ -175,6 +149,15 @@ def test_all_addresses_are_served_with_a_key_and_the_network_is_warned_of(start_
 
 
 # -- without keys: a page in somebody's browser
+
+
+def test_what_needs_no_key_takes_no_body(guarded):
+    with guarded.client() as client:
+        for path in ("/", "/health", "/openapi.json"):
+            refused = client.post(path, content=b" " * 100, headers={"content-type": "application/json"})
+            assert read_error(refused, 405, None) == f"{path} takes no POST"
+            assert refused.headers["connection"] == "close"
+        assert client.head("/health").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])

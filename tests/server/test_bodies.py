@@ -9,7 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from dflash_aot.server.asked import ChatRequest, CompletionRequest, Message, StreamOptions, Strict, TextFormat, TextPart
+from dflash_aot.server.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    StreamOptions,
+    Strict,
+    TextFormat,
+    TextPart,
+)
 from tests.server.conftest import Server
 from tests.server.raw_client import read_error
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -22,6 +23,18 @@ def read_stream(server: Server, heard: threading.Event, into: list[bytes]) -> No
     with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
         for line in answer.iter_lines():
             into.append(line)
+            heard.set()
+
+
+def read_until_cut(server: Server, heard: threading.Event) -> None:
+    """Answers as many as 16 callers could want, until the connection is lost."""
+    asked = {**LONG, "n": 16, "stream": True}
+    with (
+        suppress(httpx.TransportError),
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json=asked) as answer,
+    ):
+        for _ in answer.iter_lines():
             heard.set()
 
 
@@ -136,6 +149,35 @@ def test_a_server_whose_engine_has_failed_ends_and_says_why(bundle):
     command = [sys.executable, "-c", ENGINE_ENDS, str(bundle("served"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert "the engine has failed: the engine was closed" in done.stdout, done.stderr
+
+
+def test_a_bundle_that_cannot_sample_has_no_temperature_by_default(start_server, speaking_target):
+    greedy = start_server(f"--target={speaking_target}", name="tiny").wait_until_ready()
+    with greedy.client() as client:
+        assert client.get("/v1/models").json()["data"][0]["dflash"]["temperature"] == 0
+        asked = {"prompt": "a", "max_tokens": 1}
+        assert client.post("/v1/completions", json=asked).status_code == 200
+        refused = client.post("/v1/completions", json={**asked, "temperature": 1}).json()["error"]
+        assert (refused["code"], refused["param"]) == ("not_built", "temperature")
+    warm = start_server(f"--target={speaking_target}", "--temperature=0.5", name="tiny")
+    assert warm.wait() == 2 and "build with --sampling greedy,sample" in "".join(warm.lines)
+
+
+def test_a_second_interrupt_ends_it_at_once(start_server):
+    server = start_server("--drain_seconds=1000", "--request_seconds=1000").wait_until_ready()
+    heard = threading.Event()
+    reader = threading.Thread(target=read_until_cut, args=(server, heard))
+    reader.start()
+    assert heard.wait(PATIENCE)
+    server.process.send_signal(signal.SIGINT)
+    with server.client() as client:
+        while True:
+            try:
+                client.get("/health")
+            except httpx.TransportError:
+                break  # it listens no more
+    assert server.stop(signal.SIGINT) == 130
+    reader.join(PATIENCE)
 
 
 def test_a_name_of_ones_own(start_server):

@@ -225,6 +225,23 @@ def test_log_probabilities_of_a_completion(client, engine):
         assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy takes the likeliest
 
 
+def test_a_chosen_token_is_among_the_likeliest_that_are_told_even_if_it_is_none(client):
+    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
+    choice = client.completions.create(**asked).choices[0]
+    tops = choice.logprobs.top_logprobs
+    assert all(token in told for token, told in zip(choice.logprobs.tokens, tops, strict=True))
+    assert max(map(len, tops)) == 2
+
+
+def test_offsets_count_what_is_shown(client):
+    """At this temperature some tokens are parts of characters."""
+    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 48, "temperature": 9, "seed": 2, "logprobs": 0}
+    logprobs = client.completions.create(**asked).choices[0].logprobs
+    assert any(token.startswith("bytes:") for token in logprobs.tokens)
+    lengths = [1 if token.startswith("bytes:") else len(token) for token in logprobs.tokens]
+    assert logprobs.text_offset == [sum(lengths[:at]) for at in range(len(lengths))]
+
+
 def test_log_probabilities_of_chunks_are_those_of_the_whole(client):
     asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
     whole = client.completions.create(**asked).choices[0].logprobs
@@ -304,6 +321,7 @@ def test_models_are_listed_and_shown(client):
         ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
         ({"max_tokens": 1000}, 400, "context_length_exceeded", "there is room for 2"),
         ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "this server takes up to 256"),
+        ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "800000 characters are more than 256 tokens"),
         ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
         ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
         ({"extra_body": {"echo": True}}, 400, "invalid_value", "echo"),
@@ -329,11 +347,19 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, asked, status, c
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
 def test_what_chats_cannot_have_is_refused_by_its_name(client, asked, words):
     with pytest.raises(openai.BadRequestError, match=words):
         client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **asked})
+
+
+def test_fields_that_ask_for_nothing_are_taken(served):
+    known = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
+    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **dict.fromkeys(known)}
+    with served.client() as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_curl_gets_the_same(served, expected):

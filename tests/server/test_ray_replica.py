@@ -68,7 +68,7 @@ def replicas(bundle) -> Iterator[Served]:
     port, before = find_port(), signal.getsignal(signal.SIGTERM)
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    handle = serve.run(build(Options(bundle=str(bundle("served")), replicas=2)))
+    handle = serve.run(build(Options(bundle=str(bundle("served")), replicas=2, without_keys=True)))
     yield Served(port, lambda: handle.stats.remote().result(timeout_s=PATIENCE), serve.status)
     serve.shutdown()
     ray.shutdown()
@@ -199,9 +199,11 @@ def test_options_that_cannot_be_meant_are_refused(bundle, tmp_path):
     with pytest.raises(ValidationError, match="replica\n.*not permitted"):
         Options(bundle="bundle", replica=3)
     with pytest.raises(MissingBundle, match="does not exist"):
-        build(Options(bundle=str(tmp_path)))
+        build(Options(bundle=str(tmp_path), without_keys=True))
     with pytest.raises(BadInput, match="cannot be read"):
         build(Options(bundle=str(bundle("served")), api_keys=tmp_path / "none"))
+    with pytest.raises(BadInput, match="whoever reaches Ray's proxy could ask: give api_keys"):
+        build(Options(bundle=str(bundle("served"))))
 
 
 def test_the_example_answers_what_it_has_begun_before_it_ends(bundle):

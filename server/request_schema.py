@@ -7,6 +7,7 @@ A body is checked on the event loop, and pydantic describes every flaw it finds:
 lists are left at their first one, and nothing may have more than `MOST_FIELDS` fields.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,16 +31,16 @@ MOST_METADATA = 16  # OpenAI's
 MOST_ENTRIES = 1024  # of the lists and maps that no other limit holds short
 
 
-def _limit(most: int) -> BeforeValidator:
-    """Maps with more entries are refused before one is looked at; `max_length` counts those that are sound."""
+def _refuse_more(most: int) -> Callable[[Any], Any]:
+    """Maps with more entries, before one is looked at; `max_length` counts those that are sound."""
 
-    def refuse_more(value: Any) -> Any:
+    def refuse(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
             told = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
             raise PydanticKnownError("too_long", told)
         return value
 
-    return BeforeValidator(refuse_more)
+    return refuse
 
 
 def _say(words: str) -> WrapValidator:
@@ -68,18 +69,19 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are taken here: leave it out")]
 Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
-TokenName = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    _limited = model_validator(mode="before")(_limit(MOST_FIELDS).func)
+    _limited = model_validator(mode="before")(_refuse_more(MOST_FIELDS))
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    include_obfuscation: Off | None = None
 
 
 class Sampled(Strict):
@@ -98,7 +100,9 @@ class Sampled(Strict):
     seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[Biases | None, _limit(MOST_ENTRIES)] = Field(None, max_length=MOST_ENTRIES)
+    logit_bias: Annotated[Biases | None, BeforeValidator(_refuse_more(MOST_ENTRIES))] = Field(
+        None, max_length=MOST_ENTRIES
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="taken and not looked at")
@@ -159,12 +163,22 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="the same, by its newer name")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS, description="with logprobs only")
-    metadata: Annotated[dict[str, str] | None, _limit(MOST_METADATA)] = Field(
+    prompt_cache_key: str | None = Field(None, description="taken and not looked at")
+    safety_identifier: str | None = Field(None, description="taken and not looked at")
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_refuse_more(MOST_METADATA))] = Field(
         None, max_length=MOST_METADATA, description="taken and not looked at"
     )
     # Known, and not done here.
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: Literal["auto", "default"] | None = None
+    verbosity: None = None
+    web_search_options: None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
