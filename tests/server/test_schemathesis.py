@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from dflash_aot.server.limits import MOST_CHOICES
 from tests.server.conftest import Server
 from tests.server.raw_client import read_sample, wait_until_idle
 
@@ -34,13 +35,14 @@ def watched(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 def shorten(body: dict[str, Any]) -> dict[str, Any]:
     """The same without what takes long; nothing wrong in it becomes right."""
+    sound = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "n": MOST_CHOICES + 1}
     short = {
-        field: min(value, 2) if type(value) is int and 1 <= value < 1 << 31 else value
-        for field in ("max_tokens", "max_completion_tokens", "n")
+        field: min(value, 2) if type(value) is int and 1 <= value < limit else value
+        for field, limit in sound.items()
         if (value := body.get(field)) is not None
     }
-    limit = {} if {"max_tokens", "max_completion_tokens"} & body.keys() else {"max_tokens": 2}
-    return {**body, **short, **limit}
+    added = {} if {"max_tokens", "max_completion_tokens"} & body.keys() else {"max_tokens": 2}
+    return {**body, **short, **added}
 
 
 def write_whole_numbers(value: Any) -> Any:
