@@ -167,7 +167,7 @@ class Bucket:
     def asked(self, method: str, part: str = "") -> list[str]:
         """The names that were asked for through the proxy, in order."""
         beginning = f"/{self.name}/"
-        paths = [path.partition("?")[0] for asked, path in self.server.request_schema if asked == method]
+        paths = [path.partition("?")[0] for asked, path in self.server.asked if asked == method]
         return [path.removeprefix(beginning) for path in paths if path.startswith(beginning) and part in path]
 
 

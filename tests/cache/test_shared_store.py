@@ -155,7 +155,7 @@ def test_a_program_of_another_size_than_was_asked_for_is_not_even_read(bucket, o
     add(open_store(), local, built)
     entry = structs.replace(built, program=structs.replace(built.program, serialized_bytes=1 << 29))
     bucket.put(name("record", built), msgspec.json.encode(entry))
-    bucket.server.request_schema.clear()
+    bucket.server.asked.clear()
     store = open_store()
     assert find(store, built) is None
     assert "compiled from another program" in store.report().failures[0]
@@ -225,7 +225,7 @@ def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built
     store = open_store()
     assert not store.report().writable
     assert is_what(find(store, built), local, built)
-    bucket.server.request_schema.clear()
+    bucket.server.asked.clear()
     add(store, local, built)
     assert bucket.asked("PUT") == []
     assert store.report().failures == ()
@@ -259,7 +259,7 @@ def test_a_store_that_is_not_there_is_refused_at_once(bucket):
 def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
-    bucket.server.request_schema.clear()
+    bucket.server.asked.clear()
     assert all(find(store, entry) is None for entry in manifest.entries)
     assert len(bucket.asked("GET")) == 2 * 3  # attempts, failures in a row
     report = store.report()
@@ -324,7 +324,7 @@ def test_what_was_built_before_there_was_a_store_is_put_there(bucket, open_store
     store = open_store()
     add(store, local, built)
     assert (store.report().hits, store.report().misses, store.report().written) == (0, 0, 1)
-    bucket.server.request_schema.clear()
+    bucket.server.asked.clear()
     store = open_store()
     add(store, local, built)
     assert bucket.asked("PUT") == [".writable"]
