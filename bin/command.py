@@ -50,6 +50,7 @@ def run_with_arguments(
         gc.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs
     logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with _ended_by_interrupt(name):
