@@ -144,6 +144,11 @@ def read_k(value: str) -> int | Literal["auto"]:
     return int(value)
 
 
+def find_default_bundle(target: str | None, draft: str | None) -> Path:
+    """That of the pair that is named, or of the embedded one. Raises BadInput, BadCheckpoint."""
+    return default_bundle(*choose_pair(target, draft))
+
+
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     """Both, or neither for the embedded pair, or a draft that names its target. Raises BadInput, BadCheckpoint."""
     if target is None and draft is not None:

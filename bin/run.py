@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command import choose_pair, decode_text, default_bundle, read_k, run_command
+from dflash_aot.bin.command import decode_text, find_default_bundle, read_k, run_command
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
 from dflash_aot.cache.checkpoint import EMBEDDED
@@ -221,7 +221,7 @@ def open_engine() -> Iterator[Engine]:
 def _locate_bundle(given: tuple[str | None, str | None], signed_by: Path | None) -> Path:
     """Its directory, which is a copy of what lies behind a URL."""
     if not _BUNDLE.value:
-        return default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2))
+        return find_default_bundle(*given)
     if is_url(_BUNDLE.value):
         from dflash_aot.bin.fetching import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
 

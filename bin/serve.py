@@ -20,8 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command import choose_pair, default_bundle, read_k, run_command
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.bin.command import find_default_bundle, read_k, run_command
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.location import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
@@ -206,10 +205,8 @@ def _read_tls() -> tuple[Path, Path] | None:
 
 
 def _describe_serving() -> Serving:
-    given = (_TARGET.value, _DRAFT.value)
-    default = _BUNDLE.value or str(default_bundle(*(choose_pair(*given) if any(given) else (EMBEDDED,) * 2)))
     return Serving(
-        bundle=default,
+        bundle=_BUNDLE.value or str(find_default_bundle(_TARGET.value, _DRAFT.value)),
         target=_TARGET.value,
         draft=_DRAFT.value,
         k=read_k(_K.value),

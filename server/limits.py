@@ -11,10 +11,9 @@ class Limits:
     """Times are in seconds.
 
     body_bytes: of one request. per_caller: choices that one API key, or all callers without one, may have under way or
-    in line. request_seconds: from arrival to the last
-    token. drain_seconds: for what is under way when the server is told to end.
-    head_seconds, body_seconds, write_seconds: for a client to send the head of a request, to send its body, and to
-    take what it asked for once the buffers between are full. connections: open ones.
+    in line. request_seconds: from arrival to the last token. drain_seconds: for what is under way when the server is
+    told to end. head_seconds, body_seconds, write_seconds: for a client to send the head of a request, to send its
+    body, and to take what it asked for once the buffers between are full. connections: open ones.
     """
 
     body_bytes: int = 1 << 20

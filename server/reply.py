@@ -44,8 +44,7 @@ class Reply:
             traces: list[list[Any]] = [[] for _ in self.choices]
             async for index, delta in deltas:
                 self._take(index, delta)
-                if self.answer.asking.params.trace:
-                    traces[index] += self.format.speller.describe_rounds(delta)
+                traces[index] += self._describe_rounds(delta)
         told = [
             {**self.format.describe_choice(index, choice), **self._trace(trace)}
             for index, (choice, trace) in enumerate(zip(self.choices, traces, strict=True))
@@ -62,9 +61,7 @@ class Reply:
                 async for index, delta in deltas:
                     self._take(index, delta)
                     if self._says_something(delta):
-                        trace = self._trace(
-                            self.format.speller.describe_rounds(delta) if self.answer.asking.params.trace else []
-                        )
+                        trace = self._trace(self._describe_rounds(delta))
                         yield self._chunk([{**self.format.describe_chunk(index, delta), **trace}])
             if self.include_usage:
                 yield self._chunk([], self._usage())
@@ -87,6 +84,9 @@ class Reply:
     def _says_something(self, delta: Delta) -> bool:
         """A part of a character, or what may begin a stop text, is not shown yet."""
         return bool(delta.text or delta.finish_reason or delta.logprobs or self.answer.asking.params.trace)
+
+    def _describe_rounds(self, delta: Delta) -> Sequence[Any]:
+        return self.format.speller.describe_rounds(delta) if self.answer.asking.params.trace else []
 
     def _trace(self, rounds: Sequence[Any]) -> Fields:
         if not self.answer.asking.params.trace:
