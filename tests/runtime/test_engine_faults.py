@@ -21,8 +21,8 @@ def up_to(tokens: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    """One that recovers, again and again."""
-    with Engine.open(bundle("tied"), k=K) as engine:
+    """One that recovers, again and again. With nothing left to warm up, requests are first to find what is gone."""
+    with Engine.open(bundle("tied"), k=K, preload=True) as engine:
         yield engine
         assert engine.failure is None and engine.stats().compile_events == 0
 
