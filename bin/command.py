@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 from absl import flags
 
@@ -133,20 +132,6 @@ def default_bundle(target: str, draft: str, topology: str | None = None) -> Path
         str(Path(name).absolute() if Path(name).is_dir() else name).strip("/").replace("/", "-")
         for name in (target, draft)
     )
-
-
-def read_k(value: str) -> int | Literal["auto"]:
-    """A --k. Raises BadInput."""
-    if value == "auto":
-        return "auto"
-    if not (value.isascii() and value.isdigit()):
-        raise BadInput(f"--k {value}: auto, or a whole number of at least 0")
-    return int(value)
-
-
-def find_default_bundle(target: str | None, draft: str | None) -> Path:
-    """That of the pair that is named, or of the embedded one. Raises BadInput, BadCheckpoint."""
-    return default_bundle(*choose_pair(target, draft))
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:

@@ -18,9 +18,10 @@ from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command import decode_text, find_default_bundle, read_k, run_command
+from dflash_aot.bin.command import decode_text, run_command
 from dflash_aot.bin.lines import answer_lines, dump_json, output_line
 from dflash_aot.bin.report import Served, format_report, report_fields
+from dflash_aot.bin.served_flags import ServedFlags
 from dflash_aot.cache.checkpoint import EMBEDDED
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.jax_platform import start_jax
@@ -36,14 +37,7 @@ logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
 
 FLAGS = flags.FlagValues()
-_BUNDLE = flags.DEFINE_string(
-    "bundle",
-    None,
-    "what dflash-precompile built, or the URL where dflash-bundle pushed it; default: the user's cache directory",
-    flag_values=FLAGS,
-)
-_TARGET = flags.DEFINE_string("target", None, "another target checkpoint of the same shapes", flag_values=FLAGS)
-_DRAFT = flags.DEFINE_string("draft", None, "another draft checkpoint of the same shapes", flag_values=FLAGS)
+_SERVED = ServedFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; default: standard input", flag_values=FLAGS)
 _CHAT = flags.DEFINE_bool("chat", False, "a conversation, a line each, by the tokenizer's template", flag_values=FLAGS)
 _INPUT = flags.DEFINE_string("input", None, "requests, one JSON object a line", flag_values=FLAGS)
@@ -80,10 +74,6 @@ _LOGPROBS = flags.DEFINE_integer(
     flag_values=FLAGS,
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "a text that ends the output; may be given again", flag_values=FLAGS)
-_REQUIRE_SIGNATURE = flags.DEFINE_string(
-    "require_signature", None, "a public key, PEM: serve only what its owner signed", flag_values=FLAGS
-)
-_K = flags.DEFINE_string("k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "answer and statistics as JSON", flag_values=FLAGS)
 _TRACE = flags.DEFINE_bool("trace", False, "also the drafted tokens of every round (JSON only)", flag_values=FLAGS)
@@ -208,25 +198,28 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
 @contextmanager
 def open_engine() -> Iterator[Engine]:
     """The engine that the flags describe; on the platform that the bundle is for."""
-    given = (_TARGET.value, _DRAFT.value)
-    signed_by = Path(_REQUIRE_SIGNATURE.value) if _REQUIRE_SIGNATURE.value is not None else None
-    bundle = _locate_bundle(given, signed_by)
-    start_jax(read_manifest(bundle, signed_by).environment.platform)
-    # A file of requests waits for all executables: what is wrong with one is told before the first answer.
-    preload = _INPUT.value is not None
-    with Engine.open(bundle, *given, k=read_k(_K.value), require_signature=signed_by, preload=preload) as engine:
+    bundle = _locate_bundle()
+    start_jax(read_manifest(bundle, _SERVED.signed_by).environment.platform)
+    with Engine.open(
+        bundle,
+        _SERVED.target,
+        _SERVED.draft,
+        k=_SERVED.k,
+        require_signature=_SERVED.signed_by,
+        # A file of requests waits for all executables: what is wrong with one is told before the first answer.
+        preload=_INPUT.value is not None,
+    ) as engine:
         yield engine
 
 
-def _locate_bundle(given: tuple[str | None, str | None], signed_by: Path | None) -> Path:
+def _locate_bundle() -> Path:
     """Its directory, which is a copy of what lies behind a URL."""
-    if not _BUNDLE.value:
-        return find_default_bundle(*given)
-    if is_url(_BUNDLE.value):
+    bundle = _SERVED.bundle
+    if is_url(bundle):
         from dflash_aot.bin.fetching import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
 
-        return fetch_with_progress(_BUNDLE.value, signed_by)
-    return Path(_BUNDLE.value)
+        return fetch_with_progress(bundle, _SERVED.signed_by)
+    return Path(bundle)
 
 
 def _open_lines(path: str) -> BinaryIO:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command import find_default_bundle, read_k, run_command
+from dflash_aot.bin.command import run_command
+from dflash_aot.bin.served_flags import ServedFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.location import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
@@ -41,12 +42,7 @@ DEFAULTS = Limits()
 LONGEST = 1e6  # seconds
 
 FLAGS = flags.FlagValues()
-_BUNDLE = flags.DEFINE_string(
-    "bundle",
-    None,
-    "what dflash-precompile built, or the URL where dflash-bundle pushed it; default: the user's cache directory",
-    flag_values=FLAGS,
-)
+_SERVED = ServedFlags(FLAGS)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0 and :: are all", flag_values=FLAGS)
 _PORT = flags.DEFINE_integer("port", 8000, "0: any that is free", 0, 65535, flag_values=FLAGS)
 _API_KEYS = flags.DEFINE_string(
@@ -55,9 +51,6 @@ _API_KEYS = flags.DEFINE_string(
 _NAME = flags.DEFINE_string(
     "served_model_name", None, "what clients call the model; default: the target's name", flag_values=FLAGS
 )
-_TARGET = flags.DEFINE_string("target", None, "another target checkpoint of the same shapes", flag_values=FLAGS)
-_DRAFT = flags.DEFINE_string("draft", None, "another draft checkpoint of the same shapes", flag_values=FLAGS)
-_K = flags.DEFINE_string("k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=FLAGS)
 _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     None,
@@ -71,9 +64,6 @@ _PRELOAD = flags.DEFINE_bool(
     True,
     "load and call every executable before the server is ready; otherwise when it is needed",
     flag_values=FLAGS,
-)
-_REQUIRE_SIGNATURE = flags.DEFINE_string(
-    "require_signature", None, "a public key, PEM: serve only what its owner signed", flag_values=FLAGS
 )
 _MAX_WAITING = flags.DEFINE_integer(
     "max_waiting",
@@ -206,12 +196,12 @@ def _read_tls() -> tuple[Path, Path] | None:
 
 def _describe_serving() -> Serving:
     return Serving(
-        bundle=_BUNDLE.value or str(find_default_bundle(_TARGET.value, _DRAFT.value)),
-        target=_TARGET.value,
-        draft=_DRAFT.value,
-        k=read_k(_K.value),
+        bundle=_SERVED.bundle,
+        target=_SERVED.target,
+        draft=_SERVED.draft,
+        k=_SERVED.k,
         max_waiting=_MAX_WAITING.value,
-        require_signature=Path(_REQUIRE_SIGNATURE.value) if _REQUIRE_SIGNATURE.value is not None else None,
+        require_signature=_SERVED.signed_by,
         preload=_PRELOAD.value,
         name=_NAME.value,
         temperature=_TEMPERATURE.value,

@@ -3,7 +3,6 @@
 serve run dflash_aot.server.ray_replica:build bundle=s3://bucket/served/qwen3 replicas=2
 """
 
-import asyncio
 import gc
 from pathlib import Path
 from typing import Any, Literal
@@ -81,9 +80,9 @@ class Replica:
             "compile_events": stats.compile_events,
         }
 
-    async def __del__(self) -> None:
-        """Ray has waited for the requests that it knows of."""
-        await asyncio.to_thread(self._service.close)
+    def __del__(self) -> None:
+        """Called by Ray, which has waited for the requests that it knows of."""
+        self._service.close()
 
 
 def build(options: Options) -> serve.Application:

@@ -176,7 +176,7 @@ def test_a_replica_is_healthy_as_long_as_its_engine_serves(bundle):
     async def live() -> None:
         replica = Replica(Serving(str(bundle("served")), preload=False), Limits(), Keys())
         await replica.check_health()
-        await replica.__del__()
+        replica.__del__()
         replica._service.draining = False
         with pytest.raises(EngineFailed, match="the engine has failed: the engine was closed"):
             await replica.check_health()
