@@ -4,7 +4,7 @@ dflash-run --bundle DIR|URL --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
     [--logprobs N] [--require_signature PUBLIC.pem]
 dflash-run --bundle DIR --input F.jsonl --output F.jsonl
-dflash-run --bundle DIR --chat
+dflash-run --bundle DIR --chat [--thinking]
 echo TEXT | dflash-run --bundle DIR
 """
 
@@ -40,6 +40,12 @@ FLAGS = flags.FlagValues()
 _SERVED = ServedFlags(FLAGS)
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; default: standard input", flag_values=FLAGS)
 _CHAT = flags.DEFINE_bool("chat", False, "a conversation, a line each, by the tokenizer's template", flag_values=FLAGS)
+_THINKING = flags.DEFINE_bool(
+    "thinking",
+    False,
+    "let the template ask for thinking, for a draft that was trained on it (--chat only)",
+    flag_values=FLAGS,
+)
 _INPUT = flags.DEFINE_string("input", None, "requests, one JSON object a line", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "where their answers go; default: standard output", flag_values=FLAGS)
 _MAX_TOKENS = flags.DEFINE_integer(
@@ -91,6 +97,8 @@ def run() -> None:
         raise BadInput(f"{' and '.join(way for way, given in ways.items() if given)} are given: one at a time")
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: answers to lines go there, and there are no lines")
+    if _THINKING.value and not _CHAT.value:
+        raise BadInput("--thinking without --chat: it is for the chat template to read")
     for flag, given in (("--trace", _TRACE.value), ("--logprobs", _LOGPROBS.value is not None)):
         if given and _INPUT.value is None and not _JSON.value:
             raise BadInput(f"{flag} without --json or --input: there is no place for it beside plain text")
@@ -145,7 +153,7 @@ def _chat(params: SamplingParams) -> None:
     with open_engine() as engine:
         for line in _read_turns():
             messages.append({"role": "user", "content": line})
-            text = render_chat(engine.target, messages)
+            text = render_chat(engine.target, messages, {"enable_thinking": _THINKING.value})
             # The template has written all special tokens itself.
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             results.append(_stream_text(engine, prompt, params))

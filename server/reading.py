@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.runtime.chat import render_chat
+from dflash_aot.runtime.chat import Variables, render_chat
 from dflash_aot.runtime.sampling_params import SEEDS, SamplingParams
 from dflash_aot.server.limits import MOST_CHOICES
 from dflash_aot.server.model import Model
@@ -64,7 +64,7 @@ def read_chat(model: Model, body: ChatRequest) -> Asking:
         raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "invalid_value", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
-    prompt = _render(model, body.messages)
+    prompt = _render(model, body.messages, body.chat_template_kwargs or {})
     room = _find_room(model, [prompt])
     wanted = room if (asked := body.max_completion_tokens or body.max_tokens) is None else asked
     _check_room(model, room, wanted)
@@ -94,12 +94,13 @@ def _encode(model: Model, prompt: str | list[int]) -> list[int]:
         raise Problem(400, "this model has no tokenizer here: give token ids", "no_tokenizer", "prompt") from error
 
 
-def _render(model: Model, messages: Sequence[Message]) -> tuple[int, ...]:
+def _render(model: Model, messages: Sequence[Message], variables: Variables) -> tuple[int, ...]:
     if not model.chats:
         raise Problem(400, "this model has no chat template: ask /v1/completions", "no_chat_template", "messages")
     engine, told = model.engine, [_describe_message(message) for message in messages]
-    _check_characters(model, sum(len(one["content"]) for one in told), "messages")
-    text = render_chat(engine.target, told)
+    texts = (*(one["content"] for one in told), *map(str, variables.values()))
+    _check_characters(model, sum(map(len, texts)), "messages")
+    text = render_chat(engine.target, told, variables)
     # The template has written all special tokens itself.
     return tuple(engine.tokenizer.encode(text, add_special_tokens=False))
 

@@ -70,6 +70,12 @@ Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none 
 Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+Variables = Annotated[
+    dict[VariableName, bool | int | float | str],
+    Field(json_schema_extra={"additionalProperties": False}),
+    _say("Input should be a map of names to texts, numbers, true or false"),
+]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 
 
@@ -167,6 +173,9 @@ class ChatRequest(Sampled):
     safety_identifier: str | None = Field(None, description="taken and not looked at")
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_refuse_more(MOST_METADATA))] = Field(
         None, max_length=MOST_METADATA, description="taken and not looked at"
+    )
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_refuse_more(MOST_METADATA))] = Field(
+        None, max_length=MOST_METADATA, description="for the template to read, as enable_thinking of Qwen3's"
     )
     # Known, and not done here.
     tools: Nothing | None = None

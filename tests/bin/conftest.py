@@ -51,9 +51,9 @@ def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def chatting_target(speaking_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a template that says no more than what was said."""
+    """With a template that says no more than what was said, but for thinking."""
     directory = tmp_path_factory.mktemp("chatting") / "target"
     shutil.copytree(speaking_target, directory)
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %} why{% endif %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return directory

@@ -72,6 +72,13 @@ def test_a_conversation_is_the_prompt_of_each_turn(command, served, chatting_tar
     assert done.err.count("> ") == 4  # two turns, an empty line, the end
 
 
+def test_a_template_is_asked_for_thinking_where_somebody_wants_it(command, served, chatting_target):
+    place = f"--target={chatting_target}"
+    done = command(run, served[0], place, "--chat", "--thinking", "--max_tokens=3", stdin=b"de\n")
+    assert done.out == command(run, served[0], place, "--prompt=de why", "--max_tokens=3").out
+    assert done.out != command(run, served[0], place, "--prompt=de", "--max_tokens=3").out
+
+
 def test_a_conversation_in_json_is_a_line_per_turn(command, served, chatting_target):
     place = f"--target={chatting_target}"
     plain = command(run, served[0], place, "--chat", "--max_tokens=3", stdin=b"de\nf b\n")
@@ -228,6 +235,7 @@ def test_lines_without_an_output_file_are_answered_on_standard_output(command, s
         (["--prompt=a", "--logprobs=21", "--json"], "logprobs is 21"),
         (["--prompt=a", "--logprobs=1"], "--logprobs without --json"),
         (["--chat", "--logprobs=0"], "--logprobs without --json"),
+        (["--prompt=a", "--thinking"], "--thinking without --chat"),
         (["--prompt=a", "--stop="], "stop"),
         (["--prompt=a", "--k=most"], "--k most"),
         (["--prompt=a", "--k=-1"], "--k -1"),

@@ -76,6 +76,35 @@ def test_messages_that_the_template_refuses_are_the_callers_to_mend(checkpoint):
     assert type(caught.value) is BadInput
 
 
+def test_what_the_template_reads_may_be_given(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}")
+    assert render_chat(checkpoint, MESSAGES, {"style": "!"}).endswith("<assistant><think></think>!")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": True}).endswith("<assistant>")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}).endswith("<assistant><think></think>")
+
+
+@pytest.mark.parametrize("name", ["styl", "messages", "chat_template", "add_generation_prompt", "tokenize", "tools"])
+def test_what_the_template_does_not_read_or_is_not_the_callers_is_refused(checkpoint, name):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}{# chat_template tokenize tools #}")
+    with pytest.raises(BadInput, match=f"the chat template reads no variable '{name}' of its caller's"):
+        render_chat(checkpoint, MESSAGES, {name: "{{ 1 }}"})
+
+
+def test_thinking_is_off_also_where_no_template_asks(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("hi")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}) == "hi"
+    with pytest.raises(BadInput, match="reads no variable 'enable_thinking'"):
+        render_chat(checkpoint, MESSAGES, {"enable_thinking": True})
+
+
+def test_a_template_that_fails_by_what_it_was_given_is_the_callers_to_mend(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ 'a' * times }}")
+    assert render_chat(checkpoint, MESSAGES, {"times": 2}) == "aa"
+    with pytest.raises(BadInput, match="failed with times as they were given") as caught:
+        render_chat(checkpoint, MESSAGES, {"times": "2"})
+    assert type(caught.value) is BadInput
+
+
 def test_whether_there_is_a_template_is_known_without_rendering_one(checkpoint):
     assert not has_template(checkpoint)
     configure(checkpoint)

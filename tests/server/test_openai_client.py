@@ -348,6 +348,10 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, asked, status, c
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "reads no variable 'enable_thinking'"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "hi"}}}, "reads no variable 'chat_template'"),
+        ({"extra_body": {"chat_template_kwargs": {"a": [1]}}}, "chat_template_kwargs: Input should be a map of names"),
+        ({"extra_body": {"chat_template_kwargs": {"__a": 1}}}, "chat_template_kwargs: Input should be a map of names"),
     ],
 )
 def test_what_chats_cannot_have_is_refused_by_its_name(client, asked, words):
@@ -357,7 +361,8 @@ def test_what_chats_cannot_have_is_refused_by_its_name(client, asked, words):
 
 def test_fields_that_ask_for_nothing_are_taken(served):
     known = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
-    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **dict.fromkeys(known)}
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **quiet, **dict.fromkeys(known)}
     with served.client() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
 
