@@ -13,6 +13,8 @@ from dflash_aot.cache.manifest import encode_manifest, read_manifest, replace_co
 from dflash_aot.cache.store import Store
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.need import list_kinds
+from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
 
 
@@ -91,3 +93,21 @@ def test_what_turns_out_to_be_no_executable_costs_those_who_need_it_and_nobody_e
         wait_until(lambda: engine.stats().loaded == engine.executables - 1)
         assert engine.generate(case.prompt, up_to(20)).token_ids == case.answer[:20]  # by the Ks that there are
         assert engine.stats().compile_events == 0
+
+
+def test_what_fails_while_nothing_is_served_is_logged_and_leaves_a_state_that_serves(bundle, caplog):
+    opened = open_bundle(bundle("tiny"), None, None, k=0, preload=False)
+    executables = opened.bundle.executables
+    try:
+        loaded = [executables[name] for name in executables.order]
+        opened.state._arrays["target_k"].delete()  # as a fault would leave it
+        warm_up = WarmUp(opened.bundle, opened.state, opened.depth)
+        steps = 0
+        while warm_up.step():
+            steps += 1
+    finally:
+        executables.close()
+    (left,) = [one for one in loaded if not one.called]  # the first that read it
+    assert "target_k" in left.signature.state and steps == len(loaded)
+    assert ["deleted" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
+    assert not opened.state._arrays["target_k"].is_deleted()
