@@ -36,6 +36,12 @@ pytestmark = [
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICA = "ServeReplica"
 ASKS = 20
+RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/ray_cluster.py
+    # A proxy that takes longer than 5 s on a machine that is busy is killed, and whoever waits for it hears of that.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
+}
 ASKED = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
 
 
@@ -59,7 +65,7 @@ def find_port() -> int:
 
 @pytest.fixture(scope="module")
 def replicas(bundle) -> Iterator[Served]:
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback, see compile/ray_cluster.py
+    os.environ.update(RAY)
     import ray  # noqa: PLC0415  it takes a second
     from ray import serve  # noqa: PLC0415
 
@@ -209,7 +215,7 @@ def test_options_that_cannot_be_meant_are_refused(bundle, tmp_path):
 def test_the_example_answers_what_it_has_begun_before_it_ends(bundle):
     port = find_port()
     command = [sys.executable, str(EXAMPLE), str(bundle("served")), f"--port={port}"]
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    environment = {**os.environ, **RAY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout
         try:
