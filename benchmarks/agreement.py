@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.manifest import Manifest
+from dflash_aot.cache.model_config.architecture import Draft, Target
 
 # Where rounding differs, near-ties fall otherwise: a token in a hundred or so. What computes something else is wrong
 # in most of them.

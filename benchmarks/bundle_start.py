@@ -4,8 +4,8 @@ from pathlib import Path
 
 from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.benchmarks.start import Order, Start
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 

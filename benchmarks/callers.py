@@ -9,7 +9,7 @@ from typing import TypeVar
 from dflash_aot.benchmarks.traffic import Answer, Arrive, Arrived, Prompt, Serve, Served, Work
 from dflash_aot.cache.errors import QueueFull
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.counters import Counters
+from dflash_aot.runtime.metrics.counters import Counters
 
 SETTLED = 0.02  # seconds in which an engine with nothing to do counts no further round
 LEAD = 0.25  # seconds for all callers to stand ready before the clock starts

@@ -29,9 +29,9 @@ from dflash_aot.benchmarks.ways import (
     open_ways,
     torch_ways,
 )
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 
 __all__ = ["Settings", "describe", "find_fault", "measure"]
 

@@ -28,8 +28,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dflash_aot.benchmarks.script import run_script
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
 WIDTH = 64  # tokens of a prompt

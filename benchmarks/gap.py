@@ -34,9 +34,9 @@ from dflash_aot.benchmarks.jit_loop import JitLoop, Jitted
 from dflash_aot.benchmarks.pairs import choose_pair, ensure_bundle
 from dflash_aot.benchmarks.script import run_script
 from dflash_aot.benchmarks.traffic import Prompt, Serve, Served, gather
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.runtime import Engine
 
 BUCKETS = "batch=1,8 length=256 k=0,7 prefill=64"

@@ -21,10 +21,10 @@ from dflash_aot.benchmarks.questions import HELD_OUT
 from dflash_aot.benchmarks.settings import setting
 from dflash_aot.benchmarks.traffic import Prompt, Serve, Served, deal, gather
 from dflash_aot.benchmarks.ways import Way, find_disagreement, name_tokens, open_ways
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 
 __all__ = ["Settings", "describe", "find_fault", "measure"]
 ARGUMENTS = (1, 30, 90)

@@ -19,17 +19,17 @@ import jax
 import numpy as np
 
 from dflash_aot.benchmarks.traffic import Answer, Prompt, Served, Work
+from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Chunk, Grid
-from dflash_aot.cache.manifest import Manifest
 from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.cache.signature import Signature
-from dflash_aot.compile.lowering import jit_program
-from dflash_aot.compile.programs import Programs
-from dflash_aot.runtime.bundle import bundle_devices, call_once
-from dflash_aot.runtime.compile_watch import CompileWatch
-from dflash_aot.runtime.executable import DeviceState, Executable
-from dflash_aot.runtime.pair import locate_pair
-from dflash_aot.runtime.weights import load_weights
+from dflash_aot.compile.programs.lowering import jit_program
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, call_once
+from dflash_aot.runtime.weights.checkpoint_pair import locate_pair
+from dflash_aot.runtime.weights.weight_loader import load_weights
 
 Name = tuple[str, tuple[int, ...]]
 # Told of each step: a round's programs and their results, when enqueued; "read" and "prefill" when tokens are here.

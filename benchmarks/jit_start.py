@@ -13,16 +13,16 @@ import numpy as np
 
 from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.benchmarks.start import Order, Start
-from dflash_aot.cache.completeness import name_executable
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
+from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import Manifest, read_manifest
 from dflash_aot.cache.mesh import make_mesh
-from dflash_aot.compile.lowering import jit_program
-from dflash_aot.compile.programs import Programs
-from dflash_aot.runtime.bundle import bundle_devices
-from dflash_aot.runtime.executable import DeviceState, Executable
-from dflash_aot.runtime.pair import locate_pair
-from dflash_aot.runtime.weights import load_weights
+from dflash_aot.compile.programs.lowering import jit_program
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.loaded_bundle import bundle_devices
+from dflash_aot.runtime.weights.checkpoint_pair import locate_pair
+from dflash_aot.runtime.weights.weight_loader import load_weights
 
 
 def start_jit(order: Order, laps: Laps) -> Start:

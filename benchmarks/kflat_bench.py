@@ -19,14 +19,14 @@ from dflash_aot.benchmarks.pairs import Pair, choose_pair, ensure_bundle
 from dflash_aot.benchmarks.peer import Peer
 from dflash_aot.benchmarks.settings import setting
 from dflash_aot.benchmarks.ways import Way, check_torch, find_disagreement, name_tokens, open_ways
-from dflash_aot.cache.architecture import Draft
-from dflash_aot.cache.checkpoint import EMBEDDED
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.grid import Grid, make_grid
-from dflash_aot.cache.manifest import Manifest, read_manifest
-from dflash_aot.cache.target_config import read_target
-from dflash_aot.compile.roofline import Roofline
+from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.analysis.roofline import Roofline
 
 __all__ = ["Settings", "describe", "find_fault", "measure"]
 PEAK_CALLS = 3

@@ -29,9 +29,9 @@ from dflash_aot.benchmarks.prompts import load_prompts
 from dflash_aot.benchmarks.questions import HELD_OUT
 from dflash_aot.benchmarks.script import run_script
 from dflash_aot.benchmarks.traffic import Answer, Prompt, deal
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.runtime import Engine
 
 BUCKETS = "batch=1,2,4,8 length=256,512 k=0,3,7 prefill=64"

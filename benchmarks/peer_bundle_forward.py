@@ -13,12 +13,12 @@ import numpy as np
 from dflash_aot.benchmarks.forward import BundleForward, Forward, Forwarded, Peaked, Peaks
 from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.benchmarks.peer import Handlers, run_peer
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.runtime.bundle import Bundle
-from dflash_aot.runtime.executable import DeviceState
-from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.loaded_bundle import Bundle
 
 
 class Passes:

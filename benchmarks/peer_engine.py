@@ -11,8 +11,8 @@ from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.serve_inside import serve_inside
 from dflash_aot.benchmarks.serve_traffic import Come
 from dflash_aot.benchmarks.traffic import Arrive, Serve
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.runtime import Engine
 from dflash_aot.runtime.engine import MAX_WAITING
 

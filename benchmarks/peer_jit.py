@@ -9,8 +9,8 @@ from dflash_aot.benchmarks.jit_loop import JitLoop, Jitted
 from dflash_aot.benchmarks.orders import JitOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Serve, Served
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
 
 
 @contextmanager

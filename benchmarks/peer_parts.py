@@ -12,12 +12,12 @@ from dflash_aot.benchmarks.jit_loop import JitLoop
 from dflash_aot.benchmarks.orders import PartsOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Dissect, Parts
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.runtime.bundle import Bundle
-from dflash_aot.runtime.executable import DeviceState, Executable
-from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.loaded_bundle import Bundle
 
 
 class Loaded:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_aot.benchmarks.findings import Chart, Series
+from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.files import write_atomically
 
 # Okabe and Ito (2008): told apart by every kind of eye; and each has a mark or a hatching of its own.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")

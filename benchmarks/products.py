@@ -3,8 +3,8 @@
     python -m dflash_aot.benchmarks.products [--dtype float32|bfloat16] [--rows 1,2,16,64] [--layers 8] [--repeats 9]
 
 Each call runs through the MLPs of so many layers: every weight comes from memory, as it does in a model. The ways
-take turns. What XLA makes of a product depends on the order of its operands, see `compile/multiply.py`; PyTorch's own
-product stands beside, where it is installed.
+take turns. What XLA makes of a product depends on the order of its operands, see `compile/models/matmul.py`;
+PyTorch's own product stands beside, where it is installed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.compile.multiply import multiply, multiply_rows_first, multiply_weight_first
+from dflash_aot.compile.models.matmul import multiply, multiply_rows_first, multiply_weight_first
 
 HIDDEN, WIDTH = 1024, 3072
 Product = Callable[[jax.Array, jax.Array], jax.Array]

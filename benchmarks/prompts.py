@@ -5,8 +5,8 @@ from pathlib import Path
 
 from dflash_aot.benchmarks.questions import Question, load_questions
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.chat import render_chat
-from dflash_aot.runtime.text import Tokenizer
+from dflash_aot.runtime.text.chat_template import render_chat
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 Prompt = list[int]
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.architecture import default_taps
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.weight_recipe import Checkpoint, Placement
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.cache.recipe import Checkpoint, Placement
-from dflash_aot.cache.target_config import read_target
-from dflash_aot.compile.programs import Programs
+from dflash_aot.cache.model_config.architecture import default_taps
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.programs.programs import Programs
 
 BLOCK = 16
 MOST_BYTES = 1 << 30  # of a file, so that no more than that is held at a time

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.environment import join_flags
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.files import write_atomically
 
 SCHEMA = 1
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")

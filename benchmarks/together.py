@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from dflash_aot.benchmarks.script import run_script
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.runtime.dispatch import Dispatch
-from dflash_aot.runtime.executable import DeviceState
-from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.dispatcher import Dispatch
+from dflash_aot.runtime.executables.executable import DeviceState
 
 START = 16  # positions of noise that the rounds begin behind
 NOTHING = frozenset[int]()

@@ -30,17 +30,17 @@ from dflash_aot.benchmarks.agreement import (
     is_exact,
     read_golden,
 )
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.manifest import Manifest, read_manifest
-from dflash_aot.runtime.compile_watch import CompileWatch
-from dflash_aot.runtime.counters import Counters
-from dflash_aot.runtime.depth import FixedDepth
-from dflash_aot.runtime.loop import Loop
-from dflash_aot.runtime.opening import Opened, open_bundle
-from dflash_aot.runtime.request import Request, Result
-from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.waiting_line import WaitingLine
+from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.executables.bundle_loading import Opened, open_bundle
+from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.requests.request import Request, Result
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.speculation.controller import FixedDepth
 
 MOST_TOKENS, PER_LENGTH, REPEATS = 64, 2, 3
 NOISE = 1 << 16

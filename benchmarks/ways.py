@@ -18,10 +18,10 @@ from dflash_aot.benchmarks.orders import EngineOrder, JitOrder, TorchOrder
 from dflash_aot.benchmarks.pairs import Pair, choose_prompts
 from dflash_aot.benchmarks.peer import Peer, python_module
 from dflash_aot.benchmarks.traffic import Prompt, Serve, Served
-from dflash_aot.cache.config_file import read_config
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.target_config import read_target
-from dflash_aot.runtime.pair import read_end_tokens
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 K = int | Literal["auto"]
 CHOSEN: Literal["auto"] = "auto"

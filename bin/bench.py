@@ -29,9 +29,9 @@ from dflash_aot.benchmarks.pictures import check_matplotlib, write_pictures
 from dflash_aot.benchmarks.record import Record, write_record
 from dflash_aot.benchmarks.settings import setting
 from dflash_aot.bin.bench_flags import define_settings, read_settings, spell_command
-from dflash_aot.bin.command import format_table, run_with_arguments
+from dflash_aot.bin.command_line import format_table, run_with_arguments
+from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, VoidRecord
-from dflash_aot.cache.files import write_atomically
 
 FLAGS = flags.FlagValues()
 

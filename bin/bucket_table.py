@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.bin.command import format_table
-from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.bin.command_line import format_table
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.footprint import Footprints, Measured, cut_grid, describe_proposal, describe_verdict
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.roofline import Roofline, RoundBound
+from dflash_aot.compile.analysis.memory_plan import Footprints, Measured, cut_grid, describe_proposal, describe_verdict
+from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
+from dflash_aot.compile.programs.programs import Programs
 
 NOTE = """memory: of each device, by a grid that ends at this bucket
 ms: what a full bucket's round takes at least, from bytes and flops and the chip's peaks: a bound, not a measurement"""

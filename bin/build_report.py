@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
-from dflash_aot.bin.command import format_bytes, format_table
+from dflash_aot.bin.command_line import format_bytes, format_table
 from dflash_aot.bin.reproducibility import Comparison
-from dflash_aot.cache.manifest import Entry
-from dflash_aot.cache.shared_store import StoreReport
-from dflash_aot.compile.footprint import read_measured
-from dflash_aot.compile.manager import Report
-from dflash_aot.compile.quality import find_flaws
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.remote.shared_store import StoreReport
+from dflash_aot.compile.analysis.executable_checks import find_flaws
+from dflash_aot.compile.analysis.memory_plan import read_measured
+from dflash_aot.compile.pipeline.compilation_manager import Report
 
 HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
 NOTE = """GB, GFLOP: what one call must move and compute, from the models' facts

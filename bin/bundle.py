@@ -26,7 +26,7 @@ from dflash_aot.bin.bundle_inspect import report_inspection
 from dflash_aot.bin.bundle_sign import report_signing
 from dflash_aot.bin.bundle_transfer import report_fetch, report_push
 from dflash_aot.bin.bundle_verify import report_verification
-from dflash_aot.bin.command import choose_directory, run_with_arguments
+from dflash_aot.bin.command_line import choose_directory, run_with_arguments
 from dflash_aot.cache.errors import BadInput
 
 FLAGS = flags.FlagValues()

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, mend_command, read_manifest
+from dflash_aot.cache.bundle.quarantine import Kind
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import set_all_aside
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.manifest import Entry, Manifest, mend_command, read_manifest
-from dflash_aot.cache.set_aside import Kind
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.verification import set_all_aside
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ def call_executables(bundle: Path, manifest: Manifest, move: bool, record: bool)
     the bundle cannot be written.
     """
     # Starts JAX's import, which no other command pays for.
-    from dflash_aot.runtime.canaries import Canaries, order_canaries  # noqa: PLC0415
+    from dflash_aot.runtime.self_test.client import Canaries, order_canaries  # noqa: PLC0415
 
     store, compared = Store(bundle), 0
     faults, entries = [], []

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.manifest_diff import Change, Comparison, ExecutableChange, compare_manifests
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest_diff import Change, Comparison, ExecutableChange, compare_manifests
 
 DIFFERENT = 1  # as diff(1) ends
 LONGEST = 200  # of a value, in characters, for people

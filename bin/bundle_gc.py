@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.bin.command import format_bytes
-from dflash_aot.cache.garbage import Garbage, find_garbage, remove
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.store import Store
+from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
 
 HOUR = 3600.0
 

@@ -6,13 +6,8 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.bin.bundle_signature import describe_signers
-from dflash_aot.bin.command import format_bytes, format_table
-from dflash_aot.cache.architecture import Decoder
-from dflash_aot.cache.attestation import Signers, list_signers
-from dflash_aot.cache.completeness import check_consistent
-from dflash_aot.cache.environment import Difference, Environment, compare_host
-from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.manifest import (
+from dflash_aot.bin.command_line import format_bytes, format_table
+from dflash_aot.cache.bundle.manifest import (
     Blob,
     DraftModel,
     Manifest,
@@ -21,6 +16,11 @@ from dflash_aot.cache.manifest import (
     parse_manifest,
     read_content,
 )
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.environment import Difference, Environment, compare_host
+from dflash_aot.cache.errors import IncompatibleBundle
+from dflash_aot.cache.model_config.architecture import Decoder
+from dflash_aot.cache.signing.signatures import Signers, list_signers
 
 HEADER = ("program", "executables", "size", "largest", "temporaries")
 

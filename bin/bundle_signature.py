@@ -1,6 +1,6 @@
 """What a report says of signatures that nobody verified."""
 
-from dflash_aot.cache.attestation import Signers
+from dflash_aot.cache.signing.signatures import Signers
 
 
 def describe_signers(signers: Signers | None) -> str:

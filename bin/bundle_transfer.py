@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.bin.command import format_bytes
-from dflash_aot.bin.fetching import fetch_with_progress
-from dflash_aot.cache.upload import push_bundle
+from dflash_aot.bin.bundle_fetch import fetch_with_progress
+from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.cache.remote.push import push_bundle
 
 
 def report_push(bundle: Path, url: str, as_json: bool) -> int:

@@ -6,12 +6,10 @@ import msgspec
 
 from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
 from dflash_aot.bin.bundle_signature import describe_signers
-from dflash_aot.bin.command import format_bytes
-from dflash_aot.cache.attestation import Signers, check_signature, list_signers
-from dflash_aot.cache.completeness import check_consistent
-from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.manifest import Manifest, mend_command, parse_manifest, read_content
-from dflash_aot.cache.verification import (
+from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.cache.bundle.manifest import Manifest, mend_command, parse_manifest, read_content
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.verification import (
     Flaw,
     Stray,
     find_flaws,
@@ -19,6 +17,8 @@ from dflash_aot.cache.verification import (
     list_promises,
     set_flaws_aside,
 )
+from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.signing.signatures import Signers, check_signature, list_signers
 
 
 class Verification(msgspec.Struct, frozen=True):

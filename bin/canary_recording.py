@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from dflash_aot.bin.command import format_bytes
+from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.cache.bundle.manifest import Canary, Entry, Manifest
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
-from dflash_aot.cache.manifest import Canary, Entry, Manifest
-from dflash_aot.cache.store import Store
-from dflash_aot.runtime.canaries import Canaries, order_canaries
-from dflash_aot.runtime.canary import is_comparable
+from dflash_aot.runtime.self_test.client import Canaries, order_canaries
+from dflash_aot.runtime.self_test.self_test import is_comparable
 
 MEMORY = Path("/proc/meminfo")
 

@@ -10,22 +10,22 @@ from tqdm import tqdm
 
 from dflash_aot.bin.bucket_table import Deployment
 from dflash_aot.bin.canary_recording import prove_executables
-from dflash_aot.bin.command import format_bytes
+from dflash_aot.bin.command_line import format_bytes
 from dflash_aot.bin.place import Place, check_cluster, describe_place, find_chip, open_site
-from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.completeness import check_consistent
+from dflash_aot.cache.bundle.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
-from dflash_aot.cache.sampling import Sampling
-from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.store import Store
-from dflash_aot.compile.effort import estimate_effort
-from dflash_aot.compile.footprint import Measured, check_fits, read_measured
-from dflash_aot.compile.manager import Progress, Report, Site, build
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.quality import find_layout_conflicts
-from dflash_aot.compile.source import Source
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.sampling_state import Sampling
+from dflash_aot.compile.analysis.build_estimate import estimate_effort
+from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
+from dflash_aot.compile.analysis.memory_plan import Measured, check_fits, read_measured
+from dflash_aot.compile.pipeline.compilation_manager import Progress, Report, Site, build
+from dflash_aot.compile.programs.program_source import Source
+from dflash_aot.compile.programs.programs import Programs
 
 
 @dataclass(frozen=True)

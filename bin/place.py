@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 
 import jax
 
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.store import Store
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
-from dflash_aot.compile.machine import Machine, attach, count_devices
-from dflash_aot.compile.manager import Site
-from dflash_aot.compile.ray_workers import open_ray_workers
-from dflash_aot.compile.threads import Threads
-from dflash_aot.compile.workers import Workers
+from dflash_aot.compile.pipeline.build_target import Machine, attach, count_devices
+from dflash_aot.compile.pipeline.compilation_manager import Site
+from dflash_aot.compile.pipeline.ray_workers import open_ray_workers
+from dflash_aot.compile.pipeline.threads import Threads
+from dflash_aot.compile.pipeline.worker_pool import Workers
 
 ATTACHED_JOBS = 2  # each compilation for an attached device has threads of its own
 MOST_WORKERS = 8

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
-from dflash_aot.bin.command import format_bytes, format_table
+from dflash_aot.bin.command_line import format_bytes, format_table
 from dflash_aot.cache.signature import state_arrays
-from dflash_aot.compile.effort import Effort, estimate_effort
-from dflash_aot.compile.footprint import Measured
+from dflash_aot.compile.analysis.build_estimate import Effort, estimate_effort
+from dflash_aot.compile.analysis.memory_plan import Measured
 
 
 def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | None, as_json: bool) -> None:

@@ -20,28 +20,28 @@ from absl import flags
 
 from dflash_aot.bin.bucket_table import check_tau
 from dflash_aot.bin.build_report import report_build
-from dflash_aot.bin.command import choose_directory, choose_pair, default_bundle, run_command
+from dflash_aot.bin.command_line import choose_directory, choose_pair, default_bundle, run_command
 from dflash_aot.bin.job import Job, describe_deployment, run_job
 from dflash_aot.bin.place import ATTACHED_JOBS, choose_jobs, choose_place
 from dflash_aot.bin.plan import report_plan
 from dflash_aot.bin.rebuild import plan_rebuild
 from dflash_aot.bin.reproducibility import check_reproducible
-from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
-from dflash_aot.cache.manifest import DraftModel, TargetModel
-from dflash_aot.cache.objects import open_objects
-from dflash_aot.cache.sampling import SAMPLINGS, check_sampling
-from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.remote.object_store import open_objects
+from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.sampling_state import SAMPLINGS, check_sampling
 from dflash_aot.cache.topology import Topology
-from dflash_aot.compile.ray_cluster import OWN
-from dflash_aot.compile.source import Traced
+from dflash_aot.compile.pipeline.ray_cluster import OWN
+from dflash_aot.compile.programs.program_source import Traced
 
 WITH_REBUILD = frozenset(
     {

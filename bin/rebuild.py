@@ -4,10 +4,10 @@ from pathlib import Path
 
 from dflash_aot.bin.job import Job, describe_deployment
 from dflash_aot.bin.place import recall_place
-from dflash_aot.cache.completeness import check_consistent
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.store import Store
-from dflash_aot.compile.source import Stored
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.compile.programs.program_source import Stored
 
 
 def plan_rebuild(bundle: Path, signed_by: Path | None, store: Store, jobs: int | None, call_canaries: bool) -> Job:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
+from dflash_aot.cache.bundle.weight_recipe import Checkpoint
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.manifest import Manifest, read_manifest
-from dflash_aot.cache.recipe import Checkpoint
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
 
 
 class Comparison(msgspec.Struct, frozen=True):

@@ -18,20 +18,20 @@ from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command import decode_text, run_command
-from dflash_aot.bin.lines import answer_lines, dump_json, output_line
-from dflash_aot.bin.report import Served, format_report, report_fields
-from dflash_aot.bin.served_flags import ServedFlags
-from dflash_aot.cache.checkpoint import EMBEDDED
+from dflash_aot.bin.command_line import decode_text, run_command
+from dflash_aot.bin.engine_flags import ServedFlags
+from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
+from dflash_aot.bin.run_report import Served, format_report, report_fields
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.cache.location import is_url
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.runtime.advice import advise_on_prompt
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
+from dflash_aot.cache.remote.urls import is_url
+from dflash_aot.runtime.diagnostics import advise_on_prompt
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.process_clock import seconds_since_process_start
-from dflash_aot.runtime.request import Result
-from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
+from dflash_aot.runtime.requests.request import Result
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
@@ -146,7 +146,7 @@ def _read_input() -> str:
 
 def _chat(params: SamplingParams) -> None:
     """Until standard input ends; the whole conversation is the prompt of every turn."""
-    from dflash_aot.runtime.chat import render_chat  # noqa: PLC0415  only a chat needs templates
+    from dflash_aot.runtime.text.chat_template import render_chat  # noqa: PLC0415  only a chat needs templates
 
     messages: list[dict[str, str]] = []
     results = []
@@ -224,7 +224,7 @@ def _locate_bundle() -> Path:
     """Its directory, which is a copy of what lies behind a URL."""
     bundle = _SERVED.bundle
     if is_url(bundle):
-        from dflash_aot.bin.fetching import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
+        from dflash_aot.bin.bundle_fetch import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
 
         return fetch_with_progress(bundle, _SERVED.signed_by)
     return Path(bundle)

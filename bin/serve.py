@@ -20,19 +20,19 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command import run_command
-from dflash_aot.bin.served_flags import ServedFlags
+from dflash_aot.bin.command_line import run_command
+from dflash_aot.bin.engine_flags import ServedFlags
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.location import hide_secrets
+from dflash_aot.cache.remote.urls import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
-from dflash_aot.runtime.process_clock import seconds_since_process_start
-from dflash_aot.runtime.sampling_params import MOST
-from dflash_aot.server.guard import LOOPBACK
-from dflash_aot.server.keys import Keys, make_keys, read_keys
+from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
+from dflash_aot.runtime.requests.sampling_params import MOST
+from dflash_aot.server.api_keys import Keys, make_keys, read_keys
 from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.model import Serving
-from dflash_aot.server.service import Service
+from dflash_aot.server.middleware import LOOPBACK
+from dflash_aot.server.served_model import Serving
+from dflash_aot.server.server_state import Service
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()

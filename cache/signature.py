@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from dflash_aot.cache.architecture import Decoder, Draft, Target
+from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.recipe import ITEM_BYTES, Dtype, WeightRecipe
-from dflash_aot.cache.sampling import SAMPLING_COLUMNS, Sampling, count_tops
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
+from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, Sampling, count_tops
 
 ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "rounds", "move", "admit"]
 INT, FLOAT, BOOL = "int32", "float32", "bool"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ray import serve
 
-from dflash_aot.server.guard import LOOPBACK
+from dflash_aot.server.middleware import LOOPBACK
 from dflash_aot.server.ray_replica import Options, build
 
 

@@ -16,29 +16,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from dflash_aot.cache.download import locate_bundle
+from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
-from dflash_aot.cache.location import is_url
-from dflash_aot.cache.manifest import Manifest
-from dflash_aot.runtime.advice import advise_on_pair
-from dflash_aot.runtime.async_stream import AsyncStream
-from dflash_aot.runtime.compile_watch import CompileWatch
-from dflash_aot.runtime.counters import Counters
-from dflash_aot.runtime.depth import Decision
-from dflash_aot.runtime.intake import Intake, Prompt
-from dflash_aot.runtime.loop import Loop
-from dflash_aot.runtime.opening import Opened, open_bundle
-from dflash_aot.runtime.pair import read_end_tokens
-from dflash_aot.runtime.request import Delta, Request, Result
-from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.stream import Stream, check_process
-from dflash_aot.runtime.waiting_line import WaitingLine
-from dflash_aot.runtime.warm_up import WarmUp
+from dflash_aot.cache.remote.fetch import locate_bundle
+from dflash_aot.cache.remote.urls import is_url
+from dflash_aot.runtime.diagnostics import advise_on_pair
+from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.executables.bundle_loading import Opened, open_bundle
+from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.warm_up import WarmUp
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.requests.async_stream import AsyncStream
+from dflash_aot.runtime.requests.request import Delta, Request, Result
+from dflash_aot.runtime.requests.request_builder import Intake, Prompt
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.requests.stream import Stream, check_process
+from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.speculation.controller import Decision
+from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from dflash_aot.runtime.text import Tokenizer
+    from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 GREEDY = SamplingParams()
@@ -228,7 +228,7 @@ class Engine:
 
         model_name: their label; by default the target as the bundle names it.
         """
-        from dflash_aot.runtime.metrics import make_registry  # noqa: PLC0415  loaded only where somebody watches
+        from dflash_aot.runtime.metrics.prometheus import make_registry  # noqa: PLC0415  loaded only where somebody watches
 
         return make_registry(self.stats, model_name or self.manifest.target.reference)
 

@@ -13,19 +13,19 @@ from starlette.types import ASGIApp
 
 from dflash_aot.cache.errors import DflashError, EngineFailed
 from dflash_aot.server import response_schema
-from dflash_aot.server.answer import start_answer
-from dflash_aot.server.callers import Callers
-from dflash_aot.server.formats import ChatFormat, CompletionFormat, Format
-from dflash_aot.server.guard import Guard
-from dflash_aot.server.model import Model
-from dflash_aot.server.page import router as page
-from dflash_aot.server.problems import Problem, describe_flaws, report_error, shutting_down
-from dflash_aot.server.reading import Asking, check_name, count_choices, read_chat, read_completion
-from dflash_aot.server.reply import Reply
+from dflash_aot.server.api_errors import Problem, describe_flaws, report_error, shutting_down
+from dflash_aot.server.demo_page import router as page
+from dflash_aot.server.generation import start_answer
+from dflash_aot.server.key_limits import Callers
+from dflash_aot.server.middleware import Guard
+from dflash_aot.server.request_parsing import Asking, check_name, count_choices, read_chat, read_completion
 from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
-from dflash_aot.server.sending import ClientGone, EventStream, finish_unless_gone
-from dflash_aot.server.service import Service
-from dflash_aot.server.spelling import Speller
+from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, Format
+from dflash_aot.server.responses import Reply
+from dflash_aot.server.served_model import Model
+from dflash_aot.server.server_state import Service
+from dflash_aot.server.streaming import ClientGone, EventStream, finish_unless_gone
+from dflash_aot.server.token_formatting import Speller
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 GONE = 499  # nginx's number for it; nobody reads it

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dflash_aot.server.api_errors import Problem
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.problems import Problem
 
 # Seconds of silence, seconds between probes, and probes, until a peer that vanished without a word is given up.
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}

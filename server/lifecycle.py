@@ -14,7 +14,7 @@ import uvicorn
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.server.app import create_app
 from dflash_aot.server.connection import limit_connections
-from dflash_aot.server.service import Service
+from dflash_aot.server.server_state import Service
 
 logger = logging.getLogger(__name__)
 BACKLOG = 128  # so many are accepted at once, before any is counted

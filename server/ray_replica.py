@@ -11,15 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from starlette.types import ASGIApp
 
-from dflash_aot.cache.download import locate_bundle
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.remote.fetch import locate_bundle
+from dflash_aot.server.api_keys import Keys, make_keys, read_keys
 from dflash_aot.server.app import create_app
-from dflash_aot.server.guard import LOOPBACK
-from dflash_aot.server.keys import Keys, make_keys, read_keys
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.model import Serving
-from dflash_aot.server.service import Service
+from dflash_aot.server.middleware import LOOPBACK
+from dflash_aot.server.served_model import Serving
+from dflash_aot.server.server_state import Service
 
 GRACE = 10.0  # seconds, behind the drain: for the engine's thread to end
 HEALTH_SECONDS = 5.0  # between checks; Ray replaces a replica after three that fail in a row

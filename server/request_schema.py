@@ -22,8 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from dflash_aot.cache.sampling import MOST_TOP_LOGPROBS
-from dflash_aot.runtime.sampling_params import LEAST_TOP_P, MOST, MOST_BIAS, SEEDS
+from dflash_aot.cache.sampling_state import MOST_TOP_LOGPROBS
+from dflash_aot.runtime.requests.sampling_params import LEAST_TOP_P, MOST, MOST_BIAS, SEEDS
 from dflash_aot.server.limits import MOST_CHOICES, MOST_STOPS
 
 MOST_FIELDS = 64

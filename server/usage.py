@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_aot.runtime.logprobs import TokenLogprob
-from dflash_aot.runtime.request import Delta
+from dflash_aot.runtime.requests.logprobs import TokenLogprob
+from dflash_aot.runtime.requests.request import Delta
 
 
 @dataclass

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime import Engine, SamplingParams
 
 # Of the standard library's inspect.py and heapq.py in spirit, in no file word for word.

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 ROOMS = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
-MODULES = sorted(f"{path.parent.name}/{path.name}" for room in ROOMS for path in (REPOSITORY / room).glob("*.py"))
+MODULES = sorted(str(path.relative_to(REPOSITORY)) for room in ROOMS for path in (REPOSITORY / room).rglob("*.py"))
 MODELS = ("flax", "torch", "transformers")  # what serving must not wait for
 # Where imports may lead, ours and foreign; a room may always import from itself.
 MAY_IMPORT = {
@@ -46,8 +46,11 @@ EXCEPTIONS = {
         if module.startswith("benchmarks/") and module not in WORKERS
         for package in EXTRAS
     ),
-    *((f"compile/ray_{name}.py", "ray") for name in ("cluster", "worker")),
-    ("runtime/chat.py", "transformers"),  # for its chat templates, when there is a chat: inside a function
+    *((f"compile/pipeline/ray_{name}.py", "ray") for name in ("cluster", "worker")),
+    (
+        "runtime/text/chat_template.py",
+        "transformers",
+    ),  # chat templates, inside a function
 }
 
 
@@ -77,7 +80,7 @@ def begins(name: str, package: str) -> bool:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Imports in `module`, named like "runtime/loop.py", that go through a wall."""
+    """Imports in `module`, named like "runtime/engine_loop.py", that go through a wall."""
     room = module.partition("/")[0]
     open_rooms = tuple(f"dflash_aot.{other}" for other in (room, *MAY_IMPORT[room]))
     found = []
@@ -113,25 +116,25 @@ def test_no_import_goes_through_a_wall(module):
         ("compile/thing.py", "from jax._src import core"),
         ("compile/thing.py", "import jax._src.core as core"),
         ("compile/thing.py", "from jax import _src"),
-        ("runtime/thing.py", "import os, dflash_aot.compile.layers"),
+        ("runtime/thing.py", "import os, dflash_aot.compile.models.layers"),
         ("runtime/thing.py", "def lazy():\n    from dflash_aot.compile import layers"),
         ("runtime/thing.py", "if TYPE_CHECKING:\n    import flax.nnx"),
         ("runtime/thing.py", "try:\n    import transformers\nexcept ImportError:\n    pass"),
-        ("runtime/chat.py", "import transformers"),
-        ("runtime/chat.py", "class Chat:\n    from transformers import AutoTokenizer"),
-        ("runtime/chat.py", "def lazy():\n    import flax"),
+        ("runtime/text/chat_template.py", "import transformers"),
+        ("runtime/text/chat_template.py", "class Chat:\n    from transformers import AutoTokenizer"),
+        ("runtime/text/chat_template.py", "def lazy():\n    import flax"),
         ("runtime/thing.py", "from dflash_aot.bin import command"),
         ("runtime/thing.py", "from . import engine"),
         ("runtime/thing.py", "from ..compile import layers"),
         ("runtime/thing.py", "import importlib\nimportlib.import_module('dflash_aot.compile')"),
         ("runtime/thing.py", "from importlib import import_module"),
         ("runtime/thing.py", "__import__('flax')"),
-        ("bin/run.py", "from dflash_aot.compile.manager import build"),
+        ("bin/run.py", "from dflash_aot.compile.pipeline.compilation_manager import build"),
         ("bin/run.py", "import flax"),
         ("bin/thing.py", "def lazy():\n    import dflash_aot.compile"),
         ("bin/thing.py", "def lazy():\n    from dflash_aot.benchmarks import record"),
         ("runtime/thing.py", "from dflash_aot.benchmarks import record"),
-        ("benchmarks/thing.py", "from dflash_aot.bin.command import format_table"),
+        ("benchmarks/thing.py", "from dflash_aot.bin.command_line import format_table"),
         ("benchmarks/pictures.py", "import matplotlib"),
     ],
 )
@@ -145,11 +148,11 @@ def test_an_import_through_a_wall_is_found(module, source):
         ("cache/thing.py", "import json\nfrom dflash_aot.cache.grid import Grid"),
         ("compile/thing.py", "import flax.nnx\nimport jax\nfrom dflash_aot.cache.grid import Grid"),
         ("runtime/thing.py", "from jax.experimental import serialize_executable"),
-        ("runtime/chat.py", "def lazy():\n    from transformers import PreTrainedTokenizerFast"),
-        ("bin/precompile.py", "from dflash_aot.compile.manager import build"),
+        ("runtime/text/chat_template.py", "def lazy():\n    from transformers import PreTrainedTokenizerFast"),
+        ("bin/precompile.py", "from dflash_aot.compile.pipeline.compilation_manager import build"),
         ("bin/run.py", "from dflash_aot.runtime.engine import Engine"),
         ("bin/bench.py", "from dflash_aot.benchmarks.record import Record"),
-        ("benchmarks/thing.py", "import flax.nnx\nfrom dflash_aot.compile.programs import Programs"),
+        ("benchmarks/thing.py", "import flax.nnx\nfrom dflash_aot.compile.programs.programs import Programs"),
         ("benchmarks/pictures.py", "def lazy():\n    import matplotlib"),
         ("runtime/thing.py", "NAMES = ('jax._src.core', 'flax')"),
     ],
@@ -186,10 +189,10 @@ def test_a_process_that_serves_never_imports_model_code(bundle, speaking_target)
 
 
 def test_a_process_that_is_watched_has_loaded_what_that_needs(bundle, speaking_target):
-    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.runtime.metrics")
+    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.runtime.metrics.prometheus")
     assert "prometheus_client" in found
 
 
 def test_a_process_that_imports_model_code_is_found(bundle, speaking_target):
-    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.compile.programs")
-    assert "dflash_aot.compile.programs" in found and "flax" in found
+    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.compile.programs.programs")
+    assert "dflash_aot.compile.programs.programs" in found and "flax" in found

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash_aot.compile.attention import attend
-from dflash_aot.compile.causal_lm import CausalLM
-from dflash_aot.compile.parameters import Bound
+from dflash_aot.compile.models.attention import attend
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.parameters import Bound
 
 from corpus import windows
 from optimize import Weights, init_weights, train

@@ -11,11 +11,11 @@ from absl import app, flags
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target
-from dflash_aot.cache.rope import Rope
-from dflash_aot.compile.causal_lm import CausalLM
-from dflash_aot.compile.dflash import DFlash
-from dflash_aot.compile.parameters import Bound
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.parameters import Bound
 
 from checkpoint import save_draft, save_target
 from corpus import MASK, read_split, token_stream, train_tokenizer

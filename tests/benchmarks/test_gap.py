@@ -5,7 +5,7 @@ import pytest
 from dflash_aot.benchmarks import gap
 from dflash_aot.benchmarks.jit_loop import JitLoop, Jitted
 from dflash_aot.benchmarks.traffic import Served, Work
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest import read_manifest
 
 
 def test_a_trace_holds_every_round(bundle, untied):

@@ -19,7 +19,7 @@ from dflash_aot.benchmarks.host_trace import (
 from dflash_aot.benchmarks.jit_loop import JitLoop
 from dflash_aot.benchmarks.peer_parts import Loaded
 from dflash_aot.cache.errors import VoidRecord
-from dflash_aot.runtime.opening import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
 
 SIDE = 1000  # of products that are not done when the next line asks for them
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_aot.benchmarks.jit_loop import JitLoop, Jitted
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest import read_manifest
 
 TOKENS = 24
 

@@ -8,11 +8,11 @@ from dflash_aot.benchmarks.kflat_bench import Settings, choose_grid, find_fault,
 from dflash_aot.benchmarks.kflat_findings import find_peak
 from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.benchmarks.record import Record, describe_site
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 
 # Of a text of 179 tokens, of which all behind the first 131 are the reference's greedy choice.
 PASSES = [("verify", 8, 178), ("verify", 4, 150), ("verify", 1, 140), ("prefill", 64, 178), ("prefill", 16, 132)]

@@ -7,10 +7,10 @@ import pytest
 from dflash_aot.benchmarks import peer_engine, peer_jit, peer_parts, peer_torch
 from dflash_aot.benchmarks.orders import EngineOrder, JitOrder, PartsOrder, TorchOrder
 from dflash_aot.benchmarks.traffic import Arrive, Dissect, Parts, Serve
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.runtime.bundle import Bundle, bundle_devices
-from dflash_aot.runtime.executable import DeviceState
-from dflash_aot.runtime.loader import Loader
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.lazy_loader import Loader
+from dflash_aot.runtime.executables.loaded_bundle import Bundle, bundle_devices
 
 TOKENS = 16
 NAMES = ("len5", "len_eq_block")

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_aot.benchmarks.random_pair import ensure_pair, split
-from dflash_aot.cache.config_file import read_config
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.weight_recipe import Placement
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.recipe import Placement
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 
 
 def read_all(directory: Path) -> dict[str, bytes]:

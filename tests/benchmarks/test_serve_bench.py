@@ -23,9 +23,9 @@ from dflash_aot.benchmarks.serve_process import open_server
 from dflash_aot.benchmarks.serve_traffic import Came, ClientOrder, Come, Heard
 from dflash_aot.benchmarks.traffic import Prompt, Work
 from dflash_aot.benchmarks.ways import Way, engine_way
-from dflash_aot.cache.checkpoint import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.errors import BadInput, GridMiss, PeerFailed
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
 
 GRID = parse_grid("batch=1,2 length=64 k=0,7 prefill=64", 8)
 PROMPTS = [[4], [5], [6], [7]]

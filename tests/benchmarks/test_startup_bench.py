@@ -13,9 +13,9 @@ from dflash_aot.benchmarks.record import Record, describe_site
 from dflash_aot.benchmarks.start import Order
 from dflash_aot.benchmarks.startup_bench import GRIDS, Settings, find_fault, list_ways, run_start
 from dflash_aot.benchmarks.startup_findings import BUNDLE, COLD, WARM
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import PeerFailed
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.manifest import read_manifest
 from dflash_aot.cache.signature import ProgramWeights, describe_pair, signatures
 
 

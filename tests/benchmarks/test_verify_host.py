@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.benchmarks import agreement, verify_host
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
 
 
 @pytest.fixture

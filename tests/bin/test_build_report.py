@@ -7,10 +7,10 @@ import pytest
 from dflash_aot.bin import precompile
 from dflash_aot.bin.bucket_table import Deployment
 from dflash_aot.bin.build_report import report_build
-from dflash_aot.cache.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.manager import Report
-from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.pipeline.compilation_manager import Report
+from dflash_aot.compile.programs.programs import Programs
 
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 

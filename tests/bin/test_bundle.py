@@ -11,13 +11,13 @@ from msgspec import structs
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
-from dflash_aot.cache.blob import pack
-from dflash_aot.cache.ed25519 import read_public_key
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import encode_manifest, mend_command, read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import list_promises
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.manifest import encode_manifest, mend_command, read_manifest
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.verification import list_promises
+from dflash_aot.cache.signing.ed25519 import read_public_key
 
 PRECOMPILE = "dflash-precompile --bundle"
 INSPECT = """

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile, run
-from dflash_aot.cache.blob import pack
-from dflash_aot.cache.manifest import Entry, encode_manifest, mend_command, read_manifest, replace_commands
-from dflash_aot.cache.store import Store
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import Entry, encode_manifest, mend_command, read_manifest, replace_commands
+from dflash_aot.cache.bundle.store import Store
 
 Words = list[str]
 

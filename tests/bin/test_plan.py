@@ -7,7 +7,7 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.bin.bucket_table import check_tau
-from dflash_aot.bin.command import default_bundle
+from dflash_aot.bin.command_line import default_bundle
 from dflash_aot.bin.plan import worst_waste
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.bin import precompile
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.verification import find_flaws
 from dflash_aot.cache.environment import is_tpu_attached
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.verification import find_flaws
 from dflash_aot.runtime import Engine
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from dflash_aot.bin import precompile
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.environment import is_tpu_attached
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 PATIENCE = 300  # seconds that a process may take on a machine that is busy

@@ -14,11 +14,11 @@ from msgspec import structs
 
 from dflash_aot.bin import precompile
 from dflash_aot.bin.place import check_cluster
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.verification import find_flaws
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.verification import find_flaws
-from dflash_aot.compile.machine import Machine
+from dflash_aot.compile.pipeline.build_target import Machine
 from tests.ray_processes import PATIENCE, wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

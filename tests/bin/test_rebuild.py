@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.environment import libtpu_version
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 OTHER_FLAGS = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=false"}  # another environment, so nothing is found

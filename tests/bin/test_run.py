@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dflash_aot.bin import run
-from dflash_aot.bin.lines import answer_lines
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
+from dflash_aot.bin.jsonl import answer_lines
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.text import Tokenizer
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def bundle"
 

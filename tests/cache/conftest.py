@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.blob import pack
-from dflash_aot.cache.config_file import ConfigFile
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
-from dflash_aot.cache.recipe import Placement, WeightRecipe
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.target_config import read_target
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
 Config = dict[str, Any]

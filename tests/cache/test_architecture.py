@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import default_taps
+from dflash_aot.cache.model_config.architecture import default_taps
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import tracemalloc
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import LARGEST, BrokenBlob, find_flaw, pack, read_packed, unpack
+from dflash_aot.cache.bundle.blob import LARGEST, BrokenBlob, find_flaw, pack, read_packed, unpack
+from dflash_aot.cache.bundle.manifest import Blob
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.manifest import Blob
 
 UNPACK_WITH_LITTLE_MEMORY = """
 import resource
-from dflash_aot.cache.blob import find_flaw, pack
+from dflash_aot.cache.bundle.blob import find_flaw, pack
 
 blob, content = pack(bytes(1 << 27))
 pages = int(open("/proc/self/statm").read().split()[0])

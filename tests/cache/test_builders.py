@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import find_flaw, pack
-from dflash_aot.cache.files import temporaries
-from dflash_aot.cache.manifest import Entry, Manifest, encode_manifest, read_manifest
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.verification import Flaw, check_file, list_promises
+from dflash_aot.cache.bundle.atomic_files import temporaries
+from dflash_aot.cache.bundle.blob import find_flaw, pack
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import Flaw, check_file, list_promises
 from tests.cache.toy_builder import Order, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ PUBLISH_UNTIL_STOPPED = """
 import sys, threading
 from pathlib import Path
 import msgspec
-from dflash_aot.cache.manifest import Manifest
-from dflash_aot.cache.store import Store
+from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.store import Store
 from tests.cache.test_builders import make_edition
 
 manifest = msgspec.json.decode(sys.stdin.buffer.readline(), type=Manifest)

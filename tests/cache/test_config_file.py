@@ -2,8 +2,8 @@
 
 import pytest
 
-from dflash_aot.cache.config_file import read_config
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import read_config
 
 
 def test_a_missing_file_is_refused_with_what_is_needed(tmp_path):

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflash_aot.cache.architecture import Draft, Target
-from dflash_aot.cache.config_file import ConfigFile, read_config
-from dflash_aot.cache.draft_config import is_speculators, read_draft
 from dflash_aot.cache.errors import BadCheckpoint, DflashError
-from dflash_aot.cache.speculators import read_verifier
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.draft import is_speculators, read_draft
+from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.model_config.target import read_target
 
 FILE = Path("hostile/config.json")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}

@@ -8,8 +8,15 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.manifest import (
+    SCHEMA,
+    DraftModel,
+    TargetModel,
+    build_command,
+    encode_manifest,
+    read_manifest,
+)
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle, MissingBundle
-from dflash_aot.cache.manifest import SCHEMA, DraftModel, TargetModel, build_command, encode_manifest, read_manifest
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.manifest_diff import UNTOLD, Change, ExecutableChange, compare, compare_manifests
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.manifest_diff import UNTOLD, Change, ExecutableChange, compare, compare_manifests
 
 KEY, SHA = "0" * 64, "1" * 64
 

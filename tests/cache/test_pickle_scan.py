@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.pickle_scan import ALLOWED, scan_pickle
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.pickle_scan import ALLOWED, scan_pickle
-from dflash_aot.cache.store import Store
 
 PROTO, STOP, FRAME = b"\x80\x04", b".", b"\x95"
 STACK_GLOBAL, MEMOIZE, POP, DUP, MARK, TUPLE, EMPTY = b"\x93", b"\x94", b"0", b"2", b"(", b"t", b")"

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from dflash_aot.cache.config_file import ConfigFile
-from dflash_aot.cache.rope import Linear, Llama3, Rope, Yarn, read_rope
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.rope import Linear, Llama3, Rope, Yarn, read_rope
 
 FILE = Path("model/config.json")
 POSITIONS = 40960

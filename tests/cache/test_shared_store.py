@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import LARGEST, pack
+from dflash_aot.cache.bundle.blob import LARGEST, pack
+from dflash_aot.cache.bundle.manifest import Canary
 from dflash_aot.cache.errors import StoreFailed
-from dflash_aot.cache.manifest import Canary
-from dflash_aot.cache.objects import Directory, open_objects
-from dflash_aot.cache.patience import Patience
-from dflash_aot.cache.shared_entries import Shared
-from dflash_aot.cache.shared_store import SharedStore
+from dflash_aot.cache.remote.object_store import Directory, open_objects
+from dflash_aot.cache.remote.retry import Patience
+from dflash_aot.cache.remote.shared_entries import Shared
+from dflash_aot.cache.remote.shared_store import SharedStore
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = Patience(attempts=2, seconds=20, pause=0)

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
 
 PUBLISHED = {
     "method": "dflash",

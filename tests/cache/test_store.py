@@ -19,17 +19,17 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import pack
+from dflash_aot.cache.bundle.atomic_files import write_atomically
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.bundle.quarantine import Finding
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
-from dflash_aot.cache.files import write_atomically
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.set_aside import Finding
-from dflash_aot.cache.store import Store
 
 HOLD_THE_LOCK = """
 import sys
 from pathlib import Path
-from dflash_aot.cache.store import Store
+from dflash_aot.cache.bundle.store import Store
 with Store(Path(sys.argv[1])).open_for_building():
     print("held", flush=True)
     sys.stdin.read()
@@ -38,7 +38,7 @@ with Store(Path(sys.argv[1])).open_for_building():
 DIE_WHILE_WRITING = """
 import resource, signal, sys
 from pathlib import Path
-from dflash_aot.cache.files import write_atomically
+from dflash_aot.cache.bundle.atomic_files import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file longer than the limit ends the process in the middle of it
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import pack
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.verification import check_file, find_flaws, find_strays, list_promises, set_flaws_aside
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.verification import check_file, find_flaws, find_strays, list_promises, set_flaws_aside
 from tests.cache.damage import cut, directory, fifo, flip
 
 

@@ -16,10 +16,10 @@ from typing import NoReturn
 
 import msgspec
 
-from dflash_aot.cache.blob import unpack
+from dflash_aot.cache.bundle.blob import unpack
+from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.manifest import Manifest
-from dflash_aot.cache.store import Store
 
 ROOM = Path(inspect.getfile(Store)).parent
 

@@ -13,23 +13,23 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file
 
-from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Target, Window
-from dflash_aot.cache.config_file import read_config
+from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
 from dflash_aot.cache.devices import read_environment
-from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
-from dflash_aot.cache.recipe import WeightRecipe
-from dflash_aot.cache.rope import Rope
-from dflash_aot.cache.sampling import SAMPLINGS
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target, Window
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.sampling_state import SAMPLINGS
 from dflash_aot.cache.signature import state_arrays
-from dflash_aot.cache.target_config import read_target
-from dflash_aot.compile.attention import attend
-from dflash_aot.compile.causal_lm import CausalLM
-from dflash_aot.compile.dflash import DFlash
-from dflash_aot.compile.parameters import Bound, Model
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.windows import block_seen, context_seen
+from dflash_aot.compile.models.attention import attend
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.parameters import Bound, Model
+from dflash_aot.compile.models.sliding_window import block_seen, context_seen
+from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
 Arrays = dict[str, jax.Array]

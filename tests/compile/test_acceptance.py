@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.compile.programs import accept
-from dflash_aot.compile.shards import ALONE
+from dflash_aot.compile.models.tensor_parallel import ALONE
+from dflash_aot.compile.programs.programs import accept
 from tests.compile.quick import jit_quickly
 
 accept_quickly = jit_quickly(accept)

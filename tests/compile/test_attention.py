@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.compile import attention
-from dflash_aot.compile.attention import attend, attend_by_blocks, attend_context
-from dflash_aot.compile.kv import Context
+from dflash_aot.compile.models import attention
+from dflash_aot.compile.models.attention import attend, attend_by_blocks, attend_context
+from dflash_aot.compile.models.kv_cache import Context
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4

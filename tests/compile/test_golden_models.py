@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.config_file import ConfigFile, read_config
-from dflash_aot.cache.draft_config import read_draft
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 
 TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.compile.inspection import inspect, inspect_text, read_cost
+from dflash_aot.compile.analysis.inspection import inspect, inspect_text, read_cost
 
 KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
 TURNED = "bf16[4,8,1024,128]{2,3,1,0:T(8,128)(2,1)}"

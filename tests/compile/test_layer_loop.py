@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import Experts
-from dflash_aot.cache.sampling import SAMPLINGS
-from dflash_aot.compile.programs import Programs
+from dflash_aot.cache.model_config.architecture import Experts
+from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.compile.programs.programs import Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
 CALLS = {

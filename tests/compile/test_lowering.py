@@ -14,25 +14,25 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.compile.lowering import (
+from dflash_aot.compile.programs.lowering import (
     check_donation,
     export_program,
     input_arrays,
     output_arrays,
 )
-from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.programs.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
 VERIFY = "verify batch=2 length=32 k=3"
 ELSEWHERE = """
 import json, sys
 import msgspec
-from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.source import Traced
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.program_source import Traced
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 source = Traced(Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block), "cpu")

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.store import Store
-from dflash_aot.compile import ray_worker
-from dflash_aot.compile.builder import Order
-from dflash_aot.compile.ray_cluster import OWN, Cluster, connect
-from dflash_aot.compile.ray_workers import RayWorkers, check_made
-from dflash_aot.compile.source import Stored
-from dflash_aot.compile.worker import Answer
+from dflash_aot.compile.pipeline import ray_worker
+from dflash_aot.compile.pipeline.executable_builder import Order
+from dflash_aot.compile.pipeline.ray_cluster import OWN, Cluster, connect
+from dflash_aot.compile.pipeline.ray_workers import RayWorkers, check_made
+from dflash_aot.compile.pipeline.worker_process import Answer
+from dflash_aot.compile.programs.program_source import Stored
 from tests.ray_processes import wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

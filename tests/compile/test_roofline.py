@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import Attention, Decoder, Dense, Draft, Experts, Target
-from dflash_aot.cache.config_file import ConfigFile
-from dflash_aot.cache.draft_config import read_draft
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.rope import Rope
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Experts, Target
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import Array
-from dflash_aot.cache.target_config import read_target
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.roofline import Roofline, Work, expected_experts
+from dflash_aot.compile.analysis.roofline import Roofline, Work, expected_experts
+from dflash_aot.compile.programs.programs import Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 H, V, LAYERS = 8, 100, 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.architecture import Attention
+from dflash_aot.cache.model_config.architecture import Attention
 from tests.compile.quick import QUICK
 
 DEVICES = 4
@@ -18,12 +18,12 @@ DEVICES = 4
 SERVE = """
 import json, sys
 import jax, msgspec, numpy as np
-from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
 from dflash_aot.cache.mesh import make_mesh
-from dflash_aot.compile.lowering import input_arrays, jit_program
-from dflash_aot.compile.programs import Programs
+from dflash_aot.compile.programs.lowering import input_arrays, jit_program
+from dflash_aot.compile.programs.programs import Programs
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 grid, vocab = parse_grid("batch=3 length=32 k=0,3 prefill=16", draft.block), target.decoder.vocab

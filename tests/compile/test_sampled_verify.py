@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4]]
 VOCAB, STEPS = 48, 10

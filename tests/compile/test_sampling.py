@@ -9,9 +9,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS
-from dflash_aot.compile.programs import accept
-from dflash_aot.compile.sampling import (
+from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.compile.models.tensor_parallel import ALONE, find_largest
+from dflash_aot.compile.programs.programs import accept
+from dflash_aot.compile.programs.sampling import (
     choose_tokens,
     count_tokens,
     describe_choice,
@@ -19,7 +20,6 @@ from dflash_aot.compile.sampling import (
     find_threshold,
     make_gumbel,
 )
-from dflash_aot.compile.shards import ALONE, find_largest
 from tests.compile.quick import jit_quickly
 
 ROWS = 8_000  # draws of a distribution, side by side

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.blob import pack
-from dflash_aot.cache.manifest import read_manifest
-from dflash_aot.cache.objects import Directory
-from dflash_aot.cache.shared_store import SharedStore
-from dflash_aot.cache.store import Store
-from dflash_aot.compile.manager import build
-from dflash_aot.compile.source import Stored
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.remote.object_store import Directory
+from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.compile.pipeline.compilation_manager import build
+from dflash_aot.compile.programs.program_source import Stored
 
 
 class Compiler:

@@ -11,23 +11,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflash_aot.cache.config_file import ConfigFile
-from dflash_aot.cache.draft_config import read_draft
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import Grid, parse_grid
-from dflash_aot.cache.manifest import Entry
-from dflash_aot.cache.sampling import SAMPLINGS
-from dflash_aot.cache.store import Store
-from dflash_aot.cache.target_config import read_target
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.sampling_state import SAMPLINGS
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
-from dflash_aot.compile.footprint import Footprints
-from dflash_aot.compile.inspection import inspect_text
-from dflash_aot.compile.machine import COMPILE_ONLY
-from dflash_aot.compile.manager import build
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.quality import find_flaws, find_layout_conflicts
-from dflash_aot.compile.source import Traced
-from dflash_aot.compile.workers import Workers
+from dflash_aot.compile.analysis.executable_checks import find_flaws, find_layout_conflicts
+from dflash_aot.compile.analysis.inspection import inspect_text
+from dflash_aot.compile.analysis.memory_plan import Footprints
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
+from dflash_aot.compile.pipeline.compilation_manager import build
+from dflash_aot.compile.pipeline.worker_pool import Workers
+from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.programs import Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64 rounds=4"
@@ -58,14 +58,14 @@ BAD = """
 import json, sys
 import jax, jax.numpy as jnp, msgspec
 from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.architecture import Draft, Target
+from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile import kv
-from dflash_aot.compile.lowering import lower_program
-from dflash_aot.compile.machine import describe
-from dflash_aot.compile.programs import Programs
-from dflash_aot.compile.source import Traced
+from dflash_aot.compile.models import kv_cache
+from dflash_aot.compile.programs.lowering import lower_program
+from dflash_aot.compile.pipeline.build_target import describe
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.program_source import Traced
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 devices = describe(TOPOLOGIES["v5e:1x1"]).devices

@@ -8,7 +8,7 @@ import transformers
 from msgspec import structs
 from safetensors import safe_open
 
-from dflash_aot.cache.architecture import Dense, Draft
+from dflash_aot.cache.model_config.architecture import Dense, Draft
 
 TOLERANCE = 1e-4
 TAPS = (0, 1)

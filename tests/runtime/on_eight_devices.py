@@ -15,16 +15,16 @@ from absl.testing import flagsaver
 from safetensors.numpy import save_file
 
 from dflash_aot.bin import precompile
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.mesh import place
-from dflash_aot.cache.recipe import Placement, WeightRecipe
 from dflash_aot.cache.signature import AXIS, state_arrays
-from dflash_aot.cache.store import Store
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.executable import DeviceState, load_executable
-from dflash_aot.runtime.weights import load_weights
+from dflash_aot.runtime.executables.executable import DeviceState, load_executable
+from dflash_aot.runtime.weights.weight_loader import load_weights
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from dflash_aot.runtime import Delta, Engine, SamplingParams
-from dflash_aot.runtime.counters import Counters
+from dflash_aot.runtime.metrics.counters import Counters
 
 LONG = 120.0  # seconds: longer than anything takes that does not hang
 T = TypeVar("T")

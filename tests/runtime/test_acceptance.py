@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.acceptance import LEAST, PRIOR, Acceptance
+from dflash_aot.runtime.speculation.acceptance import LEAST, PRIOR, Acceptance
 
 rounds = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 

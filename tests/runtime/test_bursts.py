@@ -8,7 +8,7 @@ import pytest
 
 from dflash_aot.cache.signature import ENDS
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.pace import Pace
+from dflash_aot.runtime.speculation.burst_length import Pace
 from tests.runtime.toy import (
     BLOCK,
     SAMPLED,

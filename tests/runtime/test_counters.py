@@ -1,7 +1,7 @@
 """Acceptance, counted and averaged, by hand."""
 
-from dflash_aot.runtime.counters import Counters, summarize
-from dflash_aot.runtime.request import Result
+from dflash_aot.runtime.metrics.counters import Counters, summarize
+from dflash_aot.runtime.requests.request import Result
 
 
 def result(accepted: list[int]) -> Result:

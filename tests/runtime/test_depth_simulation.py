@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.acceptance import Acceptance
-from dflash_aot.runtime.depth import AdaptiveDepth, Depth, FixedDepth
+from dflash_aot.runtime.speculation.acceptance import Acceptance
+from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth, FixedDepth
 
 # Seconds per round by K: a CPU's, where each token costs, idle or busy; an accelerator's, where they are nearly free.
 CPU = {0: 1.0, 1: 1.5, 3: 1.9, 7: 2.6}

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.runtime import Delta, Engine, SamplingParams
-from dflash_aot.runtime.request import Request
+from dflash_aot.runtime.requests.request import Request
 from tests.runtime.stepper import finish, hold, wait_until
 
 K, SLOTS = 7, 3

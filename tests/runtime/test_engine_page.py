@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.manifest import FILE, encode_manifest, read_manifest
+from dflash_aot.cache.bundle.manifest import FILE, encode_manifest, read_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 

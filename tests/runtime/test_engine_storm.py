@@ -15,7 +15,7 @@ import pytest
 
 from dflash_aot.cache.errors import BadInput, GridMiss, QueueFull
 from dflash_aot.runtime import Engine, Result, SamplingParams, Stream
-from dflash_aot.runtime.request import Request
+from dflash_aot.runtime.requests.request import Request
 from tests.runtime.stepper import settle, wait_until
 
 THREADS, SLOTS = 8, 3

@@ -17,8 +17,8 @@ from prometheus_client import generate_latest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
-from dflash_aot.runtime.opening import open_bundle
-from dflash_aot.runtime.waiting_line import WaitingLine
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.scheduler.request_queue import WaitingLine
 from tests.runtime.stepper import hold, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())

@@ -4,7 +4,7 @@ import pytest
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.text import Tokenizer
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def bundle"
 

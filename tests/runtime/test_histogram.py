@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.histogram import SECONDS, Histogram
+from dflash_aot.runtime.metrics.histogram import SECONDS, Histogram
 
 
 def observed(*seconds: float) -> Histogram:

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflash_aot.cache.blob import pack
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, replace_commands
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
-from dflash_aot.cache.manifest import encode_manifest, read_manifest, replace_commands
-from dflash_aot.cache.store import Store
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.need import list_kinds
-from dflash_aot.runtime.opening import open_bundle
-from dflash_aot.runtime.warm_up import WarmUp
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.execution_plan import list_kinds
+from dflash_aot.runtime.executables.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.logprobs import TokenLogprob
-from dflash_aot.runtime.request import Delta, Drafting, Request
-from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.text import TextStream, Tokenizer
+from dflash_aot.runtime.requests.logprobs import TokenLogprob
+from dflash_aot.runtime.requests.request import Delta, Drafting, Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
 from tests.runtime.tokenizer_kinds import END, byte_level
 
 TOKENIZER = Tokenizer(byte_level())

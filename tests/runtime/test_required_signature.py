@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.attestation import sign
-from dflash_aot.cache.ed25519 import read_private_key
+from dflash_aot.cache.bundle.manifest import read_content
 from dflash_aot.cache.errors import BadInput, CorruptBundle
-from dflash_aot.cache.manifest import read_content
+from dflash_aot.cache.signing.ed25519 import read_private_key
+from dflash_aot.cache.signing.signatures import sign
 from dflash_aot.runtime import Engine, SamplingParams
 
 

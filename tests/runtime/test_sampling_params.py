@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.sampling_params import SamplingParams
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 NO_NUMBERS = ("hot", True, None, math.nan, [1.0])
 NO_WHOLE_NUMBERS = (1.5, 2.0, True, "8", [1])

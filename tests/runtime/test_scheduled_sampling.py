@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_aot.cache.grid import Chunk
-from dflash_aot.runtime.request import TokenLogprob
+from dflash_aot.runtime.requests.request import TokenLogprob
 from tests.runtime.toy import (
     SAMPLED,
     VOCAB,

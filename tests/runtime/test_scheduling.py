@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.runtime.acceptance import Acceptance
-from dflash_aot.runtime.depth import Decision, Voter
-from dflash_aot.runtime.request import Request
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.speculation.acceptance import Acceptance
+from dflash_aot.runtime.speculation.controller import Decision, Voter
 from tests.runtime.toy import (
     CHUNK,
     COSTS,

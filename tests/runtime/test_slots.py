@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.request import Request
-from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.slots import Row, Slots
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.slots import Row, Slots
 
 
 def request(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dflash_aot.cache.completeness import check_consistent
+from dflash_aot.cache.bundle.manifest import SCHEMA, encode_manifest, parse_manifest, read_manifest
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.verification import find_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle
-from dflash_aot.cache.manifest import SCHEMA, encode_manifest, parse_manifest, read_manifest
-from dflash_aot.cache.verification import find_flaws
 from dflash_aot.runtime import Engine, SamplingParams
 
 DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
-from dflash_aot.cache.sampling import NEUTRAL, SAMPLING_COLUMNS, count_tops
-from dflash_aot.runtime.counters import Counters
-from dflash_aot.runtime.depth import Depth, FixedDepth
-from dflash_aot.runtime.loop import Loop
-from dflash_aot.runtime.request import Delta, Request
-from dflash_aot.runtime.sampling_params import SamplingParams
-from dflash_aot.runtime.waiting_line import WaitingLine
+from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS, count_tops
+from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.requests.request import Delta, Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.speculation.controller import Depth, FixedDepth
 
 VOCAB = 97
 STALE = -1  # nobody's text

@@ -6,8 +6,8 @@ import sys
 
 from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.model import Serving
-from dflash_aot.server.service import Service
+from dflash_aot.server.served_model import Serving
+from dflash_aot.server.server_state import Service
 
 
 class Announcer(Observer):

@@ -129,8 +129,8 @@ ENGINE_ENDS = """
 import sys
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.server.lifecycle import Observer, listen, serve
-from dflash_aot.server.model import Serving
-from dflash_aot.server.service import Service
+from dflash_aot.server.served_model import Serving
+from dflash_aot.server.server_state import Service
 
 class Saboteur(Observer):
     def note_ready(self):

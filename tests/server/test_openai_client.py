@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.chat import render_chat
+from dflash_aot.runtime.text.chat_template import render_chat
 from tests.server.conftest import PATIENCE
 
 PROMPT = "def main():\n    import argparse\n    parser = "

@@ -24,9 +24,9 @@ from pydantic import ValidationError
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, MissingBundle
 from dflash_aot.runtime import SamplingParams
-from dflash_aot.server.keys import Keys
+from dflash_aot.server.api_keys import Keys
 from dflash_aot.server.limits import Limits
-from dflash_aot.server.model import Serving
+from dflash_aot.server.served_model import Serving
 from tests.ray_processes import PATIENCE, wait_for_running
 
 pytestmark = [
@@ -37,7 +37,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICA = "ServeReplica"
 ASKS = 20
 RAY = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/ray_cluster.py
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/pipeline/ray_cluster.py
     # A proxy that takes longer than 5 s on a machine that is busy is killed, and whoever waits for it hears of that.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),

@@ -1,0 +1,169 @@
+"""What all commands do alike: flags, errors, exit codes, tables."""
+
+import gc
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from absl import flags
+
+from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import is_speculators
+from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.remote.urls import hide_secrets, is_url
+from dflash_aot.cache.remote.user_cache import user_cache
+
+INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
+
+
+def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
+    """A command that takes flags and nothing else; see `run_with_arguments`."""
+
+    def run(arguments: Sequence[str]) -> int:
+        if arguments:
+            raise BadInput(f"unexpected {' '.join(map(repr, arguments))}: all arguments are flags, see --help")
+        main()
+        return 0
+
+    return run_with_arguments(name, usage, flag_values, run)
+
+
+def run_with_arguments(
+    name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[Sequence[str]], int]
+) -> int:
+    """Parses the command line, runs `main` on what is no flag, and returns its exit code.
+
+    Our errors become one message and their exit code.
+    """
+    if not gc.isenabled():  # since the first import of ours: what came by then is no garbage
+        gc.freeze()
+        gc.enable()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs
+    logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        with _ended_by_interrupt(name):
+            code = main(_parse(sys.argv, usage, flag_values))
+            sys.stdout.flush()
+        return code
+    except _HelpShown:
+        return 0
+    except (flags.Error, DflashError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, DflashError) else BadInput.exit_code
+    except BrokenPipeError:
+        # The reader has gone (| head). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a full disk, say
+        print(f"{name}: {error}", file=sys.stderr)
+        return BadInput.exit_code
+
+
+@contextmanager
+def _ended_by_interrupt(name: str) -> Iterator[None]:
+    """Ctrl-C ends the process at once, whatever it is doing; there is nothing that it could leave half done.
+
+    Not by KeyboardInterrupt: raised inside a callback of the garbage collector (JAX has one) it is printed and
+    forgotten, and the interpreter would wait for a compilation of minutes in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_: int, __: FrameType | None) -> None:
+        os.write(2, f"\n{name}: interrupted\n".encode())  # a buffer may be in use just now
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _HelpShown(Exception):
+    pass
+
+
+def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Sequence[str]:
+    if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
+        print(f"{usage}\nflags:\n{flag_values.get_help()}")
+        raise _HelpShown
+    return flag_values(argv)[1:]
+
+
+def decode_text(content: bytes, source: str) -> str:
+    """Raises BadInput for what is not UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{source} is not UTF-8: {error}") from error
+
+
+def choose_directory(place: str, remedy: str) -> Path:
+    """Raises BadInput, which ends with the remedy, for a URL."""
+    if is_url(place):
+        raise BadInput(f"{hide_secrets(place)} is a URL, and a directory is needed here. {remedy}")
+    return Path(place)
+
+
+def default_bundle(target: str, draft: str, topology: str | None = None) -> Path:
+    """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory.
+
+    One for a described `topology` has a place of its own: what is served here stays.
+    """
+    base = user_cache()
+    if topology:
+        base /= topology.replace(":", "-")
+    if target == EMBEDDED:
+        return base / EMBEDDED
+    return base / "--".join(
+        str(Path(name).absolute() if Path(name).is_dir() else name).strip("/").replace("/", "-")
+        for name in (target, draft)
+    )
+
+
+def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
+    """Both, or neither for the embedded pair, or a draft that names its target. Raises BadInput, BadCheckpoint."""
+    if target is None and draft is not None:
+        target = _read_verifier(draft)
+    if (target is None) != (draft is None):
+        given, missing = ("--target", "--draft") if target else ("--draft", "--target")
+        hint = "" if target else f", and the config of {draft} names no target"
+        raise BadInput(f"{given} without {missing}{hint}: a pair needs both; without either it is the embedded pair")
+    return target or EMBEDDED, draft or EMBEDDED
+
+
+def _read_verifier(draft: str) -> str | None:
+    """The target that a draft of speculators' may name."""
+    config = read_config(locate_checkpoint(draft, "draft"))
+    return read_verifier(config) if is_speculators(config) else None
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned, the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,1 @@
+"""The bundle on disk: manifest, executable store, verification, quarantine, garbage collection."""

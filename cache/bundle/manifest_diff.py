@@ -1,0 +1,94 @@
+"""Why one bundle is not another: field by field, executable by executable."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import Entry, Manifest
+
+ABSENT = "absent"
+UNTOLD = "what the compiler was told"  # the only part of a key that no manifest holds
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One field, dotted, and what each of the two has there."""
+
+    field: str
+    a: Any
+    b: Any
+
+
+class ExecutableChange(msgspec.Struct, frozen=True):
+    """One executable: in one of the two only, built from something else, or of the same key with other bytes.
+
+    `parts` of the key that differ, in a word each; `changes` of the signature.
+    """
+
+    label: str
+    what: Literal["only in a", "only in b", "another key", "other bytes"]
+    parts: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All that differs; how long builds took, and what the compiler told about them, is not compared."""
+
+    changes: tuple[Change, ...]
+    executables: tuple[ExecutableChange, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not (self.changes or self.executables)
+
+
+def compare_manifests(a: Manifest, b: Manifest) -> Comparison:
+    """What both say, in the order in which a manifest says it."""
+    fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
+    changes = [
+        change for name in fields for change in compare(name, _builtins(getattr(a, name)), _builtins(getattr(b, name)))
+    ]
+    return Comparison(tuple(changes), tuple(_compare_entries(a, b)))
+
+
+def compare(field: str, a: Any, b: Any) -> Iterator[Change]:
+    """Down to the values that differ. Lists of named things are compared by name, other lists as a whole."""
+    a, b = _by_name(a), _by_name(b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            yield from compare(f"{field}.{key}".lstrip("."), a.get(key, ABSENT), b.get(key, ABSENT))
+    elif a != b:
+        yield Change(field, a, b)
+
+
+def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
+    ones, others = ({entry.signature.label: entry for entry in manifest.entries} for manifest in (a, b))
+    for label in dict.fromkeys((*ones, *others)):
+        if label not in others:
+            yield ExecutableChange(label, "only in a")
+        elif label not in ones:
+            yield ExecutableChange(label, "only in b")
+        elif ones[label].key != others[label].key:
+            yield _explain_key(ones[label], others[label], a.environment != b.environment)
+        elif ones[label].sha256 != others[label].sha256:
+            yield ExecutableChange(label, "other bytes")
+
+
+def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
+    changes = tuple(compare("", _builtins(a.signature), _builtins(b.signature)))
+    differs = {"signature": changes, "environment": elsewhere, "program": a.program.sha256 != b.program.sha256}
+    parts = tuple(part for part, found in differs.items() if found)
+    return ExecutableChange(a.signature.label, "another key", parts or (UNTOLD,), changes)
+
+
+def _by_name(value: Any) -> Any:
+    """A list of things that have a name each, as a mapping."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
+        named = {one["name"]: one for one in value}
+        return named if len(named) == len(value) else value
+    return value
+
+
+def _builtins(value: object) -> Any:
+    """As JSON has it."""
+    return msgspec.json.decode(msgspec.json.encode(value))

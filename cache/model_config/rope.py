@@ -1,0 +1,186 @@
+"""Rotary embedding: its frequencies and their scalings, read from a `config.json`.
+
+Formulas as in transformers' `modeling_rope_utils`, which the published models were trained and are served with.
+"""
+
+import math
+
+import msgspec
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import ConfigFile
+
+KINDS = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+WITHIN = (1e-9, 1e15)  # far beyond any model; no frequency that follows overflows a float32 or vanishes in it
+
+
+class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    factor: float
+
+
+class Llama3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama3"):
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+
+class Yarn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="yarn"):
+    """Per-frequency interpolation, and cosines and sines scaled by `attention_factor` (Peng et al. 2023)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncated: bool
+    attention_factor: float
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base, head width and scaling. Unscaled frequencies as in Su et al. 2021, base^(-2i/D)."""
+
+    theta: float
+    head_dim: int
+    scaling: Linear | Llama3 | Yarn | None = None
+
+    def inverse_frequencies(self) -> tuple[float, ...]:
+        """D/2 angles per position, highest first."""
+        plain = tuple(self.theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2))
+        match self.scaling:
+            case None:
+                return plain
+            case Linear(factor):
+                return tuple(frequency / factor for frequency in plain)
+            case Llama3() as llama3:
+                return tuple(_scale_llama3(frequency, llama3) for frequency in plain)
+            case Yarn() as yarn:
+                return _scale_yarn(plain, yarn, self.theta, self.head_dim)
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.attention_factor if isinstance(self.scaling, Yarn) else 1.0
+
+
+def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
+    """`rope_parameters` (transformers 5) before `rope_theta` and `rope_scaling` (4). Raises BadCheckpoint."""
+    sections = [config.section(key) for key in ("rope_parameters", "rope_scaling") if config.has(key)]
+    for place in (config, *sections):
+        _refuse_partial(place)
+    scalings = [_read_scaling(config, section, positions) for section in sections]
+    if len(set(scalings)) > 1:
+        raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters says something else")
+    named = next((section for section in sections if section.has("rope_theta")), config)
+    theta = named.number_within("rope_theta", *WITHIN)
+    if theta <= 1:
+        raise named.refusal("rope_theta", theta, "more than 1 is needed for frequencies that fall")
+    return Rope(theta, head_dim, scalings[0] if scalings else None)
+
+
+def _refuse_partial(place: ConfigFile) -> None:
+    key = "partial_rotary_factor"
+    if place.has(key) and place.positive_number(key) != 1:
+        raise place.refusal(key, place.values[key], "heads are rotated whole here")
+
+
+def _read_scaling(config: ConfigFile, section: ConfigFile, positions: int) -> Linear | Llama3 | Yarn | None:
+    key = "rope_type" if section.has("rope_type") else "type"  # older files call it type
+    for layer_type, value in section.values.items():
+        if isinstance(value, dict):
+            raise section.refusal(layer_type, value, "one rotary embedding for all layers is what runs")
+    match section.optional(key, str):
+        case None if section.has("factor"):
+            raise BadCheckpoint(f"{section.where('rope_type')} is missing, so nothing says what factor is for")
+        case None | "default":
+            return None
+        case "linear":
+            return Linear(_read_number(section, "factor"))
+        case "llama3":
+            return _read_llama3(config, section)
+        case "yarn":
+            return _read_yarn(config, section, positions)
+        case kind:
+            raise section.refusal(key, kind, f"the rotary embeddings that run are {', '.join(KINDS)}")
+
+
+def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3:
+    low, high = (_read_number(section, key) for key in ("low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise section.refusal("low_freq_factor", low, f"expected less than high_freq_factor, which is {high}")
+    original = _place_of_original(config, section).positive(ORIGINAL)
+    return Llama3(_read_number(section, "factor"), low, high, original)
+
+
+def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> Yarn:
+    """What is absent has the value that transformers gives it."""
+    place = _place_of_original(config, section)
+    if not (place.has(ORIGINAL) or section.has("factor")):
+        raise BadCheckpoint(f"{section.where('factor')} is missing, and so is {ORIGINAL}, which it could follow from")
+    original = place.positive(ORIGINAL, default=positions)
+    factor = _read_number(section, "factor", default=positions / original)
+    fast, slow = _read_number(section, "beta_fast", 32.0), _read_number(section, "beta_slow", 1.0)
+    if fast < slow:
+        raise section.refusal("beta_fast", fast, f"expected no less than beta_slow, which is {slow}")
+    return Yarn(
+        factor=factor,
+        original_positions=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncated="truncate" not in section.values or bool(section.optional("truncate", bool)),  # null is false there
+        attention_factor=_read_number(section, "attention_factor", default=_default_attention_factor(section, factor)),
+    )
+
+
+def _default_attention_factor(section: ConfigFile, factor: float) -> float:
+    scales = [_read_number(section, key) for key in ("mscale", "mscale_all_dim") if section.has(key)]
+    if len(scales) < 2:
+        return _attention_scale(factor, 1.0)
+    return _attention_scale(factor, scales[0]) / _attention_scale(factor, scales[1])
+
+
+def _place_of_original(config: ConfigFile, section: ConfigFile) -> ConfigFile:
+    """At the top it counts more than in the section, as in transformers."""
+    return config if config.has(ORIGINAL) else section
+
+
+def _read_number(section: ConfigFile, key: str, default: float | None = None) -> float:
+    if default is not None and not section.has(key):
+        return default
+    return section.number_within(key, *WITHIN)
+
+
+def _attention_scale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _scale_llama3(frequency: float, scaling: Llama3) -> float:
+    turns = scaling.original_positions * frequency / (2 * math.pi)  # over the original context
+    if turns > scaling.high_frequency_factor:
+        return frequency
+    if turns < scaling.low_frequency_factor:
+        return frequency / scaling.factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = (turns - low) / (high - low)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _scale_yarn(plain: tuple[float, ...], scaling: Yarn, theta: float, head_dim: int) -> tuple[float, ...]:
+    """Frequencies that turn more than beta_fast times over the original context are kept, slow ones divided."""
+
+    def index(turns: float) -> float:
+        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low if high != low else 0.001
+    ramps = (min(max((i - low) / span, 0.0), 1.0) for i in range(len(plain)))
+    return tuple(
+        frequency / scaling.factor * ramp + frequency * (1 - ramp) for frequency, ramp in zip(plain, ramps, strict=True)
+    )

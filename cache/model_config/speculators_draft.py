@@ -1,0 +1,108 @@
+"""Drafts as vLLM's speculators library stores them, version 0.9.0 and current: `speculators_config`."""
+
+from typing import Any
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.architecture import Draft, Window
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
+from dflash_aot.cache.model_config.zlab_draft import read_layer_types
+
+LAYERS = "transformer_layer_config"
+# `transformer_layer_config` holds what differs from transformers' Qwen3Config(); a test holds this table to it.
+QWEN3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "rope_theta": 10000.0,
+}
+# DFlashSpeculatorConfig's own.
+DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
+
+
+def read_speculators(config: ConfigFile) -> Draft:
+    """Raises BadCheckpoint."""
+    for key, place in (("speculators_model_type", config), ("algorithm", config.section("speculators_config"))):
+        if place.has(key) and place.require(key, str) != "dflash":
+            raise place.refusal(key, place.values[key], "of speculators' drafts, dflash is the one that runs")
+    layers = _fill_defaults(config)
+    decoder = read_decoder(layers, read_dense(layers), normed=True, head_dim=layers.positive("head_dim"))
+    taps = config.optional_integers("aux_hidden_state_layer_ids")
+    if taps is None:
+        raise BadCheckpoint(
+            f"{config.where('aux_hidden_state_layer_ids')} is missing; expected a list of whole numbers"
+        )
+    block = config.positive("block_size", default=DEFAULT_BLOCK)
+    vocab = config.positive("draft_vocab_size", default=DEFAULT_VOCAB)
+    if vocab > decoder.vocab:
+        raise config.refusal("draft_vocab_size", vocab, f"the vocabulary that it is chosen from has {decoder.vocab}")
+    return Draft(
+        decoder=decoder,
+        block=block,
+        mask_token=config.integer("mask_token_id"),
+        taps=tuple(tap - 1 for tap in taps),  # hidden state 0 is the embedding's output
+        target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
+        windows=_read_windows(config, layers, decoder.layers),
+        dialect="speculators",
+        vocab=vocab,
+        k=_read_k(config, block),
+    )
+
+
+def read_verifier(config: ConfigFile) -> str | None:
+    """The target that the draft names, if it names one. Raises BadCheckpoint."""
+    return config.section("speculators_config").section("verifier").optional("name_or_path", str) or None
+
+
+def _fill_defaults(config: ConfigFile) -> ConfigFile:
+    """The diff completed. An explicit null is no gap to fill: Qwen3Config has a meaning for two of them, and of the
+    others makes a model that fails or none, so they are refused as missing."""
+    layers = config.section(LAYERS)
+    if not config.has(LAYERS):
+        raise BadCheckpoint(f"{config.where(LAYERS)} is missing; expected an object")
+    if (kind := layers.optional("model_type", str)) not in (None, "qwen3"):
+        raise layers.refusal("model_type", kind, "the layers that run are qwen3's")
+    values = {**QWEN3_DEFAULTS, **layers.values}
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return ConfigFile(config.path, values, layers.prefix)
+
+
+def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[Window | None, ...]:
+    """`layer_types`, or what Qwen3Config makes of `max_window_layers`; every row sees the same context."""
+    windowed = layers.optional("use_sliding_window", bool)
+    if layers.has("layer_types"):
+        sliding = read_layer_types(layers, count)
+    else:
+        first = layers.integer("max_window_layers") if windowed and layers.has("sliding_window") else count
+        sliding = [index >= first for index in range(count)]
+    if not any(sliding):
+        return (None,) * count
+    if not windowed:
+        raise layers.refusal("layer_types", layers.values["layer_types"], "use_sliding_window is false: no window")
+    causal = not config.optional("sliding_window_non_causal", bool)
+    window = Window(layers.positive("sliding_window"), causal, anchored=True)
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _read_k(config: ConfigFile, block: int) -> int:
+    """Of the first proposal method; older files say the block's size, which is one more than it can be."""
+    methods = config.section("speculators_config").optional("proposal_methods", list)
+    if not methods:
+        return block - 1
+    first = methods[0]
+    if not isinstance(first, dict):
+        raise config.refusal("speculators_config.proposal_methods", methods, "expected a list of objects")
+    method = ConfigFile(config.path, first, "speculators_config.proposal_methods[0].")
+    return min(method.positive("speculative_tokens", default=block - 1), block - 1)

@@ -1,0 +1,51 @@
+"""Drafts as z-lab publishes them: `DFlashDraftModel` with a `dflash_config`."""
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.architecture import Draft, Target, Window, default_taps
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
+
+
+def read_zlab(config: ConfigFile, target: Target) -> Draft:
+    """Whatever `model_type` says: the layers are Qwen3's. Raises BadCheckpoint."""
+    decoder = read_decoder(config, read_dense(config), normed=True, head_dim=config.positive("head_dim"))
+    inner = config.section("dflash_config")
+    taps = inner.optional_integers("target_layer_ids")
+    return Draft(
+        decoder=decoder,
+        block=_either(config, inner, "block_size"),
+        mask_token=_either(inner, config, "mask_token_id"),
+        taps=default_taps(target.decoder.layers, decoder.layers) if taps is None else taps,
+        target_hidden=target.decoder.hidden,
+        windows=_read_windows(config, inner, decoder.layers),
+    )
+
+
+def _either(first: ConfigFile, second: ConfigFile, key: str) -> int:
+    """A number that newer and older checkpoints keep in different places; in both, it must be the same."""
+    found = {place.where(key): place.integer(key) for place in (first, second) if place.has(key)}
+    if not found:
+        raise BadCheckpoint(f"{first.path}: {key} stands neither at the top nor in dflash_config")
+    if len(set(found.values())) > 1:
+        raise BadCheckpoint(" but ".join(f"{where} is {value}" for where, value in found.items()))
+    return next(iter(found.values()))
+
+
+def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int) -> tuple[Window | None, ...]:
+    """Causal inside the block unless one of two keys says otherwise; full layers never are."""
+    sliding = read_layer_types(config, layers)
+    if not any(sliding):
+        return (None,) * layers
+    flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
+    window = Window(config.positive("sliding_window"), causal=False not in flags)
+    return tuple(window if slides else None for slides in sliding)
+
+
+def read_layer_types(config: ConfigFile, layers: int) -> list[bool]:
+    """Which layers slide; none where the key is absent."""
+    kinds = config.optional("layer_types", list)
+    if kinds is None:
+        return [False] * layers
+    if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise config.refusal("layer_types", kinds, f"expected {layers} of full_attention or sliding_attention")
+    return [kind == "sliding_attention" for kind in kinds]

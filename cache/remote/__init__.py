@@ -1,0 +1,1 @@
+"""Object stores behind directories and URLs: shared executables, and bundles that are pushed and fetched."""

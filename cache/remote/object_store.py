@@ -1,0 +1,108 @@
+"""Whole objects under names, in a directory or behind a URL: what shared stores and pushed bundles are made of."""
+
+import errno
+from pathlib import Path
+from typing import Protocol
+
+from dflash_aot.cache.bundle.atomic_files import read_plain, write_atomically
+from dflash_aot.cache.bundle.blob import LARGEST, BrokenBlob, unpack
+from dflash_aot.cache.bundle.manifest import Blob
+from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.remote.retry import PATIENT, Patience
+from dflash_aot.cache.remote.urls import is_url
+
+REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class Objects(Protocol):
+    """Names are relative, with slashes; `url` is for people, without secrets.
+
+    Everything raises StoreRefused where it is not allowed, StoreFailed where something else is in the way.
+    """
+
+    url: str
+
+    def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
+        """All of it; None where there is none. Raises CorruptBundle for more than `limit` bytes.
+
+        `expected` bytes are worth waiting for.
+        """
+
+    def size(self, name: str) -> int | None:
+        """In bytes; None where there is none."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """In one piece, as far as the place allows; over what is there."""
+
+    def remove(self, name: str) -> None:
+        """If it is there."""
+
+
+class Directory:
+    """Objects that are files."""
+
+    def __init__(self, path: Path):
+        self.url, self._path = str(path), path
+
+    def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
+        try:
+            return read_plain(self._path / name, limit)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise CorruptBundle(f"{self._path / name}: {error.strerror}") from error
+            raise _translate(self._path / name, error) from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self._path / name).lstat().st_size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _translate(self._path / name, error) from error
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self._path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+        except OSError as error:
+            raise _translate(path, error) from error
+
+    def remove(self, name: str) -> None:
+        try:
+            (self._path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _translate(self._path / name, error) from error
+
+
+def open_objects(place: str, patience: Patience = PATIENT) -> Objects:
+    """Those in a directory, which is made when something is written, or behind a URL.
+
+    Nothing is asked yet. Raises BadInput for a URL with a query, StoreFailed for one that nobody knows, or whose
+    package is missing.
+    """
+    if not is_url(place):
+        return Directory(Path(place).expanduser())
+    # A tenth of a second and a thread that only those pay who use URLs.
+    from dflash_aot.cache.remote.fsspec_store import open_remote  # noqa: PLC0415
+
+    return open_remote(place, patience)
+
+
+def read_blob(objects: Objects, name: str, blob: Blob) -> tuple[bytes, bytes]:
+    """As it lies there, and unpacked, once it is whole. Raises StoreFailed, CorruptBundle."""
+    most = min(blob.bytes, LARGEST)  # whatever it promises
+    content = objects.read(name, most, most)
+    if content is None:
+        raise CorruptBundle(f"{objects.url}/{name}: not there, though it was promised")
+    try:
+        return content, unpack(blob, content)
+    except BrokenBlob as flaw:
+        raise CorruptBundle(f"{objects.url}/{name}: {flaw}") from flaw
+
+
+def _translate(path: Path, error: OSError) -> StoreFailed:
+    kind = StoreRefused if error.errno in REFUSALS else StoreFailed
+    return kind(f"{path}: {error.strerror}")

@@ -1,0 +1,1 @@
+"""Signatures over bundle manifests: Ed25519 keys in DSSE envelopes."""

@@ -1,0 +1,1 @@
+"""What the compiler's output says: memory, copies, collectives, roofline, and estimates before a build."""

@@ -1,0 +1,82 @@
+"""What the compiler made of a program, read from its own output."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from dflash_aot.cache.bundle.manifest import Cost, Inspection
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.compile.analysis.copy_analysis import find_large_copies
+from dflash_aot.compile.analysis.hlo import Buffer, Module, Type, parse_module
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+# What makes no array of its own.
+FORWARDING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+
+
+def read_cost(compiled: jax.stages.Compiled) -> Cost:
+    """The compiler's own count."""
+    counted = compiled.cost_analysis() or {}
+    return Cost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
+
+
+def inspect(compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+    """Of the optimized program, whose inputs and outputs are named in order; the same on every platform.
+
+    Raises BuildFailed where the compiler's text cannot be read.
+    """
+    return inspect_text(compiled.as_text() or "", inputs, outputs)
+
+
+def inspect_text(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+    """Likewise, of optimized HLO as XLA writes it."""
+    module = parse_module(text)
+    results = module.entry.root.type
+    arguments = _name_layouts(inputs, [one.type for one in module.entry.parameters])
+    returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))
+    if moved := [name for name in arguments.keys() & returned if arguments[name] != returned[name]]:
+        raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, returned in another")
+    return Inspection(
+        layouts=arguments | returned,
+        copies=find_large_copies(module, inputs),
+        collectives=count_collectives(module),
+        donated=tuple(name for number, name in enumerate(inputs) if number in module.donated),
+        largest=find_largest(module),
+    )
+
+
+def count_collectives(module: Module) -> dict[str, int]:
+    """By kind; what is started in one place and done in another counts once."""
+    opcodes = (one.opcode for one in module.instructions)
+    kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
+    return dict(sorted(kinds.items()))
+
+
+def find_largest(module: Module) -> str:
+    """What makes the largest array of a shape that no argument has: an array of such a shape may be in its place."""
+    fused = {one.called("calls") for one in module.instructions if one.opcode == "fusion"}
+    taken = {one.type.shape for one in module.entry.parameters if isinstance(one.type, Buffer)}
+    found = [
+        (leaf.bytes, f"%{one.name} = {leaf}" + (f" ({one.operation})" if one.operation else ""))
+        for computation in module.computations.values()
+        if computation.name not in fused
+        for one in computation.instructions
+        if one.opcode not in FORWARDING
+        for leaf in _leaves(one.type)
+        if leaf.in_main_memory and leaf.shape not in taken
+    ]
+    return max(found, default=(0, ""))[1]
+
+
+def _leaves(type_: Type) -> Iterator[Buffer]:
+    if isinstance(type_, Buffer):
+        yield type_
+    else:
+        for part in type_:
+            yield from _leaves(part)
+
+
+def _name_layouts(names: Sequence[str], types: Sequence[Type]) -> dict[str, str]:
+    layouts = [one.layout for one in types if isinstance(one, Buffer)]
+    return dict(zip(names, layouts, strict=True))

@@ -1,0 +1,296 @@
+"""What a bundle takes of a device's memory: counted from the compiler's figures, or estimated before there are any."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import Entry, Memory
+from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.signature import Array, Signature, known_arrays, state_arrays
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.programs.programs import Programs
+
+LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
+LENGTH_STEP = 128  # lengths are proposed in these
+MOST_ROWS = 1 << 16
+Layout = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # dimensions from major to minor, and the tile that the last ones pad to
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """Bytes of one device while a bundle serves. Its executables are all loaded, and one runs at a time.
+
+    `temporaries` is what the greediest executable needs besides weights and state, its results included.
+    """
+
+    weights: int
+    state: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state + self.temporaries + self.code
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """How far a grid's corner could go: rows at its longest length, positions at its largest batch; None for none."""
+
+    batch: int | None
+    length: int | None
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the compiler has said already: memory by executable's label, layouts of weights and state by name."""
+
+    memory: Mapping[str, Memory] = {}
+    layouts: Mapping[str, str] = {}
+
+
+def read_measured(entries: Iterable[Entry]) -> Measured:
+    """From the entries of a build. Layouts of weights and state: an argument may share their name, not their shape."""
+    entries = tuple(entries)
+    layouts = {
+        name: entry.inspection.layouts[name]
+        for entry in entries
+        for name in (*entry.signature.weights, *entry.signature.state)
+    }
+    return Measured({entry.signature.label: entry.memory for entry in entries}, layouts)
+
+
+class Footprints:
+    """A pair on `devices` that share it, at any grid: the compiler's figures as far as there are, else estimates."""
+
+    def __init__(self, programs: Programs, devices: int, tiled: bool, measured: Measured | None = None):
+        """`tiled`: in memory as TPU lays arrays out."""
+        self._programs, self._devices, self._tiled = programs, devices, tiled
+        self._measured = measured or Measured()
+        self._weights = known_arrays((), programs.recipes())
+
+    def of(self, grid: Grid) -> Footprint:
+        """Of a bundle with this grid."""
+        state = {array.name: array for array in state_arrays(self._programs.pair, grid)}
+        known = {**state, **self._weights}
+        measured = self._measured.memory
+        memories = [measured.get(one.label) or self.estimate(one, known) for one in self._programs.signatures(grid)]
+        return Footprint(
+            weights=sum(map(self._bytes, self._weights.values())),
+            state=sum(map(self._bytes, state.values())),
+            temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories),
+            code=sum(one.code for one in memories),
+        )
+
+    def estimate(self, signature: Signature, known: Mapping[str, Array]) -> Memory:
+        """What the compiler would say of an executable; `known` holds weights and state by name."""
+        aliased = sum(self._bytes(known[name]) for name in signature.donated)
+        held = sum(self._bytes(known[name]) for name in (*signature.weights, *signature.state))
+        return Memory(
+            arguments=held + sum(map(self._bytes_of_call, signature.arguments)),
+            outputs=aliased + sum(map(self._bytes_of_call, signature.results)),
+            aliased=aliased,
+            temporaries=estimate_temporaries(signature, self._programs.pair.vocab, self._devices),
+            code=estimate_code(signature, self._programs.pair.block),
+        )
+
+    def propose(self, grid: Grid, available: int, positions: int) -> Proposal:
+        """The largest batch at the grid's longest length, and the longest length at its largest batch, that fit.
+
+        `available` in bytes; no length beyond `positions`, which the models were made for.
+        """
+
+        estimates = Footprints(self._programs, self._devices, self._tiled)
+        beyond = self.of(grid).total - estimates.of(grid).total  # what the compiler took more, where it has been asked
+
+        def fits(batch: int, length: int) -> bool:
+            return estimates.of(move_corner(grid, batch, length)).total + beyond <= available
+
+        steps = _largest(lambda n: fits(grid.slots, n * LENGTH_STEP), positions // LENGTH_STEP)
+        return Proposal(_largest(lambda batch: fits(batch, grid.capacity), MOST_ROWS), steps and steps * LENGTH_STEP)
+
+    def _bytes(self, array: Array) -> int:
+        """Of weights or state."""
+        shape, layout = array.shard_shape(self._devices), self._measured.layouts.get(array.name)
+        chosen = read_layout(layout) if layout else choose_layout(shape, array.dtype, self._tiled)
+        return padded_bytes(shape, array.dtype, *chosen)
+
+    def _bytes_of_call(self, array: Array) -> int:
+        """Of what a call brings or returns, of which no layout is known."""
+        shape = array.shard_shape(self._devices)
+        return padded_bytes(shape, array.dtype, *choose_layout(shape, array.dtype, self._tiled))
+
+
+def check_fits(
+    programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: Measured | None = None
+) -> str | None:
+    """Raises BuildFailed with figures, and what would fit, where it is certain that a grid does not.
+
+    Certain are weights and state, and all of it after a build. An estimate that is over is returned in words: it may
+    be wrong by a few percent, and then the compiler decides.
+    """
+    footprints, available = Footprints(programs, devices, tiled=True, measured=measured), chip.available_bytes
+    footprint = footprints.of(grid)
+    if footprint.total <= available:
+        return None
+    verdict = (
+        f"does not fit {chip.name}, per device: {describe_verdict(footprint, available)}. "
+        f"{describe_proposal(footprints.propose(grid, available, positions), grid)}"
+    )
+    if measured is None and footprint.weights + footprint.state <= available:
+        return f"by an estimate, {grid} {verdict}. The compiler decides"
+    raise BuildFailed(f"{grid} {verdict}")
+
+
+def describe_verdict(footprint: Footprint, available: int) -> str:
+    """For people: the sum, its parts, and what is left or missing."""
+    left = available - footprint.total
+    verdict = f"{gigabytes(left)} left" if left >= 0 else f"{gigabytes(-left)} too many"
+    parts = {"weights": footprint.weights, "state": footprint.state}
+    parts |= {"temporaries": footprint.temporaries, "code": footprint.code}
+    listed = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    return f"{listed} = {footprint.total / 1e9:.2f} of {gigabytes(available)}, {verdict}"
+
+
+def describe_proposal(proposal: Proposal, grid: Grid) -> str:
+    """For people: the corners that fit."""
+    if proposal.batch is None and proposal.length is None:
+        return "Nothing of this pair fits: it takes more or larger devices, or a narrower --dtype"
+    at_length = f"batch={proposal.batch}" if proposal.batch else "no batch"
+    at_batch = f"length={proposal.length}" if proposal.length else "no length"
+    return f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}"
+
+
+def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
+    """The part of a grid that ends at one of its buckets."""
+    return Grid(
+        batch=tuple(size for size in grid.batch if size <= bucket.batch),
+        length=tuple(size for size in grid.length if size <= bucket.length),
+        k=tuple(size for size in grid.k if size <= bucket.k),
+        prefill=_cut_prefill(grid, bucket.length),
+        rounds=grid.rounds,
+    )
+
+
+def move_corner(grid: Grid, batch: int, length: int) -> Grid:
+    """The grid with another largest batch and longest length."""
+    return Grid(
+        batch=(*(size for size in grid.batch if size < batch), batch),
+        length=(*(size for size in grid.length if size < length), length),
+        k=grid.k,
+        prefill=_cut_prefill(grid, length),
+        rounds=grid.rounds,
+    )
+
+
+def _cut_prefill(grid: Grid, length: int) -> tuple[int, ...]:
+    """A chunk is no wider than the longest length."""
+    return tuple(sorted({min(size, length) for size in grid.prefill}))
+
+
+def choose_layout(shape: tuple[int, ...], dtype: str, tiled: bool) -> Layout:
+    """How the TPU compiler lays an argument out: in order, the last two dimensions swapped where that pads less."""
+    order = tuple(range(len(shape)))
+    if not tiled or not shape:
+        return order, ()
+    orders = (order, (*order[:-2], *reversed(order[-2:])))
+    layouts = [(one, _choose_tile([shape[axis] for axis in one], dtype)) for one in orders]
+    return min(layouts, key=lambda layout: padded_bytes(shape, dtype, *layout))
+
+
+def _choose_tile(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
+    """The tile that the last dimensions are padded to, as `compiled.input_formats` shows it (libtpu 0.0.42).
+
+    The last dimension to 128, the one before to 8 or the power of two that holds it; one dimension alone to 128, 256,
+    512 or 1024. Narrow dtypes are packed in fours of bytes, and a tile holds no part of a pack.
+    """
+    packed = 4 // ITEM_BYTES[dtype]
+    if len(shape) == 1:
+        return (min(LONGEST_TILE, max(LANES * packed, _power_of_two(shape[0]))),)
+    return (min(SUBLANES, max(packed, _power_of_two(shape[-2]))), LANES)
+
+
+def read_layout(layout: str) -> Layout:
+    """XLA's text of a layout: dimensions from minor to major, then tiles, of which the first pads the array."""
+    found = re.fullmatch(r"\{([\d,]*)(?::T\(([\d,]+)\).*)?\}", layout)
+    assert found, layout
+    minor_to_major, tile = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
+    return minor_to_major[::-1], tile
+
+
+def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]) -> int:
+    """Of an array with its dimensions in this order, from major to minor, the last ones in tiles."""
+    ordered = [shape[axis] for axis in order]
+    whole = len(ordered) - len(tile)
+    padded = [-(-size // step) * step for size, step in zip(ordered[whole:], tile, strict=True)]
+    return math.prod((*ordered[:whole], *padded)) * ITEM_BYTES[dtype]
+
+
+def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
+    """Bytes on each device.
+
+    What a layer computes stays in a TPU's VMEM. What may not: the float32 logits of verified and drafted tokens, twice
+    where they are penalised, and of a chunk as much as its features and again. As seen of Qwen3-4B, Qwen3-8B and their
+    drafts on v5e, v5p and v6e.
+    """
+    sizes = signature.bucket
+    match signature.program:
+        case "draft":
+            return 4 * sizes["batch"] * sizes["k"] * vocab // devices
+        case "verify" | "rounds":
+            return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
+        case "prefill":
+            return 2 * sum(array.bytes for array in signature.results)
+        case "sampled_verify":
+            return 2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
+        case "kv_write" | "move" | "admit":
+            return 0
+
+
+def estimate_code(signature: Signature, block: int) -> int:
+    """Bytes, from how many tokens a call has: loops over stacked layers, Qwen3-4B and its draft on v5e.
+
+    Measured for 1, 64 and 128 tokens: draft - 3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3, all in MB; a sampled
+    verification for 1, 16 and 128: 2.8 4.4 7.5.
+    """
+    measured = {"kv_write": (300_000, 8_000), "sampled_verify": (3_000_000, 36_000)}
+    measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
+    fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
+    return fixed + per_token * count_tokens(signature, block)
+
+
+def count_tokens(signature: Signature, block: int) -> int:
+    """Positions that a call computes. A draft computes its block whatever K."""
+    sizes = signature.bucket
+    match signature.program:
+        case "prefill":
+            return sizes["prefill"]
+        case "draft":
+            return sizes["batch"] * block
+        case "verify" | "sampled_verify" | "rounds":
+            return sizes["batch"] * (sizes["k"] + 1)
+        case "kv_write":
+            return sizes["rows"] * sizes["width"]
+        case "move" | "admit":
+            return 0
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not below it."""
+    return 1 << (size - 1).bit_length()
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int | None:
+    """The largest of 1 … most that fits, where all smaller ones do too; None if not even 1 does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low or None

@@ -1,0 +1,193 @@
+"""How fast an executable can be at best: what it must move and multiply, over the chip's peaks (Williams et al. 2009).
+
+A bound, not a measurement: nothing waits for anything, every weight is read once, and what devices exchange, norms,
+biases and the numbers of a call are left out.
+B rows · T positions of this call · S kv positions · H hidden · V vocabulary
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
+from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, Experts, Target
+from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.topology import Chip
+
+# Bytes of a row's sampling state for each token of the vocabulary.
+BIAS, PROMPTED, COUNTS = (ITEM_BYTES[dtype] for dtype in ("float32", "bool", "int32"))
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What one call takes of one device: bytes of its memory read and written, floating point operations."""
+
+    bytes: float
+    flops: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+    def bound(self, chip: Chip) -> float:
+        """Seconds."""
+        bandwidth, peak = chip.bytes_per_second / chip.devices, chip.flops_per_second / chip.devices
+        return max(self.bytes / bandwidth, self.flops / peak)
+
+
+class RoundBound(msgspec.Struct, frozen=True):
+    """Seconds of the executables of one round; a round without speculation drafts nothing."""
+
+    draft: float
+    verify: float
+    kv_write: float
+
+    @property
+    def round(self) -> float:
+        return self.draft + self.verify + self.kv_write
+
+
+class Roofline:
+    """The work of a pair's executables for one grid, shared evenly by `devices`."""
+
+    def __init__(self, target: Target, draft: Draft, dtype: str, grid: Grid, devices: int = 1):
+        self._target, self._draft, self._grid, self._devices = target, draft, grid, devices
+        self._item = ITEM_BYTES[dtype]
+
+    def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
+        """Of a bucket that is full. An engine that does not speculate writes no draft context either."""
+        B, S, K = bucket.batch, bucket.length, bucket.k
+        verify = self.verify(B, S, K).bound(chip)
+        if not K:
+            return RoundBound(0.0, verify, 0.0)
+        return RoundBound(self.draft(B, S, K).bound(chip), verify, self.kv_write(B, K + 1).bound(chip))
+
+    def of(self, signature: Signature) -> Work:
+        """Of the executable with this signature, its bucket full."""
+        sizes = signature.bucket
+        match signature.program:
+            case "prefill":
+                return self._forward(1, sizes["prefill"], sizes["length"], judged=1)
+            case "draft":
+                return self.draft(sizes["batch"], sizes["length"], sizes["k"])
+            case "verify":
+                return self.verify(sizes["batch"], sizes["length"], sizes["k"])
+            case "sampled_verify":
+                return self.sampled_verify(sizes["batch"], sizes["length"], sizes["k"])
+            case "kv_write":
+                return self.kv_write(sizes["rows"], sizes["width"])
+            case "rounds":
+                return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"])
+            case "move":
+                return self.move()
+            case "admit":
+                return self.admit()
+
+    def verify(self, B: int, S: int, K: int) -> Work:
+        """The target over K+1 tokens of each row, all of them judged."""
+        return self._forward(B, K + 1, S, judged=B * (K + 1))
+
+    def sampled_verify(self, B: int, S: int, K: int) -> Work:
+        """The same, and each row's bias, prompt and counts, of which the counts are written again."""
+        return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
+
+    def draft(self, B: int, S: int, K: int) -> Work:
+        """The draft over a whole block of each row, K tokens of it chosen."""
+        decoder, T = self._draft.decoder, self._draft.block
+        vocab = self._draft.vocab or self._target.decoder.vocab
+        parts = (
+            self._embed(decoder, B * T),
+            self._layers(decoder, B * T),
+            self._attend(decoder, B, T, S, S + T),
+            self._head(decoder, vocab, B * K),
+        )
+        return _sum(parts)
+
+    def kv_write(self, rows: int, width: int) -> Work:
+        """Features through `fc`, then each layer's keys and values, written."""
+        decoder, tokens = self._draft.decoder, rows * width
+        features = len(self._draft.taps) * self._draft.target_hidden
+        weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
+        return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
+
+    def rounds(self, B: int, S: int, K: int, rounds: int) -> Work:
+        """As many as one dispatch may run; without drafts the draft's kv is written once, behind the last."""
+        verify = self.verify(B, S, K)
+        if not K:
+            return _sum([verify] * rounds) + self.kv_write(B, rounds)
+        return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
+
+    def move(self) -> Work:
+        """All of a slot's kv, read and written."""
+        positions = self._grid.capacity + self._grid.widest_write
+        return _sum(self._write(decoder, 2 * positions) for decoder in (self._target.decoder, self._draft.decoder))
+
+    def admit(self) -> Work:
+        """A slot's bias, prompt and counts, written; the first two come whole to every device."""
+        whole = self._target.decoder.vocab * (BIAS + PROMPTED)
+        return self._row_state(BIAS + PROMPTED + COUNTS) + Work(whole, 0.0)
+
+    def _row_state(self, bytes_per_token: int) -> Work:
+        """What is kept of every token of the vocabulary."""
+        return Work(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
+
+    def _forward(self, B: int, T: int, S: int, judged: int) -> Work:
+        """The target over T tokens of each row; logits of `judged` tokens. Every device writes the features whole."""
+        decoder = self._target.decoder
+        features = B * T * len(self._draft.taps) * decoder.hidden
+        parts = (
+            self._embed(decoder, B * T),
+            self._layers(decoder, B * T),
+            self._write(decoder, B * T),
+            self._attend(decoder, B, T, S, S),
+            self._head(decoder, decoder.vocab, judged),
+            Work(features * self._item, 0.0),
+        )
+        return _sum(parts)
+
+    def _embed(self, decoder: Decoder, tokens: int) -> Work:
+        return self._share(tokens * decoder.hidden, 0)
+
+    def _layers(self, decoder: Decoder, tokens: int) -> Work:
+        """Projections and MLPs."""
+        attention = 2 * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
+        read, used = _mlp_rows(decoder, tokens)
+        per_row = decoder.layers * decoder.hidden
+        return self._share(per_row * (attention + read), 2 * tokens * per_row * (attention + used))
+
+    def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> Work:
+        """Keys and values of S positions read; scores with `seen` positions, and as much to mix their values."""
+        width = decoder.attention.heads * decoder.attention.head_dim
+        return self._share(decoder.layers * B * S * _kv_width(decoder), 4 * decoder.layers * B * T * seen * width)
+
+    def _write(self, decoder: Decoder, tokens: int) -> Work:
+        return self._share(decoder.layers * tokens * _kv_width(decoder), 0)
+
+    def _head(self, decoder: Decoder, vocab: int, tokens: int) -> Work:
+        return self._share(vocab * decoder.hidden, 2 * tokens * vocab * decoder.hidden)
+
+    def _share(self, elements: float, flops: float) -> Work:
+        """One device's part."""
+        return Work(elements * self._item / self._devices, flops / self._devices)
+
+
+def expected_experts(experts: Experts, tokens: int) -> float:
+    """How many distinct experts `tokens` choose, where each token's choice is any as likely: E · (1 - (1 - c/E)^n)."""
+    return experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
+
+
+def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
+    """Weight rows of hidden width in one layer's MLP: how many a call reads, and how many each token uses."""
+    mlp = decoder.mlp
+    if not isinstance(mlp, Experts):
+        return 3 * mlp.width, 3 * mlp.width
+    return mlp.count + expected_experts(mlp, tokens) * 3 * mlp.width, mlp.count + mlp.chosen * 3 * mlp.width
+
+
+def _kv_width(decoder: Decoder) -> int:
+    """Elements of one position's keys and values in one layer; also rows of what makes them."""
+    return 2 * decoder.attention.kv_heads * decoder.attention.head_dim
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    works = tuple(works)
+    return Work(sum(work.bytes for work in works), sum(work.flops for work in works))

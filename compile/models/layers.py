@@ -1,0 +1,125 @@
+"""What the models are made of. Each parameter declares the checkpoint tensors that fill it.
+
+B rows · T positions of this call · S kv positions · G kv heads · R query heads per kv head · D head width · H hidden
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_aot.cache.model_config.architecture import Attention as AttentionShape
+from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.compile.models.matmul import multiply
+from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+
+OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
+
+
+def parameter(
+    shape: tuple[int, ...],
+    dtype: str,
+    tensors: Sequence[str],
+    stored: tuple[int, ...],
+    axis: int = 0,
+    split: int | None = None,
+) -> nnx.Param:
+    """A parameter made of `tensors` (names relative to the module), each stored as `stored`, laid along `axis`.
+
+    `split` is the dimension that several devices share; None where each has all of it.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), tensors=tuple(tensors), stored=stored, axis=axis, split=split)
+
+
+class Linear(nnx.Module):
+    """y = W · x, W [out, in], which devices split by `OUTPUTS` or `INPUTS`, or not at all."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: str, split: int | None = None, shards: Shards = ALONE):
+        self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs), split=split)
+        self.summed, self.shards = split == INPUTS, shards
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.shards.multiply(self.weight[...], x) if self.summed else multiply(self.weight[...], x)
+
+
+class RmsNorm(nnx.Module):
+    """x / rms(x) · weight over the last axis, in float32 as Qwen3's (rounded to x.dtype before the product)."""
+
+    def __init__(self, width: int, epsilon: float, dtype: str):
+        self.weight = parameter((width,), dtype, ["weight"], (width,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return self.weight[...] * (wide * scale).astype(x.dtype)
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate x) · up x)."""
+
+    def __init__(self, hidden: int, width: int, dtype: str, shards: Shards = ALONE):
+        self.gate_proj = Linear(width, hidden, dtype, OUTPUTS)
+        self.up_proj = Linear(width, hidden, dtype, OUTPUTS)
+        self.down_proj = Linear(hidden, width, dtype, INPUTS, shards)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nnx.Module):
+    """Projections, with norms per head and biases where the family has them, and rotation.
+
+    Who attends to what is the caller's business.
+    """
+
+    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, shards: Shards = ALONE):
+        G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+        pair = ["k_proj.weight", "v_proj.weight"]
+        self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden), split=0)
+        self.kv = parameter((G, 2, D, hidden), dtype, pair, (G * D, hidden), axis=1, split=0)
+        self.o_proj = Linear(hidden, G * R * D, dtype, INPUTS, shards)
+        if shape.biased:
+            self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
+            self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
+            self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
+        if shape.normed:
+            self.q_norm = RmsNorm(D, epsilon, dtype)
+            self.k_norm = RmsNorm(D, epsilon, dtype)
+        self.shape = shape
+
+    def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
+        """[B, T, H] → rotated queries [B, T, G, R, D]."""
+        q = multiply(self.q[...], x)
+        q = q + self.q_bias[...] if self.shape.biased else q
+        return rotation(self.q_norm(q) if self.shape.normed else q)
+
+    def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
+        """[B, T, H] → rotated keys and values, head-major [B, G, T, D]."""
+        both = multiply(self.kv[...], x)
+        both = both + self.kv_bias[...] if self.shape.biased else both
+        keys = both[..., :1, :]
+        keys = rotation(self.k_norm(keys) if self.shape.normed else keys)[..., 0, :]
+        return keys.swapaxes(1, 2), both[..., 1, :].swapaxes(1, 2)
+
+    def output(self, mixed: jax.Array) -> jax.Array:
+        """[B, T, G, R, D] → [B, T, H]."""
+        x = self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
+        return x + self.o_bias[...] if self.shape.biased else x
+
+
+class Rotation:
+    """Rotary position embedding at given positions, the half-split form of Hugging Face."""
+
+    def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype):
+        """positions [B, T], absolute. Angles and their sines in float32."""
+        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
+        angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, None, :]
+        scale = rope.attention_factor
+        self.cos, self.sin = (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, G, R, D]."""
+        low, high = jnp.split(x, 2, axis=-1)
+        return x * self.cos + jnp.concatenate([-high, low], axis=-1) * self.sin

@@ -1,0 +1,74 @@
+"""A routed MLP: each token goes through the few experts that its router chooses."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_aot.cache.model_config.architecture import Experts
+from dflash_aot.compile.models.layers import Linear, parameter
+from dflash_aot.compile.models.matmul import multiply
+from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+
+
+class RoutedMlp(nnx.Module):
+    """Qwen3MoeSparseMoeBlock: one expert after the other, each for all tokens, those that nobody chose left out.
+
+    Decoding is bound by the weights that are read: here each once, and none is copied. `jax.lax.ragged_dot` on the
+    weights as stored copies them all in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on
+    CPU multiplies every row by every expert. A token's output is a sum over its own experts in their order, whoever
+    else is in the batch.
+
+    E experts · M their width · H hidden · n tokens
+    """
+
+    def __init__(self, hidden: int, experts: Experts, dtype: str, shards: Shards = ALONE):
+        E, M = experts.count, experts.width
+        pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
+        downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
+        self.gate = Linear(E, hidden, dtype)
+        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1)
+        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2)
+        self.experts, self.shards = experts, shards
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        # Reshaped out here: a slice of two, reshaped in the loop, would not be read in place on TPU.
+        gate_up, down = self.gate_up[...].reshape(self.experts.count, -1, x.shape[-1]), self.down[...]
+        shares = self._route(tokens)
+        numbers, count = _list_true((shares > 0).any(axis=0))
+
+        def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
+            expert = numbers[index]
+            output = _run_expert(_pick(gate_up, expert), _pick(down, expert), tokens)
+            share = _pick(shares, expert, axis=1)[:, None]
+            return total + jnp.where(share > 0, share * output, 0)  # what was not chosen may overflow
+
+        total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
+        return self.shards.sum(total).astype(x.dtype).reshape(x.shape)
+
+    def _route(self, tokens: jax.Array) -> jax.Array:
+        """[n, H] → each expert's weight in each token's output, 0 where it is not chosen: float32 [n, E]."""
+        scores = self.gate(tokens).astype(jnp.float32)
+        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
+        if self.experts.normalized:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        shares = shares.astype(tokens.dtype).astype(jnp.float32)  # as transformers rounds them
+        at = chosen[..., None] == jnp.arange(self.experts.count)
+        return jnp.where(at, shares[..., None], 0).sum(axis=1)
+
+
+def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.Array:
+    """gate_up [2M, H], down [H, M], tokens [n, H] → float32 [n, H]."""
+    gate, up = jnp.split(multiply(gate_up, tokens), 2, axis=-1)
+    return multiply(down, jax.nn.silu(gate) * up, dtype=jnp.float32)
+
+
+def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The indices of what is true, in order and padded with zeros, and how many they are. Without a sort."""
+    reached = jnp.cumsum(flags, dtype=jnp.int32)
+    nth = jnp.arange(1, flags.size + 1, dtype=jnp.int32)
+    return jnp.argmax(reached >= nth[:, None], axis=1).astype(jnp.int32), reached[-1]
+
+
+def _pick(array: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, index, axis, keepdims=False)

@@ -1,0 +1,82 @@
+"""Between a flax module and flat, named arrays: signatures, recipes and programs speak of names only."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+import msgspec
+import numpy as np
+from flax import nnx
+
+from dflash_aot.cache.bundle.weight_recipe import Checkpoint, Placement, WeightRecipe
+from dflash_aot.cache.signature import AXIS, Dimensions
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class Bound(Generic[Model]):
+    """A module described without allocating it, and the way to bind arrays to it."""
+
+    def __init__(self, build: Callable[[], Model]):
+        self.module = nnx.eval_shape(build)
+        self._graph, state = nnx.split(self.module)
+        self._parameters = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every parameter's name, shape and dtype."""
+        return {name: leaf.get_value() for name, (_, leaf) in self._parameters.items()}
+
+    def bind(self, weights: Mapping[str, jax.Array]) -> Model:
+        """The module with `weights` in it. What a program does not take stays abstract and cannot be used."""
+        if unknown := weights.keys() - self._parameters.keys():
+            raise ValueError(f"no such parameters: {sorted(unknown)}")
+        flat = [
+            (path, leaf.replace(weights[name]) if name in weights else leaf)
+            for name, (path, leaf) in self._parameters.items()
+        ]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def recipes(self, checkpoint: Checkpoint) -> tuple[WeightRecipe, ...]:
+        """Which tensors of the checkpoint make each parameter."""
+        return tuple(_recipe(name, leaf, checkpoint) for name, (_, leaf) in self._parameters.items())
+
+
+def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
+    """Of a parameter, or of one that stacks those of all layers along a first axis."""
+    shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
+    prefix, layers = name.rpartition(".")[0], facts.get("stacked")
+    if layers is None:
+        placements = _place(prefix, shape, facts)
+    else:
+        placements = tuple(
+            msgspec.structs.replace(one, offset=(layer, *one.offset), extent=(1, *one.extent))
+            for layer in range(layers)
+            for one in _place(f"{prefix}.".replace("layers.", f"layers.{layer}.").rstrip("."), shape[1:], facts)
+        )
+    return WeightRecipe(
+        f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements, _split(facts["split"], layers, len(shape))
+    )
+
+
+def _split(split: int | None, layers: int | None, rank: int) -> Dimensions:
+    """The mesh axis at the dimension that devices share; stacked layers lie before it."""
+    if split is None:
+        return ()
+    at = split + (layers is not None)
+    return tuple(AXIS if dimension == at else None for dimension in range(rank))
+
+
+def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:
+    """A parameter's tensors lie side by side, in equal parts, along its `axis`."""
+    tensors, axis = facts["tensors"], facts["axis"]
+    extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
+    assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix
+    return tuple(
+        Placement(
+            tensor=f"{prefix}.{tensor}" if prefix else tensor,
+            stored=facts["stored"],
+            offset=tuple(part * extent[axis] if i == axis else 0 for i in range(len(shape))),
+            extent=extent,
+        )
+        for part, tensor in enumerate(tensors)
+    )

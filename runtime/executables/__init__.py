@@ -1,0 +1,1 @@
+"""Loaded executables: bundle loading, lazy loading, dispatch, the device state, the compile guard."""

@@ -1,0 +1,51 @@
+"""First calls of executables and times of rounds, one at a time, for an engine that has nothing else to do."""
+
+import logging
+
+from dflash_aot.cache.errors import DflashError
+from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.execution_plan import list_kinds
+from dflash_aot.runtime.executables.loaded_bundle import Bundle, call_once
+from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth
+from dflash_aot.runtime.speculation.round_timing import Rounds
+
+logger = logging.getLogger(__name__)
+PASSES = 3  # of which the least counts
+
+
+class WarmUp:
+    """What `Engine.open` leaves out when it does not preload. The engine's thread calls it while no slot is active."""
+
+    def __init__(self, bundle: Bundle, state: DeviceState, depth: Depth):
+        self._bundle, self._state = bundle, state
+        self._depth = depth if isinstance(depth, AdaptiveDepth) else None
+        self._rounds = Rounds(bundle, state)
+        manifest = bundle.manifest
+        self._kinds = list_kinds(manifest.grid, manifest.sampling, bundle.k) if self._depth else []
+        self._broken: set[Executable] = set()
+
+    def step(self) -> bool:
+        """One call, or the times of one kind of round. False where there is nothing to do before more is loaded."""
+        for executable in self._bundle.executables:
+            if not executable.called and executable not in self._broken:
+                self._call(executable)
+                return True
+        return self._depth is not None and self._time(self._depth)
+
+    def _call(self, executable: Executable) -> None:
+        """What fails is left to those who need it: they are told."""
+        try:
+            call_once(executable, self._state)
+        except (DflashError, RuntimeError) as error:
+            logger.error(error)
+            self._broken.add(executable)
+            self._state.reset()
+
+    def _time(self, depth: AdaptiveDepth) -> bool:
+        self._kinds = [kind for kind in self._kinds if not depth.is_measured(kind)]
+        for kind in self._kinds:
+            if self._bundle.has_run(*kind, alone=False):
+                depth.measure(kind, min(self._rounds.time(*kind) for _ in range(PASSES)))
+                self._rounds.clear()
+                return True
+        return False

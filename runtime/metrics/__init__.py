@@ -1,0 +1,1 @@
+"""Counters of the engine and their Prometheus metrics."""

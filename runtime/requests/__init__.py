@@ -1,0 +1,1 @@
+"""Requests: sampling parameters, the request builder, streams of deltas."""

@@ -1,0 +1,152 @@
+"""From what a caller asks to a request that the loop can serve: all that can be wrong with it is found here."""
+
+import reprlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.requests.request import Delta, Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
+
+Prompt = str | Sequence[int]
+LONGEST = 1e9  # seconds
+
+
+class Intake:
+    """Makes requests for the executables of a bundle. Threads may share it."""
+
+    def __init__(self, bundle: Bundle, target: Path, ends: frozenset[int]):
+        """target: the checkpoint directory, for its tokenizer. ends: tokens that end an answer unless it says which."""
+        self._bundle, self._target, self._ends = bundle, target, ends
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The target's, loaded at its first use. Raises BadCheckpoint."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                from dflash_aot.runtime.text.tokenizer import Tokenizer  # noqa: PLC0415  token ids need no text layer
+
+                self._tokenizer = Tokenizer.open(self._target)
+            return self._tokenizer
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        emit: Callable[[Delta], None],
+        on_cancel: Callable[[], None],
+        priority: int,
+        deadline: float | None,
+        submitted: float,
+    ) -> Request:
+        """`deadline` in seconds from `submitted`, a monotonic time. Raises BadInput, BadCheckpoint, GridMiss."""
+        _check_order(priority, deadline)
+        params = _copy(params)
+        ids = self._read_prompt(prompt)
+        self._check_tokens(ids, params)
+        self._check_executables(params)
+        return Request(
+            prompt=ids,
+            params=params,
+            limit=self._find_limit(len(ids), params.max_tokens),
+            stop_ids=self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids),
+            text=self._text_stream(prompt, ids, params),
+            emit=emit,
+            submitted=submitted,
+            priority=priority,
+            deadline=None if deadline is None else submitted + deadline,
+            on_cancel=on_cancel,
+        )
+
+    def _read_prompt(self, prompt: Prompt) -> list[int]:
+        # Bytes are a sequence of numbers too, and hardly of tokens.
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise BadInput(f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise BadInput("the prompt is empty: at least one token is needed to continue from")
+        return ids
+
+    def _check_tokens(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises BadInput for anything that is not a token of the target."""
+        vocab = self._bundle.manifest.target.facts.decoder.vocab
+        named = {"the prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
+        for what, tokens in named.items():
+            for token in tokens or ():
+                if type(token) is not int or not 0 <= token < vocab:
+                    raise BadInput(f"{what} holds {token!r}: the target's tokens are 0 to {vocab - 1}")
+
+    def _check_executables(self, params: SamplingParams) -> None:
+        """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
+        bundle, manifest = self._bundle, self._bundle.manifest
+        if not params.plain and "sample" not in manifest.sampling:
+            command = msgspec.structs.replace(manifest, sampling=SAMPLINGS).rebuild_command(bundle.path)
+            raise GridMiss(
+                f"the bundle has greedy executables only, and this takes sampled ones: {', '.join(params.shaped_by)}. "
+                f"Precompile them: {command}"
+            )
+        ks = manifest.grid.k
+        if params.k is not None and params.k not in ks:
+            raise GridMiss(f"no executable verifies k={params.k} tokens: the grid has k={','.join(map(str, ks))}")
+        if params.k is not None and params.k > bundle.k:
+            raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
+
+    def _find_limit(self, prompt: int, wanted: int | None) -> int:
+        """Tokens that a request may get. The last one needs no kv: its position is one past the last one written."""
+        grid = self._bundle.manifest.grid
+        room = grid.capacity + 1 - prompt
+        if (wanted or 1) > room:
+            raise self._refuse_length(prompt + (wanted or 1) - 1)
+        return wanted or room
+
+    def _refuse_length(self, length: int) -> GridMiss:
+        """A longer grid is the remedy, as far as the models go."""
+        manifest = self._bundle.manifest
+        facts = manifest.target.facts.decoder, manifest.draft.facts.decoder
+        positions = min(decoder.positions for decoder in facts)
+        if length <= positions:
+            return manifest.grid.miss(1, length, 0)
+        return GridMiss(
+            f"prompt and answer take {length} positions; the models were made for {positions} "
+            f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
+        )
+
+    def _text_stream(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
+        """Token ids in, token ids out: text is made where there is a tokenizer, and missed where it is needed."""
+        if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
+            return None
+        tokenizer = self.tokenizer
+        from dflash_aot.runtime.text.tokenizer import TextStream  # noqa: PLC0415  see `tokenizer`
+
+        return TextStream(tokenizer, params.stop, ids)
+
+
+def _check_order(priority: int, deadline: float | None) -> None:
+    """Raises BadInput."""
+    if type(priority) is not int:
+        raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and 0 < deadline <= LONGEST):
+        raise BadInput(f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {LONGEST:g}")
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
+    """Checked once more, and nobody's but the request's: a mapping of the caller's may change while it is served.
+
+    Raises BadInput.
+    """
+    if not isinstance(params, SamplingParams):
+        raise BadInput(f"params is {reprlib.repr(params)}: SamplingParams are needed")
+    return replace(params, logit_bias=dict(params.logit_bias)) if params.logit_bias else params

@@ -1,0 +1,1 @@
+"""Continuous batching: the request queue and the slots of the running batch."""

@@ -1,0 +1,148 @@
+"""What an executable computes from inputs that anyone can make: recorded once, compared wherever it runs later."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import jax
+import numpy as np
+
+from dflash_aot.cache.bundle.manifest import Canary, Output
+from dflash_aot.cache.mesh import place
+from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.runtime.executables.executable import Executable
+from dflash_aot.runtime.self_test.inputs import VERSION, make_argument, make_state, make_weight
+
+PLACES = 16  # of each output, beside its mean
+# By how much numbers may differ between two compilers or processors: a share of the larger of number and mean. What
+# bfloat16 rounds differs by a percent after some layers, and of two tokens that are as good as equally likely either
+# may then be chosen.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+AGREEING_TOKENS = {"float32": 1.0, "bfloat16": 0.5}
+
+
+class CanaryBench:
+    """Weights and state as canaries have them, on the devices; each executable is called once."""
+
+    def __init__(self, known: Mapping[str, Array], vocab: int, devices: Sequence[jax.Device]):
+        self._known, self._vocab, self._devices = known, vocab, devices
+        self._weights: dict[str, jax.Array] = {}
+
+    def call(self, executable: Executable) -> Canary:
+        """Raises ValueError for numbers that are none."""
+        signature, donated = executable.signature, executable.signature.donated
+        executable.bind(self._place_weights(signature))
+        before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
+        state = _State({name: self._place(self._known[name], values) for name, values in before.items()})
+        arguments = [self._place(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
+        results = executable(state, *arguments)
+        outputs = [_describe(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
+        for array, result in zip(signature.results, results, strict=True):
+            outputs += [_describe(name, values) for name, values in _read_result(signature, array.name, result)]
+        return Canary(VERSION, tuple(outputs))
+
+    def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
+        """Only those of this executable stay: the next one takes mostly the same, or none of them."""
+        kept = {name: self._weights[name] for name in signature.weights if name in self._weights}
+        self._weights = kept
+        for name in signature.weights:
+            if name not in kept:
+                kept[name] = self._place(self._known[name], make_weight(self._known[name]))
+        return kept
+
+    def _place(self, array: Array, values: np.ndarray) -> jax.Array:
+        return jax.device_put(values, place(array.sharding, self._devices))
+
+
+class _State:
+    """Arrays by name, for one call."""
+
+    def __init__(self, arrays: dict[str, jax.Array]):
+        self.arrays = arrays
+
+    def read(self, names: Sequence[str]) -> list[jax.Array]:
+        return [self.arrays[name] for name in names]
+
+    def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None:
+        self.arrays.update(zip(names, outputs, strict=False))
+
+
+def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tuple[str, np.ndarray]]:
+    """The numbers of a result; a sampled verdict ends with log-probabilities that lie among whole numbers."""
+    values = np.asarray(result)
+    if signature.program != "sampled_verify" or name != "verdict":
+        return [(name, values)]
+    chosen = 2 * signature.bucket["k"] + 2
+    logprobs = np.ascontiguousarray(values[:, chosen:]).view(np.float32)
+    return [(name, values[:, :chosen]), ("logprobs", logprobs)]
+
+
+def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -> Output:
+    """Some of its numbers, and their mean; of what was there before, only what the call changed."""
+    flat = values.ravel()
+    if before is not None:
+        flat = flat[flat != before.ravel()]
+    numbers = flat.astype(np.float64)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{name} holds NaN or infinity")
+    places = np.linspace(0, numbers.size - 1, min(PLACES, numbers.size)).astype(int)
+    mean = float(np.abs(numbers).mean()) if numbers.size else 0.0
+    return Output(name, str(values.dtype), numbers.size, tuple(numbers[places].tolist()), mean)
+
+
+def is_comparable(golden: Canary | None) -> TypeGuard[Canary]:
+    """Whether it is of the inputs that are made today."""
+    return golden is not None and golden.version == VERSION
+
+
+def find_deviations(golden: Canary, found: Canary, dtype: str) -> list[str]:
+    """Where an executable of a bundle in `dtype` does not compute what was recorded, output by output."""
+    if (outputs := _name_outputs(found)) != (recorded := _name_outputs(golden)):
+        return [f"outputs are {outputs}, recorded are {recorded}"]
+    pairs = list(zip(golden.outputs, found.outputs, strict=True))
+    deviations = list(_compare_numbers(pairs, TOLERANCE[dtype]))
+    tokens = [(one, other) for one, other in pairs if _is_whole(one)]
+    if not deviations and tokens:
+        deviations += _compare_tokens(tokens, AGREEING_TOKENS[dtype])
+    return deviations
+
+
+def _name_outputs(canary: Canary) -> str:
+    return ", ".join(f"{output.name} {output.dtype}" for output in canary.outputs)
+
+
+def _compare_numbers(pairs: Iterable[tuple[Output, Output]], tolerance: float) -> Iterator[str]:
+    for golden, found in pairs:
+        if _is_whole(golden):
+            continue
+        if abs(golden.changed - found.changed) > tolerance * golden.changed:
+            yield f"{golden.name}: {found.changed} numbers were written, recorded are {golden.changed}"
+        elif abs(golden.mean - found.mean) > tolerance * golden.mean:
+            yield f"{golden.name}: the mean is {found.mean:.6g}, recorded is {golden.mean:.6g}"
+        elif golden.changed == found.changed:
+            yield from _compare_values(golden, found, tolerance)
+
+
+def _compare_values(golden: Output, found: Output, tolerance: float) -> Iterator[str]:
+    for number, (one, other) in enumerate(zip(golden.values, found.values, strict=True)):
+        if abs(one - other) > tolerance * max(abs(one), golden.mean):
+            yield f"{golden.name}: value {number} of {len(golden.values)} is {other:.6g}, recorded is {one:.6g}"
+            return
+
+
+def _compare_tokens(pairs: Sequence[tuple[Output, Output]], share: float) -> Iterator[str]:
+    """Whole numbers, all outputs together: a token that was chosen stands in several."""
+    alike = total = 0
+    first = ""
+    for golden, found in pairs:
+        if len(golden.values) != len(found.values):
+            yield f"{golden.name}: {found.changed} numbers were written, recorded are {golden.changed}"
+            return
+        for one, other in zip(golden.values, found.values, strict=True):
+            total, alike = total + 1, alike + (one == other)
+            first = first or f"{golden.name} is {other:.0f}, recorded is {one:.0f}" * (one != other)
+    if alike < share * total:
+        yield f"{total - alike} of {total} whole numbers differ, the first: {first}"
+
+
+def _is_whole(output: Output) -> bool:
+    return output.dtype in ("int32", "bool")

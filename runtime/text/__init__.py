@@ -1,0 +1,1 @@
+"""Text above token ids: tokenizer, incremental detokenizer, chat template."""

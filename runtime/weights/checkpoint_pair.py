@@ -1,0 +1,79 @@
+"""The two checkpoints of a bundle: where they are, whether they are what it was built for, where answers end."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.weight_recipe import Checkpoint
+from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
+from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.model_config.checkpoint_location import locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+
+
+def locate_pair(manifest: Manifest, target: str | Path | None, draft: str | Path | None) -> dict[Checkpoint, Path]:
+    """The directories, the bundle's own unless named. Raises BadCheckpoint."""
+    return {
+        "target": locate_checkpoint(str(target or manifest.target.reference), "target"),
+        "draft": locate_checkpoint(str(draft or manifest.draft.reference), "draft"),
+    }
+
+
+def check_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path]) -> None:
+    """The checkpoints are what the executables compute. Raises IncompatibleBundle, fact by fact."""
+    target = read_target(read_config(places["target"]))
+    draft = read_draft(read_config(places["draft"]), target)
+    for place, built, found in (
+        (places["target"], manifest.target.facts, target),
+        (places["draft"], _computed(manifest.draft.facts), _computed(draft)),
+    ):
+        if wrong := _list_differences(built, found):
+            lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
+            raise IncompatibleBundle(
+                f"{place} is not what {path} was built for:\n{lines}\n"
+                "Build a bundle for it: "
+                f"dflash-precompile --target {places['target']} --draft {places['draft']} --bundle DIR"
+            )
+
+
+def _computed(draft: Draft) -> Draft:
+    """Without what its makers only suggest."""
+    return msgspec.structs.replace(draft, k=None)
+
+
+def read_end_tokens(target: Path) -> frozenset[int]:
+    """The target's end-of-sequence tokens: `generation_config.json` before `config.json`, as transformers does.
+
+    Raises BadCheckpoint.
+    """
+    for path in (target / "generation_config.json", target / "config.json"):
+        if not path.exists():
+            continue
+        try:
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise BadCheckpoint(f"{path} is not a JSON object: {error}") from error
+        if ends is not None:
+            found = ends if isinstance(ends, list) else [ends]
+            if any(type(token) is not int for token in found):
+                raise BadCheckpoint(f"{path}: eos_token_id is {ends!r}: expected a token id or a list of them")
+            return frozenset(found)
+    return frozenset()
+
+
+def _list_differences(built: Any, found: Any, prefix: str = "") -> list[tuple[str, object, object]]:
+    """Every leaf in which two facts of the same type differ, by its dotted name."""
+    wrong: list[tuple[str, object, object]] = []
+    for name in built.__struct_fields__:
+        old, new = getattr(built, name), getattr(found, name)
+        if hasattr(old, "__struct_fields__") and type(old) is type(new):
+            wrong += _list_differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            wrong.append((f"{prefix}{name}", old, new))
+    return wrong

@@ -1,0 +1,62 @@
+"""Plain files and nothing else."""
+
+import os
+import socket
+
+import pytest
+
+from dflash_aot.cache.bundle.atomic_files import is_temporary, read_plain, temporaries, write_atomically
+
+
+def test_a_file_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    assert read_plain(tmp_path / "file") == b"content"
+    assert read_plain(tmp_path / "file", limit=7) == b"content"
+
+
+def test_a_file_beyond_the_limit_is_not(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    with pytest.raises(OSError, match="7 bytes, where at most 6 are read"):
+        read_plain(tmp_path / "file", limit=6)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.symlink_to(path.parent / "file"), "a symbolic link, where a file of its own should be"),
+        (lambda path: path.symlink_to("nowhere"), "a symbolic link, where a file of its own should be"),
+        (os.mkfifo, "a fifo, where a file should be"),  # which nobody writes to: reading it would wait for ever
+        (os.mkdir, "a directory, where a file should be"),
+        (make_socket, "No such device"),
+    ],
+)
+def test_what_only_looks_like_a_file_is_refused(tmp_path, monkeypatch, make, words):
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    (tmp_path / "file").write_bytes(b"content")
+    make(tmp_path / "strange")
+    with pytest.raises(OSError, match=words):
+        read_plain(tmp_path / "strange")
+
+
+def test_a_device_is_no_file():
+    with pytest.raises(OSError, match="a device, where a file should be"):
+        read_plain(os.path.devnull)
+
+
+def test_only_our_own_temporaries_are_taken_for_such(tmp_path):
+    for name in (".blob.abc.unfinished", "blob.unfinished", ".nfs0001"):
+        (tmp_path / name).touch()
+    assert [path.name for path in temporaries(tmp_path)] == [".blob.abc.unfinished"]
+    assert not is_temporary(tmp_path / ".lock")
+
+
+def test_a_writer_whose_temporary_was_swept_away_says_what_it_could_not_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in temporaries(tmp_path)])
+    with pytest.raises(FileNotFoundError) as refused:
+        write_atomically(tmp_path / "name", b"content")
+    assert refused.value.filename == str(tmp_path / "name")

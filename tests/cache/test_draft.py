@@ -1,0 +1,172 @@
+"""Which dialect a draft speaks, which relatives are refused by name, and whether it was made for its target."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.draft import is_speculators, read_draft
+from dflash_aot.cache.model_config.target import read_target
+
+FILE = "dflash-b16/config.json: "
+OTHER_TARGET = ": this draft was trained for another one"
+AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
+TAPS = "dflash_config.target_layer_ids"
+DIALECTS = (
+    "as a draft this runs DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' (speculators_config)."
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"speculators_config": {}}, True),
+        ({"speculators_model_type": "dflash"}, True),
+        ({"speculators_model_type": None, "dflash_config": {}}, False),
+        ({"architectures": ["DFlashDraftModel"]}, False),
+    ],
+)
+def test_the_dialect_is_told_by_its_own_keys(values, found):
+    assert is_speculators(ConfigFile(Path("config.json"), values)) is found
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["AnyName"], [3], [["Qwen3ForCausalLM"]]])
+def test_a_dflash_config_is_enough(read_changed_draft, architectures):
+    assert read_changed_draft(architectures=architectures) == read_changed_draft()
+
+
+def test_the_architecture_is_enough(read_changed_draft):
+    at_the_top = {"mask_token_id": 151669, "dflash_config": None}
+    assert read_changed_draft(**at_the_top) == read_changed_draft()
+
+
+@pytest.mark.parametrize(
+    ("architectures", "found", "hint"),
+    [
+        (None, "[]", ""),
+        (["EagleModel"], "['EagleModel']", ""),
+        ([{}, None], "[{}, None]", ""),
+        (
+            ["Qwen3ForCausalLM"],
+            "['Qwen3ForCausalLM']",
+            " This is a target: are --target and --draft the wrong way round?",
+        ),
+        (
+            ["LlamaForCausalLM"],
+            "['LlamaForCausalLM']",
+            " This is a target: are --target and --draft the wrong way round?",
+        ),
+    ],
+)
+def test_what_is_no_draft_is_refused(read_changed_draft, refusal, architectures, found, hint):
+    message = refusal(read_changed_draft, architectures=architectures, dflash_config=None)
+    assert message == f"{FILE}architectures is {found}; {DIALECTS}{hint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "relative"),
+    [("DFlash2DraftModel", "DFlash2"), ("DSparkDraftModel", "DSpark"), ("DominoDraftModel", "Domino")],
+)
+def test_a_relative_is_refused_by_its_architecture(read_changed_draft, refusal, name, relative):
+    message = refusal(read_changed_draft, architectures=[name])
+    assert message == f"{FILE}architectures is '{name}': this is {relative}, which is not supported"
+
+
+RELATIVES = [
+    ("projector_type", "domino", "Domino"),
+    ("markov_rank", 256, "DSpark"),
+    ("markov_head_type", "gru", "DSpark"),
+    ("enable_confidence_head", True, "DSpark"),
+    ("confidence_head", {"width": 8}, "DSpark"),
+    ("conv_kernel_size", 2, "DFlash2"),
+    ("selector", "greedy", "DFlash2"),
+    ("selector_config", {"rank": 256}, "DFlash2"),
+    ("dflash2_dynamic_conv", True, "DFlash2"),
+    ("dflash2_candidate_selector", True, "DFlash2"),
+    ("dflash_context_residual", True, "DFlash with a context residual"),
+    ("dflash_block_position_embedding", True, "DFlash with position embeddings in the block"),
+    ("dflash_gated_layer_fusion", True, "DFlash with gated fusion of its taps"),
+    ("shift_label", True, "a draft whose rows predict the token after their own"),
+    ("sample_from_anchor", True, "a draft that samples its anchor"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "relative"), RELATIVES)
+def test_a_relative_is_refused_by_its_keys(read_changed_draft, read_changed_speculators, refusal, key, value, relative):
+    words = f"{key} is {value!r}: this is {relative}, which is not supported"
+    assert refusal(read_changed_draft, **{key: value}) == FILE + words
+    assert refusal(read_changed_draft, {key: value}) == f"{FILE}dflash_config.{words}"
+    assert refusal(read_changed_speculators, **{key: value}) == FILE + words
+
+
+@pytest.mark.parametrize(
+    "unset",
+    [
+        {"projector_type": "dflash", "shift_label": False, "sample_from_anchor": False},
+        {"markov_rank": 0, "enable_confidence_head": False, "confidence_head": None, "selector": ""},
+        {"dflash2_dynamic_conv": False, "dflash2_candidate_selector": False, "dflash_context_residual": False},
+    ],
+)
+def test_a_key_of_a_relative_that_is_not_set_refuses_nothing(read_changed_draft, read_changed_speculators, unset):
+    assert read_changed_draft(**unset) == read_changed_draft()
+    assert read_changed_draft(unset) == read_changed_draft()
+    assert read_changed_speculators(**unset) == read_changed_speculators()
+
+
+def test_a_mask_embedding_beside_the_config_is_refused(write_config, published, refusal):
+    directory = write_config(published("Qwen3-4B-DFlash-b16"))
+    target = read_target(ConfigFile(Path("config.json"), published("Qwen3-4B")))
+    assert read_draft(read_config(directory), target).block == 16
+    sidecar = directory / "mask_embedding.pt"
+    sidecar.touch()
+    message = refusal(read_draft, read_config(directory), target)
+    assert message == f"{sidecar}: a draft with a mask embedding of its own is not supported"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 4096}, f"hidden_size is 4096: the target has 2560{OTHER_TARGET}"),
+        ({"vocab_size": 32000}, f"vocab_size is 32000: the target has 151936{OTHER_TARGET}"),
+        ({"num_target_layers": 28}, f"num_target_layers is 28: the target has 36{OTHER_TARGET}"),
+        ({"num_target_layers": "36"}, "num_target_layers is '36': expected a whole number"),
+        ({"block_size": 1}, "block_size is 1: a block is the anchor and at least one drafted token"),
+        ({"block_size": 40961}, "block_size is 40961: the draft has 40960 positions"),
+    ],
+)
+def test_a_draft_that_is_not_the_targets_is_refused(read_changed_draft, refusal, changes, words):
+    assert refusal(read_changed_draft, **changes) == FILE + words
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        ({"target_layer_ids": [1, 36]}, f"{TAPS} is [1, 36]: the target has layers 0 to 35 in this file's count"),
+        ({"target_layer_ids": [-1]}, f"{TAPS} is [-1]: the target has layers 0 to 35 in this file's count"),
+        ({"target_layer_ids": [3, 35]}, f"{TAPS} is [3, 35]: {AMBIGUOUS}"),
+        ({"target_layer_ids": [3, 3]}, f"{TAPS} is [3, 3]: at least one tap, each once"),
+        ({"target_layer_ids": []}, f"{TAPS} is []: at least one tap, each once"),
+        (
+            {"mask_token_id": 151936},
+            "dflash_config.mask_token_id is 151936: the target's vocabulary has 151936 tokens",
+        ),
+        ({"mask_token_id": -1}, "dflash_config.mask_token_id is -1: the target's vocabulary has 151936 tokens"),
+    ],
+)
+def test_a_dflash_config_that_is_not_the_targets_is_refused(read_changed_draft, refusal, inner, words):
+    assert refusal(read_changed_draft, inner) == FILE + words
+
+
+def test_a_refused_fact_is_named_where_it_stands(read_changed_draft, refusal):
+    inner = refusal(read_changed_draft, {"mask_token_id": -1})
+    outer = refusal(read_changed_draft, {"mask_token_id": None}, mask_token_id=-1)
+    assert inner.startswith(f"{FILE}dflash_config.mask_token_id is -1")
+    assert outer.startswith(f"{FILE}mask_token_id is -1")
+
+
+def test_default_taps_outside_a_small_target_are_refused(published, read_changed_target, refusal):
+    config = published("Qwen3-4B-DFlash-b16")
+    config = {**config, "dflash_config": {"mask_token_id": 151669}, "num_target_layers": 2}
+    small = read_changed_target(num_hidden_layers=2)
+    message = refusal(read_draft, ConfigFile(Path("dflash-b16/config.json"), config), small)
+    assert message == f"{FILE}target_layer_ids is [1, 0, 0, 0, -1]: {AMBIGUOUS}"

@@ -1,0 +1,439 @@
+"""Bundles behind a URL: what is opened is whole, of one manifest, and was downloaded once."""
+
+import fcntl
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.blob import pack, unpack
+from dflash_aot.cache.bundle.manifest import LARGEST, encode_manifest, read_content, read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import list_promises
+from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.remote.fetch import fetch_bundle
+from dflash_aot.cache.remote.push import push_bundle
+from dflash_aot.cache.remote.retry import Patience
+from dflash_aot.cache.signature import ProgramWeights, describe_pair, signatures, state_arrays
+from dflash_aot.cache.signing.ed25519 import read_private_key
+from dflash_aot.cache.signing.signatures import sign
+from tests.object_server import afterwards, change, cut, refuse, silence
+
+HASTY = Patience(attempts=2, seconds=20, pause=0)
+FETCH = """
+import sys
+from pathlib import Path
+from dflash_aot.cache.remote.fetch import fetch_bundle
+print(fetch_bundle(sys.argv[1], Path(sys.argv[2])))
+"""
+FETCH_TO_A_FULL_DISK = """
+import resource, signal, sys
+from dflash_aot.cache.remote.fetch import fetch_bundle
+from dflash_aot.cache.errors import BadInput
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    fetch_bundle(sys.argv[1])
+except BadInput as refused:
+    print(refused)
+"""
+
+
+class Listener(logging.Handler):
+    """Tells when anything is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = threading.Event()
+
+    def emit(self, record):
+        self.heard.set()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
+    return tmp_path / "user cache"
+
+
+@pytest.fixture
+def pushed(store, bucket, manifest, blobs_of):
+    """The bucket that holds a bundle."""
+    for name in (*blobs_of(manifest), "manifest.json"):
+        bucket.put(name, (store.bundle / name).read_bytes())
+    return bucket
+
+
+@pytest.fixture
+def blobs_of(store):
+    """The names of a bundle's files, but the manifest."""
+
+    def names(manifest):
+        return sorted(str(one.path.relative_to(store.bundle)) for one in list_promises(store.bundle, manifest))
+
+    return names
+
+
+def check(copy, manifest):
+    """Whole, and of this manifest."""
+    assert read_content(copy) == encode_manifest(manifest)
+    for promise in list_promises(copy, manifest):
+        unpack(promise.blob, promise.path.read_bytes())
+
+
+@pytest.fixture
+def smaller(manifest):
+    """A bundle with some of the same executables."""
+    pair = describe_pair(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
+    grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
+    labels = {one.label for one in signatures(pair, grid, ProgramWeights((), (), ()))}
+    entries = tuple(entry for entry in manifest.entries if entry.signature.label in labels)
+    return structs.replace(manifest, grid=grid, state=state_arrays(pair, grid), entries=entries)
+
+
+@pytest.fixture
+def forged(manifest):
+    """A bundle one of whose executables would run something else, and that executable as a file."""
+    blob, executable = pack(pickle.dumps(os.system))
+    entry = structs.replace(manifest.entries[0], **structs.asdict(blob))
+    return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), executable
+
+
+def republish(store, manifest, bucket):
+    """Another bundle at the same URL."""
+    store.publish(manifest)
+    push_bundle(store.bundle, bucket.url)
+
+
+def test_a_bundle_is_pushed_with_its_manifest_last(store, bucket, manifest, blobs_of):
+    push_bundle(store.bundle, bucket.url)
+    assert sorted(bucket.asked("PUT")[:-1]) == blobs_of(manifest)
+    assert bucket.asked("PUT")[-1] == "manifest.json"
+    assert bucket.names() == sorted([*blobs_of(manifest), "manifest.json"])
+
+
+def test_what_is_there_is_not_sent_again(store, pushed, manifest, blobs_of):
+    pushed.remove(blobs_of(manifest)[0])
+    pushed.put(blobs_of(manifest)[1], b"half")
+    result = push_bundle(store.bundle, pushed.url)
+    assert sorted(pushed.asked("PUT")) == [*blobs_of(manifest)[:2], "manifest.json"]
+    assert (result.sent, result.kept) == (2, len(blobs_of(manifest)) - 2)
+    assert pushed.names() == sorted([*blobs_of(manifest), "manifest.json"])
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory", "file"])
+def test_a_bundle_may_be_pushed_to_any_place(kind, store, manifest, tmp_path):
+    name = "Ein Platz, für alle"
+    plain = str(tmp_path / name)
+    place = {"directory": plain, "memory": f"memory://{tmp_path}/{name}", "file": f"file://{plain}/"}[kind]
+    push_bundle(store.bundle, place)
+    check(fetch_bundle(place), manifest)
+
+
+def test_a_broken_bundle_is_not_pushed(store, bucket, manifest):
+    store.path(manifest.entries[0]).write_bytes(b"broken")
+    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: .*Nothing is published at {bucket.url}"):
+        push_bundle(store.bundle, bucket.url)
+    assert "manifest.json" not in bucket.names()
+
+
+def test_what_broke_here_is_found_where_the_other_side_has_it_whole(store, pushed, manifest):
+    store.path(manifest.entries[0]).write_bytes(b"broken")
+    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: 6 bytes, .*Nothing is published"):
+        push_bundle(store.bundle, pushed.url)
+    assert "manifest.json" not in pushed.asked("PUT")
+
+
+def test_a_bundle_that_contradicts_itself_is_neither_pushed_nor_fetched(store, pushed, manifest):
+    contradiction = structs.replace(manifest, dtype="float32")
+    store.publish(contradiction)
+    with pytest.raises(CorruptBundle, match="manifest.json: state is .*Build it again: dflash-precompile"):
+        push_bundle(store.bundle, pushed.url)
+    assert pushed.asked("PUT") == []
+    pushed.put("manifest.json", encode_manifest(contradiction))
+    with pytest.raises(CorruptBundle, match=f"^{pushed.url}/manifest.json: state is .*dflash-bundle push"):
+        fetch_bundle(pushed.url)
+    assert not any("/" in name for name in pushed.asked("GET"))
+
+
+def test_an_executable_that_would_run_something_else_is_neither_pushed_nor_fetched(store, pushed, forged):
+    """Its size and its sha256 are what the manifest promises."""
+    manifest, executable = forged
+    store.path(manifest.entries[0]).write_bytes(executable)
+    store.publish(manifest)
+    with pytest.raises(CorruptBundle, match="the pickle names posix.system"):
+        push_bundle(store.bundle, pushed.url)
+    pushed.put(f"executables/{manifest.entries[0].sha256}", executable)
+    pushed.put("manifest.json", encode_manifest(manifest))
+    with pytest.raises(CorruptBundle, match="the pickle names posix.system"):
+        fetch_bundle(pushed.url)
+
+
+def test_a_push_that_is_refused_says_so(store, bucket):
+    bucket.server.fail("PUT", "", *[refuse(403, "AccessDenied")] * 20)
+    with pytest.raises(StoreRefused, match="not allowed: told to say AccessDenied"):
+        push_bundle(store.bundle, bucket.url)
+
+
+def test_what_is_fetched_is_the_bundle(pushed, manifest, cache, blobs_of):
+    copy = fetch_bundle(pushed.url)
+    check(copy, manifest)
+    assert cache / "dflash-aot" / "fetched" in copy.parents
+    assert sorted(pushed.asked("GET")) == sorted([*blobs_of(manifest), "manifest.json", "manifest.sig.json"])
+    assert pushed.asked("GET")[0] == "manifest.json"
+
+
+def test_what_is_here_is_not_fetched_again(pushed, manifest):
+    copy = fetch_bundle(pushed.url)
+    pushed.server.forget()
+    assert fetch_bundle(f"{pushed.url}/") == copy
+    assert pushed.asked("GET") == ["manifest.json", "manifest.sig.json"]
+
+
+def test_a_copy_that_is_complete_may_be_read_only(pushed, monkeypatch):
+    copy = fetch_bundle(pushed.url)
+    monkeypatch.setattr(os, "replace", None)  # root may write anywhere
+    monkeypatch.setattr(fcntl, "flock", None)
+    assert fetch_bundle(pushed.url) == copy
+
+
+def test_a_file_that_broke_here_is_fetched_again(pushed, manifest):
+    copy = fetch_bundle(pushed.url)
+    broken = Store(copy).path(manifest.entries[3])
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    pushed.server.forget()
+    check(fetch_bundle(pushed.url), manifest)
+    assert pushed.asked("GET")[2:] == [f"executables/{manifest.entries[3].sha256}"]
+
+
+def test_a_copy_that_was_built_upon_is_what_was_pushed_again(pushed, manifest):
+    copy = fetch_bundle(pushed.url)
+    Store(copy).publish(structs.replace(manifest, entries=manifest.entries[:1]))
+    assert fetch_bundle(pushed.url) == copy
+    check(copy, manifest)
+
+
+@pytest.mark.parametrize(
+    "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
+)
+@pytest.mark.parametrize("name", ["manifest.json", "executables/"])
+def test_what_goes_wrong_once_is_asked_again(pushed, manifest, name, fault):
+    pushed.server.fail("GET", name, fault)
+    check(fetch_bundle(pushed.url, patience=HASTY), manifest)
+
+
+def test_a_download_that_ended_goes_on_from_there(pushed, manifest, blobs_of):
+    broken = f"executables/{manifest.entries[-1].sha256}"
+    pushed.server.fail("GET", broken, *[refuse(500, "InternalError")] * 2)
+    with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: told to say InternalError"):
+        fetch_bundle(pushed.url, patience=HASTY)
+    first = set(pushed.asked("GET")) - {broken}
+    pushed.server.forget()
+    copy = fetch_bundle(pushed.url)
+    check(copy, manifest)
+    asked = pushed.asked("GET")[2:]
+    assert set(asked).isdisjoint(first - {"manifest.json", "manifest.sig.json"})
+    assert first | set(asked) == {*blobs_of(manifest), "manifest.json", "manifest.sig.json"}
+
+
+def test_a_copy_without_all_its_files_has_no_manifest(pushed, manifest, cache):
+    broken = f"executables/{manifest.entries[-1].sha256}"
+    pushed.server.fail("GET", broken, refuse(403, "AccessDenied"))
+    with pytest.raises(StoreRefused):
+        fetch_bundle(pushed.url)
+    assert list(cache.rglob("manifest.json")) == []
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
+)
+def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest, damage):
+    entry = manifest.entries[1]
+    name = f"executables/{entry.sha256}"
+    pushed.put(name, damage(pushed.get(name)))
+    with pytest.raises(CorruptBundle) as refused:
+        fetch_bundle(pushed.url)
+    assert str(refused.value).startswith(f"{entry.signature.label}: {pushed.url}/{name}: ")
+    assert str(refused.value).endswith(f"dflash-bundle push BUNDLE {pushed.url}")
+    assert len(pushed.asked("GET", name)) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff"])
+def test_a_manifest_that_is_none_is_refused(pushed, content):
+    pushed.put("manifest.json", content)
+    with pytest.raises(CorruptBundle, match=f"{pushed.url}/manifest.json: "):
+        fetch_bundle(pushed.url, patience=HASTY)
+
+
+def test_a_manifest_that_no_reader_takes_is_not_fetched(tmp_path):
+    with open(tmp_path / "manifest.json", "wb") as manifest:
+        manifest.truncate(LARGEST + 1)
+    with pytest.raises(CorruptBundle, match=f"{LARGEST + 1} bytes, where at most {LARGEST} are read"):
+        fetch_bundle(str(tmp_path))
+
+
+def test_a_place_without_a_bundle_is_refused(bucket):
+    with pytest.raises(MissingBundle, match=f"{bucket.url}/manifest.json does not exist: .*dflash-bundle push BUNDLE"):
+        fetch_bundle(bucket.url)
+
+
+def test_a_bundle_that_is_replaced_while_it_is_fetched_comes_whole(pushed, store, manifest, smaller, blobs_of):
+    """The old one's executables are gone, too."""
+    gone = [name for name in blobs_of(manifest) if name not in blobs_of(smaller)]
+
+    def replace():
+        republish(store, smaller, pushed)
+        for name in gone:
+            pushed.remove(name)
+
+    pushed.server.fail("GET", "manifest.sig.json", afterwards(replace))
+    check(fetch_bundle(pushed.url), smaller)
+
+
+def test_both_bundles_of_a_url_stay_whole(pushed, store, manifest, blobs_of):
+    """Whoever opened the old one may go on with it; what they share is not downloaded twice."""
+    old = fetch_bundle(pushed.url)
+    other = structs.replace(manifest, target=structs.replace(manifest.target, reference="elsewhere"))
+    republish(store, other, pushed)
+    pushed.server.forget()
+    check(fetch_bundle(pushed.url), other)
+    check(old, manifest)
+    assert pushed.asked("GET") == ["manifest.json", "manifest.sig.json"]
+
+
+def test_a_store_that_cannot_be_reached_names_the_copy(pushed):
+    copy = fetch_bundle(pushed.url)
+    pushed.server.fail("GET", "manifest.json", *[silence(pushed.server)] * 20)
+    with pytest.raises(StoreFailed, match=f"no answer in time.*may be given instead: --bundle {copy}$"):
+        fetch_bundle(pushed.url, patience=Patience(attempts=1, seconds=0.3))
+
+
+def test_a_cache_that_cannot_be_written_is_named(pushed, cache):
+    cache.write_text("a file")
+    with pytest.raises(BadInput, match=r"cannot write to .*user cache.*: Not a directory\. XDG_CACHE_HOME says"):
+        fetch_bundle(pushed.url)
+
+
+def test_a_full_disk_leaves_nothing_half(pushed, cache):
+    command = [sys.executable, "-c", FETCH_TO_A_FULL_DISK, pushed.url]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert "cannot write to" in done.stdout and "File too large" in done.stdout
+    files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)
+
+
+def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
+    """The first one is held up until the second one says that it waits."""
+    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.fetch")
+    logger.addHandler(listener)
+    pushed.server.fail("GET", "executables/", afterwards(listener.heard.wait))
+    threads = [threading.Thread(target=fetch_bundle, args=(pushed.url,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    logger.removeHandler(listener)
+    assert sorted(name for name in pushed.asked("GET") if "/" in name) == blobs_of(manifest)
+
+
+@pytest.fixture
+def signed(pushed, store, make_key):
+    """The same with a signature, and the public key."""
+    private, public = make_key("mine")
+    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    push_bundle(store.bundle, pushed.url)
+    return pushed, public
+
+
+def test_two_processes_fetch_a_signed_bundle_once(signed, manifest, blobs_of):
+    bucket, public = signed
+    bucket.server.forget()
+    command = [sys.executable, "-c", FETCH, bucket.url, str(public)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (copy,) = {process.communicate()[0].strip() for process in processes}
+    check(Path(copy), manifest)
+    read_manifest(Path(copy), public)
+    assert sorted(name for name in bucket.asked("GET") if "/" in name) == blobs_of(manifest)
+
+
+def test_whoever_waits_for_the_lock_has_not_written_anything(signed, cache):
+    """Its holder removes what is not finished."""
+    bucket, public = signed
+    copy = fetch_bundle(bucket.url, public)
+    shutil.rmtree(copy)
+    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.fetch")
+    logger.addHandler(listener)
+    with open(copy.parent / ".lock") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fetching = pool.submit(fetch_bundle, bucket.url, public)
+        listener.heard.wait()
+        found = list(copy.parent.iterdir())
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert fetching.result() == copy
+    logger.removeHandler(listener)
+    assert [path.name for path in found] == [".lock"]
+
+
+def test_a_signature_that_is_not_right_does_not_replace_one_that_is(signed, make_key):
+    bucket, public = signed
+    copy = fetch_bundle(bucket.url, public)
+    bucket.put("manifest.sig.json", b"{}")
+    with pytest.raises(CorruptBundle, match=f"^{bucket.url}/manifest.sig.json: .*dflash-bundle sign BUNDLE"):
+        fetch_bundle(bucket.url, public)
+    read_manifest(copy, public)
+
+
+def test_what_has_to_be_signed_is_fetched_with_its_signature(pushed, store, manifest, make_key):
+    private, public = make_key("mine")
+    fetch_bundle(pushed.url)
+    with pytest.raises(CorruptBundle, match="not signed"):
+        fetch_bundle(pushed.url, public)
+    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    push_bundle(store.bundle, pushed.url)
+    copy = fetch_bundle(pushed.url, public)
+    assert read_manifest(copy, public).grid == manifest.grid
+    with pytest.raises(CorruptBundle, match="signed by .* not by"):
+        fetch_bundle(pushed.url, make_key("other")[1])
+
+
+def test_what_is_not_signed_is_not_even_parsed(pushed, make_key):
+    pushed.put("manifest.json", b"{")
+    with pytest.raises(CorruptBundle, match="not signed"):
+        fetch_bundle(pushed.url, make_key("mine")[1])
+
+
+def test_a_signature_that_arrives_late_is_waited_for(pushed, store, make_key):
+    """The signatures of the bundle before are read, and then those that belong to the manifest."""
+    private, public = make_key("mine")
+    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    envelope = (store.bundle / "manifest.sig.json").read_bytes()
+    pushed.server.fail("GET", "manifest.sig.json", afterwards(lambda: pushed.put("manifest.sig.json", envelope)))
+    read_manifest(fetch_bundle(pushed.url, public), public)
+
+
+def test_a_push_takes_signatures_of_another_manifest_away(pushed, store):
+    pushed.put("manifest.sig.json", b"of another manifest")
+    push_bundle(store.bundle, pushed.url)
+    assert "manifest.sig.json" not in pushed.names()
+
+
+def test_progress_is_told_in_bytes(pushed, manifest):
+    told = []
+    fetch_bundle(pushed.url, observe=lambda done, total: told.append((done, total)))
+    total = sum(entry.bytes + entry.program.bytes for entry in manifest.entries)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_copy_may_be_moved(pushed, manifest, tmp_path):
+    check(shutil.move(fetch_bundle(pushed.url), tmp_path / "elsewhere"), manifest)

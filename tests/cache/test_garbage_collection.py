@@ -1,0 +1,117 @@
+"""What is removed, and above all what is not."""
+
+import os
+import time
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.garbage_collection import find_garbage, remove
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import find_flaws
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def bundle(store, manifest):
+    """Built for more than its manifest refers to now: the last two executables are left over."""
+    store.publish(structs.replace(manifest, entries=manifest.entries[:-2]))
+    return store.bundle
+
+
+def find(bundle, now=None) -> dict[str, float]:
+    """Paths in the bundle and their ages."""
+    found = find_garbage(bundle, read_manifest(bundle), time.time() if now is None else now)
+    return {str(one.path.relative_to(bundle)): one.age for one in found}
+
+
+def test_what_the_manifest_does_not_refer_to_is_garbage_records_first(bundle, manifest):
+    left = manifest.entries[-2:]
+    assert list(find(bundle)) == [
+        *sorted(f"entries/{entry.key}.json" for entry in left),
+        *sorted(f"executables/{entry.sha256}" for entry in left),
+        *sorted(f"programs/{entry.program.sha256}" for entry in left),
+    ]
+
+
+def test_what_is_left_is_a_whole_bundle(bundle, texts):
+    manifest = read_manifest(bundle)
+    remove(find_garbage(bundle, manifest, time.time()))
+    assert find(bundle) == {} and find_flaws(bundle, manifest) == []
+    for entry, text in zip(manifest.entries, texts, strict=False):
+        assert Store(bundle).find(entry.key, entry.signature, text) == entry
+
+
+def test_blobs_that_another_entry_shares_stay(bundle, manifest):
+    shared = structs.replace(manifest.entries[-1], program=manifest.entries[0].program)
+    Store(bundle).record(shared)
+    assert f"programs/{manifest.entries[0].program.sha256}" not in find(bundle)
+
+
+def test_what_was_set_aside_or_never_finished_is_garbage(bundle, manifest):
+    folder = bundle / "executables" / manifest.entries[0].sha256
+    folder.unlink()
+    folder.mkdir()
+    (folder / "inside").write_bytes(b"12345")
+    place = Store(bundle).set_aside(manifest.entries[0], "bytes", "a directory")
+    for name in (".x.unfinished", "programs/.x.unfinished"):
+        (bundle / name).touch()
+    found = find_garbage(bundle, read_manifest(bundle), time.time())
+    assert next(one.bytes for one in found if one.path == place) == 5
+    remove(found)
+    assert list((bundle / "set-aside").iterdir()) == []
+    assert not (bundle / ".x.unfinished").exists() and not (bundle / "programs/.x.unfinished").exists()
+
+
+def test_what_is_not_ours_is_never_garbage(bundle, tmp_path):
+    before = list(find(bundle))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / ("1" * 64)).touch()
+    (bundle / "executables" / "notes.txt").touch()
+    (bundle / "executables" / ("2" * 64)).mkdir()
+    (bundle / "notes").mkdir()
+    (bundle / "notes" / ("3" * 64)).touch()
+    (bundle / "set-aside").symlink_to(outside)
+    (bundle / ".nfs0001").touch()
+    assert list(find(bundle)) == before
+
+
+def test_a_folder_that_is_a_link_is_left_alone(bundle, tmp_path):
+    (bundle / "executables").rename(tmp_path / "elsewhere")
+    (bundle / "executables").symlink_to(tmp_path / "elsewhere")
+    assert not any(name.startswith("executables") for name in find(bundle))
+
+
+def test_a_link_is_removed_and_what_it_leads_to_is_not(bundle, tmp_path):
+    (tmp_path / "precious").write_text("data")
+    (bundle / "executables" / ("1" * 64)).symlink_to(tmp_path / "precious")
+    remove(find_garbage(bundle, read_manifest(bundle), time.time()))
+    assert not os.path.lexists(bundle / "executables" / ("1" * 64))
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_what_was_copied_with_its_old_times_is_new(bundle):
+    unfinished = bundle / ".x.unfinished"
+    unfinished.touch()
+    os.utime(unfinished, (0, 0))
+    assert find(bundle, now=unfinished.stat().st_ctime + HOUR)[unfinished.name] == HOUR
+
+
+def test_old_blobs_are_as_young_as_the_manifest_that_dropped_them(bundle):
+    for path in (bundle / "executables").iterdir():
+        os.utime(path, (0, 0))
+    published = (bundle / "manifest.json").stat().st_ctime
+    # Setting a file's time changes the file, a moment after the manifest was written.
+    assert all(HOUR / 2 < age <= HOUR + 1e-3 for age in find(bundle, now=published + HOUR).values())
+
+
+def test_what_seems_to_come_from_the_future_is_young(bundle, manifest):
+    blob = f"executables/{manifest.entries[-1].sha256}"
+    now = time.time()
+    os.utime(bundle / blob, (now + 100 * HOUR, now + 100 * HOUR))
+    assert find(bundle, now=now)[blob] < 0
+    os.utime(bundle / blob, (0, 0))
+    assert all(age < 0 for age in find(bundle, now=now - 100 * HOUR).values())

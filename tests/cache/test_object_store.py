@@ -1,0 +1,275 @@
+"""Objects in a directory and behind URLs: whole, refused in words, tried again where that may help, never for ever."""
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer, SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import fsspec
+import pytest
+
+from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.remote.fsspec_store import Remote, is_refusal, is_transient
+from dflash_aot.cache.remote.object_store import Directory, open_objects
+from dflash_aot.cache.remote.retry import Patience
+from tests.object_server import change, cut, refuse, silence
+
+HASTY = Patience(attempts=3, seconds=20, pause=0)
+
+
+@pytest.fixture
+def objects(bucket):
+    """A bucket's, behind the proxy."""
+    return open_objects(bucket.url, HASTY)
+
+
+@pytest.fixture(params=["directory", "file", "memory", "s3", "unknown"])
+def place(request, tmp_path, bucket):
+    """Each kind of place, with a name that is no plain word where that is allowed."""
+    name = "a place, für alle"
+    match request.param:
+        case "directory":
+            return open_objects(str(tmp_path / name))
+        case "file":
+            return open_objects(f"file://{tmp_path}/{name}")
+        case "memory":
+            return open_objects(f"memory://{tmp_path.name}/{name}")
+        case "s3":
+            return open_objects(f"{bucket.url}/{name}/")
+        case _:  # whatever cannot put a whole file
+            return Remote(fsspec.filesystem("file"), f"{tmp_path}/{name}", name, HASTY)
+
+
+def test_what_was_written_is_read_back(place):
+    assert place.read("folder/name", 5) is None
+    assert place.size("folder/name") is None
+    place.write("folder/name", b"12345")
+    assert place.read("folder/name", 5) == b"12345"
+    assert place.size("folder/name") == 5
+    place.write("folder/name", b"other")
+    assert place.read("folder/name", 100) == b"other"
+    place.write("folder/name", b"")
+    assert (place.read("folder/name", 5), place.size("folder/name")) == (b"", 0)
+    place.remove("folder/name")
+    assert place.read("folder/name", 5) is None
+    place.remove("folder/name")
+
+
+def test_no_more_is_read_than_was_asked_for(place):
+    place.write("name", bytes(1000))
+    with pytest.raises(CorruptBundle, match=r"name: .*(more than 999 bytes|at most 999)"):
+        place.read("name", 999)
+
+
+def test_no_more_is_transferred_than_was_asked_for(bucket, objects):
+    bucket.put("name", bytes(1000))
+    sent = []
+
+    def listen(forward):
+        answer = forward()
+        sent.append(len(answer.body))
+        return answer
+
+    bucket.server.fail("GET", "name", listen)
+    with pytest.raises(CorruptBundle, match="more than 9 bytes"):
+        objects.read("name", 9)
+    assert sent == [10]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "unknown"])
+def test_a_reader_never_sees_a_part_and_nothing_else_is_left(tmp_path, kind):
+    roots = {"directory": Directory(tmp_path), "file": open_objects(f"file://{tmp_path}")}
+    objects = roots.get(kind) or Remote(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
+    objects.write("name", b"first")
+    with open(tmp_path / "name", "rb") as reader:
+        objects.write("name", b"other")
+        assert reader.read() == b"first"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+def test_what_could_not_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "name").mkdir()
+    for objects in (Directory(tmp_path), Remote(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)):
+        (tmp_path / "name" / "inside").write_bytes(b"")
+        with pytest.raises(StoreFailed):
+            objects.write("name/inside/file", b"12345")
+    assert [path.name for path in tmp_path.rglob("*")] == ["name", "inside"]
+
+
+def test_a_bucket_gets_whole_objects_and_is_asked_once(bucket, objects):
+    objects.write("name", b"12345")
+    assert objects.read("name", 5) == b"12345"
+    assert (bucket.asked("PUT"), bucket.asked("GET"), bucket.asked("HEAD")) == (["name"], ["name"], [])
+    assert bucket.names() == ["name"]
+
+
+@pytest.mark.parametrize("fault", [refuse(500, "InternalError"), refuse(503, "SlowDown"), cut])
+def test_what_fails_for_a_moment_is_tried_again(bucket, objects, fault):
+    bucket.put("name", bytes(1000))
+    bucket.server.fail("GET", "name", fault)
+    assert objects.read("name", 1000) == bytes(1000)
+    assert len(bucket.asked("GET")) == 2
+
+
+def test_a_write_that_fails_for_a_moment_is_tried_again(bucket, objects):
+    bucket.server.fail("PUT", "name", refuse(500, "InternalError"))
+    objects.write("name", b"12345")
+    assert bucket.get("name") == b"12345"
+
+
+def test_what_fails_for_good_ends_after_some_attempts(bucket, objects):
+    bucket.server.fail("GET", "name", *[refuse(500, "InternalError")] * 10)
+    with pytest.raises(StoreFailed, match=rf"{bucket.url}/name: told to say InternalError \(3 attempts\)"):
+        objects.read("name", 1000)
+    assert len(bucket.asked("GET")) == 3
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(bucket):
+    bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
+    objects = open_objects(bucket.url, Patience(attempts=2, seconds=0.2, pause=0))
+    with pytest.raises(StoreFailed, match="name: no answer in time"):
+        objects.read("name", 10)
+
+
+@pytest.mark.parametrize("fault", [refuse(403, "AccessDenied"), refuse(403, "InvalidAccessKeyId")])
+def test_what_is_not_allowed_is_asked_once(bucket, objects, fault):
+    bucket.server.fail("GET", "name", fault)
+    with pytest.raises(StoreRefused, match=f"{bucket.url}/name: not allowed: told to say"):
+        objects.read("name", 10)
+    bucket.server.fail("PUT", "name", fault)
+    with pytest.raises(StoreRefused, match=f"{bucket.url}/name: not allowed: told to say"):
+        objects.write("name", b"")
+    assert len(bucket.asked("GET")) == len(bucket.asked("PUT")) == 1
+
+
+def test_a_bucket_that_is_not_there_cannot_be_written(bucket):
+    with pytest.raises(StoreFailed, match="s3://nobodys/name: The specified bucket does not exist"):
+        open_objects("s3://nobodys", HASTY).write("name", b"")
+
+
+def test_a_directory_that_may_not_be_written_refuses(monkeypatch, tmp_path):
+    def refuse_to(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", refuse_to)  # root may write anywhere
+    with pytest.raises(StoreRefused, match="name: Read-only file system"):
+        Directory(tmp_path).write("name", b"")
+
+
+def test_an_answer_that_was_changed_on_its_way_is_read_as_it_is(bucket, objects):
+    """Whether it is right is told by its digest, which is not known here."""
+    bucket.put("name", b"12345")
+    bucket.server.fail("GET", "name", change(lambda body: body[::-1]))
+    assert objects.read("name", 5) == b"54321"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nonsense://place", "nonsense://place: Protocol not known: nonsense"),
+        ("gs://bucket", r"the package for gs is not installed: pip install 'dflash-aot\[gcs\]'"),
+        ("sftp://host/place", "the package for sftp is not installed: .*paramiko"),
+        ("sftp://me:secret@host/place", "^sftp://host/place: the package"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_refused(url, words):
+    with pytest.raises(StoreFailed, match=words):
+        open_objects(url)
+
+
+def test_a_place_that_can_only_be_read_refuses(tmp_path):
+    """A web server for files."""
+    (tmp_path / "name").write_bytes(b"12345")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        objects = open_objects(f"http://127.0.0.1:{server.server_port}", HASTY)
+        assert (objects.read("name", 5), objects.read("other", 5)) == (b"12345", None)
+        with pytest.raises(StoreRefused, match="other: not allowed: 501"):
+            objects.write("other", b"")
+        server.shutdown()
+
+
+class Boundless(BaseHTTPRequestHandler):
+    """Sends more than anybody wants, whatever part of it is asked for, and counts what it got rid of."""
+
+    TOTAL, PART = 1 << 25, bytes(1 << 16)
+    sent = 0
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while Boundless.sent < self.TOTAL:
+                self.wfile.write(self.PART)
+                Boundless.sent += len(self.PART)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_that_sends_more_than_was_asked_for_is_not_listened_to():
+    with HTTPServer(("127.0.0.1", 0), Boundless) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        with pytest.raises(CorruptBundle, match="name: more than 9 bytes"):
+            open_objects(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
+        server.shutdown()
+        thread.join()
+    assert 0 < Boundless.sent < Boundless.TOTAL
+
+
+def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
+    bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
+    objects = open_objects(bucket.server.endpoint, Patience(attempts=2, seconds=0.2, pause=0))
+    with pytest.raises(StoreFailed, match=r"name: no answer in time \(2 attempts\)"):
+        objects.read("name", 10)
+
+
+@pytest.mark.parametrize("url", ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"])
+def test_a_url_with_a_query_is_refused(url):
+    """A name appended to it would be one of the query."""
+    with pytest.raises(BadInput, match="place: was given with a query") as refused:
+        open_objects(url)
+    assert "secret" not in str(refused.value)
+
+
+class Coded(Exception):
+    """As gcsfs raises it."""
+
+    def __init__(self, code):
+        super().__init__(f"no, {code}")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "transient", "refusal"),
+    [
+        (TimeoutError(), True, False),
+        (ConnectionResetError(), True, False),
+        (OSError(errno.EIO, "a disk"), True, False),
+        (OSError("Forbidden: place\nnot yours"), False, True),
+        (PermissionError("not yours"), False, True),
+        (NotImplementedError(), False, True),
+        (FileNotFoundError(), False, False),
+        (OSError(errno.ENOSPC, "full"), False, False),
+        (ValueError("no such bucket name"), False, False),
+        (Coded(503), True, False),
+        (Coded(429), True, False),
+        (Coded(400), False, False),
+        (Coded(401), False, True),
+        (Coded(403), False, True),
+        (RuntimeError("who knows"), True, False),
+    ],
+)
+def test_errors_are_told_apart(error, transient, refusal):
+    assert (is_transient(error), is_refusal(error)) == (transient, refusal)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [("s3://bucket", "s3://bucket"), ("s3://bucket/a//", "s3://bucket/a"), ("memory://", "memory://")],
+)
+def test_a_url_is_shown_as_it_was_given(bucket, url, shown):
+    assert open_objects(url).url == shown

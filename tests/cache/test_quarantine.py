@@ -1,0 +1,152 @@
+"""What is broken moves out of the way once, with its reason, and what does wrong is never built again in a loop."""
+
+import os
+import pickle
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.quarantine import Finding, set_aside
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.errors import BuildFailed, CorruptBundle
+from tests.cache.damage import cut, directory, fifo, flip
+
+
+@pytest.fixture
+def entry(manifest):
+    return manifest.entries[2]
+
+
+def findings(store) -> dict[str, Finding]:
+    """What lies aside, by its name there, and why."""
+    records = (store.bundle / "set-aside").glob("*.json")
+    return {record.stem: msgspec.json.decode(record.read_bytes(), type=Finding) for record in records}
+
+
+def test_it_lies_there_as_it_was_found_with_the_reason_beside_it(store, entry):
+    content = store.path(entry).read_bytes()
+    place = store.set_aside(entry, "canary", "target_k is 1.5, here 2.5")
+    assert place.read_bytes() == content and not store.path(entry).exists()
+    assert findings(store) == {
+        f"{entry.sha256}.0": Finding("canary", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
+    }
+
+
+def test_nothing_that_lies_there_is_ever_replaced(store, entry):
+    for turn in range(3):
+        store.path(entry).write_bytes(bytes([turn]))
+        store.set_aside(entry, "bytes", str(turn))
+    aside = store.bundle / "set-aside"
+    (aside / f"{entry.sha256}.1.json").unlink()  # the file alone keeps its place
+    store.path(entry).write_bytes(b"more")
+    assert store.set_aside(entry, "bytes", "more").name == f"{entry.sha256}.3"
+    assert [(aside / f"{entry.sha256}.{turn}").read_bytes() for turn in range(4)] == [b"\0", b"\1", b"\2", b"more"]
+
+
+def test_what_somebody_else_moved_first_leaves_no_reason_behind(store, entry):
+    store.path(entry).unlink()
+    assert store.set_aside(entry, "bytes", "gone") is None
+    assert findings(store) == {}
+
+
+def test_what_cannot_be_moved_stays_and_leaves_no_reason_behind(store, entry, tmp_path):
+    with pytest.raises(OSError):
+        set_aside(store.bundle, store.bundle, "bytes", "a directory into itself")
+    assert findings(store) == {}
+    (tmp_path / "full" / "executables").mkdir(parents=True)
+    (tmp_path / "full" / "set-aside").touch()
+    with pytest.raises(OSError):
+        Store(tmp_path / "full").set_aside(entry, "bytes", "nowhere to go")
+
+
+@pytest.mark.parametrize("kind", ["canary", "crash"])
+def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts, entry, kind):
+    executable, program = pack(blobs[2])[1], pack(texts[2])[1]
+    store.set_aside(entry, kind, "signal 11 in draft")
+    assert find(store, entry) is None
+    with pytest.raises(BuildFailed, match=rf"\({kind}\): signal 11 in draft.*remove .*{entry.sha256}.0.json and build"):
+        store.add(entry, executable, program)
+    assert find(store, entry) is None
+    other = manifest.entries[3]
+    store.add(other, pack(blobs[3])[1], pack(texts[3])[1])
+    (store.bundle / "set-aside" / f"{entry.sha256}.0.json").unlink()
+    store.add(entry, executable, program)
+    assert find(store, entry) == entry
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
+def test_a_reason_that_cannot_be_read_accuses_nobody(find, store, blobs, texts, entry, content):
+    store.set_aside(entry, "crash", "signal 11")
+    (store.bundle / "set-aside" / f"{entry.sha256}.0.json").write_bytes(content)
+    store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
+    assert find(store, entry) == entry
+
+
+# -- what a builder finds
+
+
+def link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])
+@pytest.mark.parametrize("place", ["path", "program_path"])
+def test_a_broken_blob_is_set_aside_and_built_anew(find, store, blobs, texts, entry, damage, place):
+    path = getattr(store, place)(entry)
+    damage(path)
+    assert find(store, entry) is None
+    assert not os.path.lexists(path)
+    assert [(one.kind, one.file) for one in findings(store).values()] == [("bytes", f"{path.parent.name}/{path.name}")]
+    store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
+    assert find(store, entry) == entry
+
+
+def test_an_executable_whose_pickle_names_what_none_needs_is_not_taken_again_and_again(find, store, entry):
+    """Its hash is right, and so is what it unpacks to."""
+    blob, attack = pack(pickle.dumps(os.system))
+    forged = structs.replace(entry, **structs.asdict(blob))
+    store.add(forged, attack, store.program_path(entry).read_bytes())
+    assert find(store, entry) is None
+    assert not store.path(forged).exists()
+    assert "the pickle names posix.system" in findings(store)[f"{blob.sha256}.0"].words
+
+
+def test_both_blobs_of_an_executable_are_looked_at(find, store, entry):
+    cut(store.path(entry))
+    cut(store.program_path(entry))
+    assert find(store, entry) is None
+    assert len(findings(store)) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 100_000])
+def test_a_broken_record_is_set_aside(find, store, entry, content):
+    record = store.bundle / "entries" / f"{entry.key}.json"
+    record.write_bytes(content)
+    assert find(store, entry) is None
+    assert not record.exists()
+    assert [one.file for one in findings(store).values()] == [f"entries/{entry.key}.json"]
+
+
+def test_the_record_of_another_executable_is_set_aside(find, store, manifest, entry):
+    record = store.bundle / "entries" / f"{entry.key}.json"
+    record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
+    assert find(store, entry) is None
+    assert "the record of" in findings(store)[f"{record.name}.0"].words
+
+
+def test_what_is_missing_is_no_finding(find, store, entry):
+    store.path(entry).unlink()
+    assert find(store, entry) is None
+    assert store.find("0" * 64, entry.signature, b"") is None
+    assert not (store.bundle / "set-aside").exists()
+
+
+def test_who_only_reads_moves_nothing(store, entry):
+    flip(store.path(entry))
+    with pytest.raises(CorruptBundle, match="its sha256 is"):
+        store.read(entry)
+    assert store.path(entry).exists()
+    assert not (store.bundle / "set-aside").exists()

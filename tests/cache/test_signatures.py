@@ -1,0 +1,283 @@
+"""Signatures: only what a key's owner signed passes, and whatever else is said by name."""
+
+import base64
+import hashlib
+import json
+import os
+
+import pytest
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from msgspec import structs
+from securesystemslib.dsse import Envelope as OtherEnvelope
+from securesystemslib.exceptions import VerificationError
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.signing.ed25519 import read_private_key, read_public_key
+from dflash_aot.cache.signing.signatures import (
+    FILE,
+    LARGEST,
+    PAYLOAD_TYPE,
+    PREDICATE_TYPE,
+    STATEMENT_TYPE,
+    check_signature,
+    list_signers,
+    sign,
+)
+
+MANIFEST = b'{"a": "manifest"}'
+OTHER = b'{"a": "manifest" }'
+
+
+@pytest.fixture
+def keys(make_key):
+    return make_key("ours")
+
+
+@pytest.fixture
+def signed(tmp_path, keys):
+    """A directory whose manifest would be MANIFEST, signed."""
+    sign(tmp_path, MANIFEST, read_private_key(keys[0]))
+    return tmp_path
+
+
+def refusal(bundle, public, manifest=MANIFEST) -> str:
+    with pytest.raises(CorruptBundle) as refused:
+        check_signature(bundle, manifest, public)
+    assert refused.value.exit_code == 3
+    assert str(bundle / FILE) in str(refused.value)
+    return str(refused.value)
+
+
+def read(bundle) -> dict:
+    return json.loads((bundle / FILE).read_bytes())
+
+
+def write(bundle, envelope) -> None:
+    (bundle / FILE).write_text(json.dumps(envelope))
+
+
+def sign_statement(bundle, private, statement, kind=PAYLOAD_TYPE) -> None:
+    """Any statement at all, rightly signed, by another implementation."""
+    payload = statement if isinstance(statement, bytes) else json.dumps(statement).encode()
+    envelope = OtherEnvelope(payload, kind, {})
+    key = load_pem_private_key(private.read_bytes(), None)
+    public = SSlibKey.from_crypto(key.public_key(), keyid=read_private_key(private).public.id)
+    envelope.sign(CryptoSigner(key, public))
+    write(bundle, envelope.to_dict())
+
+
+def statement(**changes) -> dict:
+    subject = [{"name": "manifest.json", "digest": {"sha256": hashlib.sha256(MANIFEST).hexdigest()}}]
+    return {"_type": STATEMENT_TYPE, "subject": subject, "predicateType": PREDICATE_TYPE, **changes}
+
+
+def test_what_was_signed_passes(signed, keys):
+    assert check_signature(signed, MANIFEST, keys[1]) == read_public_key(keys[1])
+
+
+def test_a_single_changed_byte_of_the_manifest_does_not(signed, keys):
+    words = refusal(signed, keys[1], OTHER)
+    for content in (MANIFEST, OTHER):
+        assert hashlib.sha256(content).hexdigest() in words
+    assert "built anew, or changed, since it was signed" in words
+
+
+def test_without_a_signature_the_command_that_makes_one_is_named(tmp_path, keys):
+    assert f"is not signed. Whoever vouches for it: dflash-bundle sign {tmp_path}" in refusal(tmp_path, keys[1])
+
+
+def test_another_key_does_not_pass(signed, keys, make_key):
+    _, other = make_key("theirs")
+    words = refusal(signed, other)
+    assert read_public_key(keys[1]).id in words and read_public_key(other).id in words
+
+
+def test_another_key_under_our_name_does_not_pass(signed, keys, make_key):
+    private, _ = make_key("theirs")
+    envelope = read(signed)
+    sign_statement(signed, private, base64.b64decode(envelope["payload"]))
+    forged = read(signed)
+    forged["signatures"][0]["keyid"] = envelope["signatures"][0]["keyid"]
+    write(signed, forged)
+    assert "does not verify" in refusal(signed, keys[1])
+
+
+def test_several_may_sign_and_one_is_enough(signed, keys, make_key):
+    private, public = make_key("theirs")
+    _, third = make_key("third")
+    sign(signed, MANIFEST, read_private_key(private))
+    for key in (keys[1], public):
+        check_signature(signed, MANIFEST, key)
+    assert "not by" in refusal(signed, third)
+    broken = read(signed)
+    broken["signatures"][0]["sig"] = broken["signatures"][1]["sig"]
+    write(signed, broken)
+    check_signature(signed, MANIFEST, public)
+    assert "does not verify" in refusal(signed, keys[1])
+
+
+def test_signing_again_adds_nothing(signed, keys):
+    before = (signed / FILE).read_bytes()
+    sign(signed, MANIFEST, read_private_key(keys[0]))
+    assert (signed / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("before", [None, b"not JSON", b"{}"])
+def test_signing_replaces_what_is_no_signature_of_this_manifest(signed, keys, make_key, before):
+    private, public = make_key("theirs")
+    if before is not None:
+        (signed / FILE).write_bytes(before)
+    sign(signed, OTHER, read_private_key(private))
+    check_signature(signed, OTHER, public)
+    assert len(read(signed)["signatures"]) == 1
+
+
+@pytest.mark.parametrize("field", ["payload", "payloadType", "signatures.0.sig", "signatures.0.keyid"])
+def test_an_envelope_tampered_with_anywhere_does_not_pass(signed, keys, field):
+    envelope = read(signed)
+    *way, last = field.split(".")
+    place = envelope
+    for step in way:
+        place = place[int(step) if step.isdigit() else step]
+    place[last] = {"A": "B"}.get(place[last][0], "A") + place[last][1:]
+    write(signed, envelope)
+    refusal(signed, keys[1])
+
+
+def test_every_bit_of_the_payload_is_signed(signed, keys):
+    envelope = read(signed)
+    payload = base64.b64decode(envelope["payload"])
+    for place in range(len(payload)):
+        changed = bytearray(payload)
+        changed[place] ^= 1
+        write(signed, {**envelope, "payload": base64.b64encode(changed).decode()})
+        assert "does not verify" in refusal(signed, keys[1])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field `payload`"),
+        (b"\xff\xfe", ""),
+        (b"[" * 50_000, ""),
+        (b'{"payload": "%", "payloadType": "", "signatures": []}', "base64"),
+        (b'{"payload": "", "payloadType": "", "signatures": [{"sig": 1}]}', "Expected `bytes`"),
+        (b" " * (LARGEST + 1), f"at most {LARGEST} are read"),
+    ],
+)
+def test_what_is_no_envelope_is_refused(tmp_path, keys, content, words):
+    (tmp_path / FILE).write_bytes(content)
+    assert words in refusal(tmp_path, keys[1])
+
+
+def test_an_envelope_without_signatures_is_refused(signed, keys):
+    write(signed, {**read(signed), "signatures": []})
+    assert "signed by nobody" in refusal(signed, keys[1])
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_a_signature_that_is_no_file_of_its_own_is_refused(signed, keys, kind):
+    path = signed / FILE
+    moved = path.rename(signed / "elsewhere")
+    {"link": lambda: path.symlink_to(moved), "fifo": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
+    assert {"link": "symbolic link", "fifo": "fifo", "directory": "directory"}[kind] in refusal(signed, keys[1])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (statement(_type="https://in-toto.io/Statement/v0.1"), "not about a bundle's manifest.json"),
+        (statement(predicateType="https://slsa.dev/provenance/v1"), "not about a bundle's manifest.json"),
+        (statement(subject=[]), "not about a bundle's manifest.json"),
+        (statement(subject=[{"name": "other.json", "digest": {}}]), "not about a bundle's manifest.json"),
+        (statement(subject=[{"name": "manifest.json", "digest": {"sha512": "00"}}]), "built anew"),
+        (statement(subject=[*statement()["subject"], {"name": "manifest.json", "digest": {"sha256": "00"}}]), "anew"),
+        (b"not JSON", "no statement"),
+        (b"\xff", "no statement"),
+        (b"[" * 10_000, "no statement"),
+    ],
+)
+def test_whatever_else_the_key_signed_says_nothing_of_a_bundle(tmp_path, keys, said, words):
+    sign_statement(tmp_path, keys[0], said)
+    assert words in refusal(tmp_path, keys[1])
+
+
+def test_bytes_of_another_type_are_not_taken_for_a_statement(tmp_path, keys):
+    sign_statement(tmp_path, keys[0], statement(), kind="text/plain")
+    assert "payloadType is 'text/plain'" in refusal(tmp_path, keys[1])
+
+
+def test_other_implementations_of_the_envelope_are_understood(tmp_path, keys):
+    sign_statement(tmp_path, keys[0], statement(predicate={"more": 1}))
+    write(tmp_path, {**read(tmp_path), "unknown": "ignored"})
+    check_signature(tmp_path, MANIFEST, keys[1])
+
+
+def test_a_signature_may_leave_its_key_unsaid(signed, keys, make_key):
+    envelope = read(signed)
+    del envelope["signatures"][0]["keyid"]
+    write(signed, envelope)
+    check_signature(signed, MANIFEST, keys[1])
+    assert "does not verify" in refusal(signed, make_key("theirs")[1])
+
+
+def test_other_implementations_understand_the_envelope(signed, keys, make_key):
+    envelope = OtherEnvelope.from_dict(read(signed))
+    assert json.loads(envelope.payload) == statement()
+
+    def key(path):
+        return SSlibKey.from_crypto(load_pem_public_key(path.read_bytes()), keyid=read_public_key(keys[1]).id)
+
+    assert envelope.verify([key(keys[1])], threshold=1)
+    with pytest.raises(VerificationError):
+        envelope.verify([key(make_key("theirs")[1])], threshold=1)
+
+
+def test_a_key_that_is_none_is_bad_input(signed):
+    with pytest.raises(BadInput, match="No such file"):
+        check_signature(signed, MANIFEST, signed / "nowhere.pem")
+
+
+# -- a bundle's manifest
+
+
+def test_a_manifest_is_not_parsed_before_its_signature_is_verified(store, keys, make_key):
+    path = store.bundle / "manifest.json"
+    path.write_bytes(b"not JSON")
+    sign(store.bundle, path.read_bytes(), read_private_key(keys[0]))
+    with pytest.raises(CorruptBundle, match="JSON is malformed"):
+        read_manifest(store.bundle, keys[1])
+    with pytest.raises(CorruptBundle, match="not by"):
+        read_manifest(store.bundle, make_key("theirs")[1])
+
+
+def test_a_new_manifest_takes_the_signatures_of_the_old_one_away(store, manifest, keys):
+    content = encode_manifest(manifest)
+    sign(store.bundle, content, read_private_key(keys[0]))
+    store.publish(structs.replace(manifest, entries=manifest.entries[:1]))
+    assert list_signers(store.bundle, content) is None
+    with pytest.raises(CorruptBundle, match="is not signed"):
+        read_manifest(store.bundle, keys[1])
+
+
+def test_the_same_manifest_published_again_stays_signed(store, manifest, keys):
+    sign(store.bundle, encode_manifest(manifest), read_private_key(keys[0]))
+    store.publish(manifest)
+    assert structs.replace(read_manifest(store.bundle, keys[1]), digest="") == manifest
+
+
+@pytest.mark.parametrize("content", [b"not JSON", b'{"payload": "AAAA", "payloadType": "", "signatures": []}'])
+def test_publishing_clears_away_what_is_no_signature(store, manifest, content):
+    (store.bundle / FILE).write_bytes(content)
+    store.publish(manifest)
+    assert not (store.bundle / FILE).exists()
+
+
+def test_who_signed_is_told_without_believing_it(signed, keys):
+    who = list_signers(signed, MANIFEST)
+    assert (who.keys, who.current) == ((read_public_key(keys[1]).id,), True)
+    assert not list_signers(signed, OTHER).current

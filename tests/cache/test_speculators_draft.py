@@ -1,0 +1,296 @@
+"""What drafts of vLLM's speculators library say, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Window
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.rope import Linear, Rope
+from dflash_aot.cache.model_config.speculators_draft import QWEN3_DEFAULTS, read_verifier
+
+PATH = Path("dflash-b16/config.json")
+FILE = f"{PATH}: "
+INNER = f"{FILE}transformer_layer_config."
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
+
+
+def test_the_defaults_are_those_of_transformers():
+    defaults = Qwen3Config()
+    assert {key: getattr(defaults, key) for key in QWEN3_DEFAULTS if key not in ("rope_theta", "sliding_window")} == {
+        key: value for key, value in QWEN3_DEFAULTS.items() if key not in ("rope_theta", "sliding_window")
+    }
+    assert defaults.rope_parameters == {"rope_theta": QWEN3_DEFAULTS["rope_theta"], "rope_type": "default"}
+    # Qwen3Config drops the window it was given unless it is to be used.
+    assert Qwen3Config(use_sliding_window=True).sliding_window == QWEN3_DEFAULTS["sliding_window"]
+
+
+def test_a_diff_is_completed(read_changed_speculators):
+    decoder = Decoder(
+        layers=5,
+        hidden=4096,
+        mlp=Dense(22016),
+        attention=Attention(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False),
+        rope=Rope(1e6, 128),
+        epsilon=1e-6,
+        vocab=151936,
+        positions=32768,
+    )
+    assert read_changed_speculators() == Draft(
+        decoder=decoder,
+        block=8,
+        mask_token=151669,
+        taps=(1, 9, 17, 25, 33),
+        target_hidden=4096,
+        windows=(None,) * 5,
+        dialect="speculators",
+        vocab=32000,
+        k=7,
+    )
+
+
+@pytest.mark.parametrize(
+    "diff",
+    [
+        {},
+        {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5},
+        {"num_key_value_heads": None, "num_attention_heads": 16},
+        {"intermediate_size": 12288, "max_position_embeddings": 40960, "hidden_act": "silu"},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 7e5}},
+        {"rope_parameters": None},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
+        {"use_sliding_window": True, "layer_types": SLIDING},
+        {"use_sliding_window": False, "max_window_layers": 0},
+        {"sliding_window": None, "layer_types": None},
+    ],
+    ids=str,
+)
+def test_a_diff_means_what_transformers_makes_of_it(read_changed_speculators, diff):
+    theirs = Qwen3Config(num_hidden_layers=5, **diff)
+    draft = read_changed_speculators({"rope_theta": 10000.0, **diff})
+    decoder, attention = draft.decoder, draft.decoder.attention
+    assert (attention.heads, attention.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (attention.head_dim, attention.biased) == (theirs.head_dim, theirs.attention_bias)
+    assert (decoder.mlp.width, decoder.epsilon) == (theirs.intermediate_size, theirs.rms_norm_eps)
+    assert decoder.positions == theirs.max_position_embeddings
+    assert decoder.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert isinstance(decoder.rope.scaling, Linear) == (theirs.rope_parameters["rope_type"] == "linear")
+    window = theirs.sliding_window and Window(theirs.sliding_window, causal=True, anchored=True)
+    assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
+
+
+def test_the_base_is_that_of_qwen3config_where_the_diff_names_none(read_changed_speculators):
+    layers = {"num_hidden_layers": 5}
+    assert read_changed_speculators(transformer_layer_config=layers).decoder.rope == Rope(10000.0, 128)
+
+
+@pytest.mark.parametrize("key", sorted(set(QWEN3_DEFAULTS) - {"num_key_value_heads", "sliding_window"}))
+def test_an_explicit_null_is_never_a_default(read_changed_speculators, refusal, key):
+    """Qwen3Config takes no null for these; for switches, which then are off, it is harmless."""
+    if key in ("attention_bias", "use_sliding_window"):
+        assert read_changed_speculators({key: None}) == read_changed_speculators()
+    elif key == "max_window_layers":
+        message = refusal(read_changed_speculators, {key: None, "use_sliding_window": True})
+        assert message.startswith(f"{INNER}{key} is missing")
+    else:
+        assert refusal(read_changed_speculators, {key: None}).startswith(f"{INNER}{key} is ")
+
+
+@pytest.mark.parametrize(
+    ("directory", "vocab", "pruned"),
+    [
+        ("draft", 160, True),
+        ("draft_v090", 160, True),
+        ("draft_converted", 512, False),
+        ("draft_converted_v090", 512, False),
+    ],
+)
+def test_the_goldens_are_read(published, read_published_draft, directory, vocab, pruned):
+    draft = read_published_draft(f"speculators-tiny/{directory}", "qwen3-tiny-tied/target")
+    decoder = Decoder(
+        layers=2,
+        hidden=64,
+        mlp=Dense(160),
+        attention=Attention(heads=4, kv_heads=2, head_dim=32),
+        rope=Rope(1e6, 32),
+        epsilon=1e-6,
+        vocab=512,
+        positions=40960,
+    )
+    assert draft == Draft(
+        decoder=decoder,
+        block=8,
+        mask_token=511,
+        taps=(1, 3),
+        target_hidden=64,
+        windows=(None, None),
+        dialect="speculators",
+        vocab=vocab,
+        k=7,
+    )
+    assert draft.pruned is pruned
+    assert read_verifier(ConfigFile(PATH, published(f"speculators-tiny/{directory}"))) == "qwen3-tiny-tied/target"
+
+
+@pytest.mark.parametrize(("directory", "causal"), [("draft_speculators", True), ("draft_speculators_noncausal", False)])
+def test_the_goldens_with_windows_are_read(read_published_draft, directory, causal):
+    draft = read_published_draft(f"qwen3-tiny-swa/{directory}", "qwen3-tiny-swa/target")
+    window = Window(20, causal, anchored=True)
+    assert draft.windows == (window, window, None)
+    assert (draft.taps, draft.vocab, draft.pruned, draft.k) == ((0, 2, 3), 320, False, 7)
+
+
+def test_taps_are_counted_from_the_embedding(read_changed_speculators):
+    assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).taps == (0, 34)
+
+
+@pytest.mark.parametrize(
+    ("taps", "words"),
+    [
+        ([0, 2], "is [0, 2]: the target has layers 1 to 36 in this file's count"),
+        ([2, 37], "is [2, 37]: the target has layers 1 to 36 in this file's count"),
+        ([-1], "is [-1]: the target has layers 1 to 36 in this file's count"),
+        ([2, 36], f"is [2, 36]: {AMBIGUOUS}"),
+        ([2, 2], "is [2, 2]: at least one tap, each once"),
+        ([], "is []: at least one tap, each once"),
+        ([True], "is [True]: expected whole numbers"),
+        (None, "is missing; expected a list of whole numbers"),
+    ],
+)
+def test_taps_are_refused_in_the_numbers_of_the_file(read_changed_speculators, refusal, taps, words):
+    message = refusal(read_changed_speculators, aux_hidden_state_layer_ids=taps)
+    assert message == f"{FILE}aux_hidden_state_layer_ids {words}"
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "pruned"), [(None, 32000, True), (64000, 64000, True), (151936, 151936, False)]
+)
+def test_a_draft_has_a_vocabulary_of_its_own(read_changed_speculators, size, vocab, pruned):
+    draft = read_changed_speculators(draft_vocab_size=size)
+    assert (draft.vocab, draft.pruned, draft.decoder.vocab) == (vocab, pruned, 151936)
+
+
+@pytest.mark.parametrize(
+    ("methods", "block", "k"),
+    [
+        (None, None, 7),
+        ([], None, 7),
+        ([{}], None, 7),
+        ([{"speculative_tokens": None}], None, 7),
+        ([{"speculative_tokens": 3}], None, 3),
+        ([{"speculative_tokens": 8}], 8, 7),  # older files say the block's size
+        ([{"speculative_tokens": 100}], 16, 15),
+        ([{"speculative_tokens": 5}, {"speculative_tokens": 2}], 16, 5),
+    ],
+)
+def test_k_is_what_the_first_proposal_method_says_and_a_block_holds(read_changed_speculators, methods, block, k):
+    draft = read_changed_speculators(speculators_config={"proposal_methods": methods}, block_size=block)
+    assert draft.k == draft.verified == k
+    assert draft.block == (block or 8)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ({"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}, "Qwen/Qwen3-8B"),
+        ({"verifier": {"name_or_path": ""}}, None),
+        ({"verifier": {"name_or_path": None}}, None),
+        ({"verifier": {}}, None),
+        ({"verifier": None}, None),
+        (None, None),
+    ],
+)
+def test_the_verifier_may_be_named(section, name):
+    assert read_verifier(ConfigFile(PATH, {"speculators_config": section})) == name
+
+
+@pytest.mark.parametrize(("flag", "causal"), [(None, True), (False, True), (True, False)])
+def test_sliding_layers_have_anchored_windows(read_changed_speculators, flag, causal):
+    layers = {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 2048}
+    windows = read_changed_speculators(layers, sliding_window_non_causal=flag).windows
+    window = Window(2048, causal, anchored=True)
+    assert windows == (window, None, window, None, None)
+
+
+def test_without_layer_types_the_layers_after_the_first_ones_slide(read_changed_speculators):
+    layers = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 64}
+    window = Window(64, causal=True, anchored=True)
+    assert read_changed_speculators(layers).windows == (None, None, None, window, window)
+    assert read_changed_speculators({**layers, "use_sliding_window": False}).windows == (None,) * 5
+
+
+def test_the_model_type_alone_tells_the_dialect(read_changed_speculators):
+    alone = read_changed_speculators(speculators_config=None, architectures=None)
+    assert alone == read_changed_speculators(speculators_model_type=None)
+    assert alone.dialect == "speculators"
+
+
+def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refusal):
+    narrow = read_changed_speculators({"hidden_size": 2048}, target_hidden_size=4096)
+    assert (narrow.decoder.hidden, narrow.target_hidden) == (2048, 4096)
+    message = refusal(read_changed_speculators, {"hidden_size": 2048})
+    assert message.startswith(f"{FILE}target_hidden_size is 2048: the target has 4096")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': of speculators' drafts, dflash is"),
+        ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
+        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': of speculators' drafts"),
+        ({"speculators_config": []}, "speculators_config is []: expected an object"),
+        ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
+        ({"mask_token_id": None}, "mask_token_id is missing; expected a whole number"),
+        ({"mask_token_id": 151936}, "mask_token_id is 151936: the target's vocabulary has 151936 tokens"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0: expected a positive number"),
+        (
+            {"draft_vocab_size": 151937},
+            "draft_vocab_size is 151937: the vocabulary that it is chosen from has 151936",
+        ),
+        ({"block_size": 0}, "block_size is 0: expected a positive number"),
+        ({"block_size": 1}, "block_size is 1: a block is the anchor and at least one drafted token"),
+        ({"target_hidden_size": 2560}, "target_hidden_size is 2560: the target has 4096"),
+        (
+            {"speculators_config": {"proposal_methods": {}}},
+            "speculators_config.proposal_methods is {}: expected a list",
+        ),
+        (
+            {"speculators_config": {"proposal_methods": ["greedy"]}},
+            "speculators_config.proposal_methods is ['greedy']: expected a list of objects",
+        ),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
+            "speculators_config.proposal_methods[0].speculative_tokens is 0: expected a positive number",
+        ),
+    ],
+)
+def test_a_draft_is_refused_with_key_and_what_was_found(read_changed_speculators, refusal, changes, words):
+    assert refusal(read_changed_speculators, **changes).startswith(FILE + words)
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "words"),
+    [
+        ({"model_type": "llama"}, {}, "model_type is 'llama': the layers that run are qwen3's"),
+        ({"vocab_size": 32001}, {}, "vocab_size is 32001: the target has 151936"),
+        ({"layer_types": SLIDING}, {}, f"layer_types is {SLIDING}: use_sliding_window is false: no window"),
+        (
+            {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None},
+            {},
+            "sliding_window is missing; expected a whole number",
+        ),
+        ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 of full_attention or"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': 'silu' is what these layers compute"),
+        ({"rope_theta": None}, {}, "rope_theta is None: expected a positive number"),
+        ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': the rotary embeddings"),
+    ],
+)
+def test_layers_are_refused_with_key_and_what_was_found(read_changed_speculators, refusal, layers, changes, words):
+    assert refusal(read_changed_speculators, layers, **changes).startswith(INNER + words)

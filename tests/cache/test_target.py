@@ -1,0 +1,203 @@
+"""What a target's `config.json` says, and every way in which it is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Experts, Target
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.rope import Llama3, Rope
+from dflash_aot.cache.model_config.target import read_target
+
+PATH = Path("qwen3-4b/config.json")
+FILE = f"{PATH}: "
+MOE = "Qwen3-30B-A3B"
+LLAMA = "Llama-3.1-8B"
+LLAMA_ROPE = Rope(500000.0, 128, Llama3(8.0, 1.0, 4.0, 8192))
+HYBRID = "This is a hybrid with gated-delta layers"
+
+# layers, hidden, MLP width, heads, tied
+DENSE = {
+    "Qwen3-0.6B": (28, 1024, 3072, 16, True),
+    "Qwen3-1.7B": (28, 2048, 6144, 16, True),
+    "Qwen3-4B": (36, 2560, 9728, 32, True),
+    "Qwen3-8B": (36, 4096, 12288, 32, False),
+    "Qwen3-14B": (40, 5120, 17408, 40, False),
+    "Qwen3-32B": (64, 5120, 25600, 64, False),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_qwen3_is_read_as_published(read_published_target, name):
+    layers, hidden, width, heads, tied = DENSE[name]
+    decoder = Decoder(
+        layers=layers,
+        hidden=hidden,
+        mlp=Dense(width),
+        attention=Attention(heads, kv_heads=8, head_dim=128, normed=True, biased=False),
+        rope=Rope(1e6, 128),
+        epsilon=1e-6,
+        vocab=151936,
+        positions=40960,
+    )
+    assert read_published_target(name) == Target(decoder, tied)
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "positions"), [(MOE, 1e6, 40960), ("Qwen3-Coder-30B-A3B-Instruct", 1e7, 262144)]
+)
+def test_qwen3_moe_is_read_as_published(read_published_target, name, theta, positions):
+    decoder = Decoder(
+        layers=48,
+        hidden=2048,
+        mlp=Experts(count=128, chosen=8, width=768, normalized=True),
+        attention=Attention(heads=32, kv_heads=4, head_dim=128, normed=True, biased=False),
+        rope=Rope(theta, 128),
+        epsilon=1e-6,
+        vocab=151936,
+        positions=positions,
+    )
+    assert read_published_target(name) == Target(decoder, tied=False)
+
+
+@pytest.mark.parametrize("name", [LLAMA, "Llama-3.1-8B-Instruct"])
+def test_llama_is_read_as_published(read_published_target, name):
+    decoder = Decoder(
+        layers=32,
+        hidden=4096,
+        mlp=Dense(14336),
+        attention=Attention(heads=32, kv_heads=8, head_dim=128, normed=False, biased=False),
+        rope=LLAMA_ROPE,
+        epsilon=1e-5,
+        vocab=128256,
+        positions=131072,
+    )
+    assert read_published_target(name) == Target(decoder, tied=False)
+
+
+def test_newer_layouts_say_the_same(read_published_target):
+    rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
+    assert read_published_target("Qwen3-4B", **rope) == read_published_target("Qwen3-4B")
+    experts = {"num_experts": None, "num_local_experts": 128}
+    assert read_published_target(MOE, **experts) == read_published_target(MOE)
+    assert read_published_target("Qwen3-4B", layer_types=["full_attention"] * 36) == read_published_target("Qwen3-4B")
+
+
+@pytest.mark.parametrize("name", ["llama-tiny/target", "qwen3-tiny-tied/target"])
+def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, name):
+    older, newer = published(name), rewritten(name)
+    assert newer != older
+    assert read_target(ConfigFile(PATH, newer)) == read_target(ConfigFile(PATH, older))
+
+
+def test_the_golden_llama_is_read_with_its_scaling(read_published_target):
+    decoder = read_published_target("llama-tiny/target").decoder
+    assert decoder.rope == Rope(500000.0, 16, Llama3(8.0, 1.0, 4.0, 64))
+    assert decoder.attention == Attention(heads=4, kv_heads=2, head_dim=16, normed=False)
+
+
+def test_a_head_is_as_wide_as_llama_says_or_its_share(read_published_target):
+    assert read_published_target(LLAMA, head_dim=64).decoder.attention.head_dim == 64
+    assert read_published_target(LLAMA, head_dim=None).decoder.attention.head_dim == 128
+    assert read_published_target(LLAMA, head_dim=64).decoder.rope.head_dim == 64
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", MOE, LLAMA])
+def test_projections_may_have_biases(read_published_target, name):
+    assert read_published_target(name, attention_bias=True).decoder.attention.biased
+    assert not read_published_target(name, attention_bias=None).decoder.attention.biased
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_experts_are_weighted_as_the_config_says(read_published_target, normalized):
+    assert read_published_target(MOE, norm_topk_prob=normalized).decoder.mlp.normalized is normalized
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": None}, "architectures is missing; expected a list"),
+        ({"use_sliding_window": True}, "use_sliding_window is True: sliding-window targets are not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 18},
+            "layer_types is 'sliding_attention': sliding-window targets are not supported",
+        ),
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+            "layer_types is 'linear_attention': gated-delta hybrids are not supported",
+        ),
+        ({"layer_types": ["chunked_attention"]}, "layer_types is 'chunked_attention': full attention is what runs"),
+        ({"layer_types": [[]]}, "layer_types is []: full attention is what runs"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention': expected a list"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is missing; expected true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1: expected true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': 'silu' is what these layers compute"),
+        ({"head_dim": None}, "head_dim is missing; expected a whole number"),
+        ({"head_dim": 127}, "head_dim is 127: rotation needs an even width"),
+        ({"head_dim": 1 << 20}, "head_dim is 1048576: expected at most 16384"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32: not a multiple of 5 kv heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: expected a positive number"),
+        ({"num_hidden_layers": (1 << 31) - 1}, "num_hidden_layers is 2147483647: expected at most 4096"),
+        ({"hidden_size": "2560"}, "hidden_size is '2560': expected a whole number"),
+        ({"hidden_size": 1 << 31}, "hidden_size is 2147483648: no count, width or token of a model reaches 2147483648"),
+        ({"vocab_size": -1}, "vocab_size is -1: expected a positive number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0: expected a positive number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300: expected 1e-30 to 1"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps is 1e-300: expected 1e-30 to 1"),
+    ],
+)
+def test_a_target_is_refused_with_file_key_and_what_was_found(read_changed_target, refusal, changes, words):
+    assert refusal(read_changed_target, **changes) == FILE + words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with experts in every layer run"),
+        ({"mlp_only_layers": [0, 1]}, "mlp_only_layers is [0, 1]: only models with experts in every layer run"),
+        ({"num_experts": None}, "num_local_experts is missing; expected a whole number"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129: there are 128 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0: expected a positive number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing; expected a whole number"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is missing; expected true or false"),
+        ({"use_sliding_window": True}, "use_sliding_window is True: sliding-window targets are not supported"),
+    ],
+)
+def test_a_target_with_experts_is_refused_likewise(read_published_target, refusal, changes, words):
+    assert refusal(read_published_target, MOE, **changes) == FILE + words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_bias": True}, "mlp_bias is True: an MLP with biases is not supported"),
+        ({"num_attention_heads": 24}, "hidden_size is 4096: not a multiple of 24 heads, and head_dim is missing"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing; expected a whole number"),
+    ],
+)
+def test_a_llama_is_refused_likewise(read_published_target, refusal, changes, words):
+    assert refusal(read_published_target, LLAMA, **changes) == FILE + words
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hint"),
+    [
+        ("MistralForCausalLM", ""),
+        ("Qwen3NextForCausalLM", f" {HYBRID}, whose state cannot be taken back after a rejection."),
+        ("Qwen3_5ForCausalLM", f" {HYBRID}, whose state cannot be taken back after a rejection."),
+        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID}, and it sees images."),
+        ("Qwen2ForCausalLM", " This is Qwen2, whose projections have biases in part."),
+        ("GptOssForCausalLM", " This is gpt-oss, with attention sinks and biased experts."),
+        ("DFlashDraftModel", " This is a draft: are --target and --draft the wrong way round?"),
+        ("DFlashSpeculator", " This is a draft: are --target and --draft the wrong way round?"),
+    ],
+)
+def test_another_architecture_is_refused_with_what_it_is(read_changed_target, refusal, architecture, hint):
+    runs = "as a target this runs Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM."
+    message = refusal(read_changed_target, architectures=[architecture])
+    assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
+
+
+def test_architectures_that_are_no_names_are_refused(read_changed_target, refusal):
+    message = refusal(read_changed_target, architectures=[None, {}, ["Qwen3ForCausalLM"]])
+    assert "architectures is [None, {}, ['Qwen3ForCausalLM']]; as a target this runs Qwen3ForCausalLM" in message

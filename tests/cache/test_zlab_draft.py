@@ -1,0 +1,184 @@
+"""What z-lab's drafts say: published ones, every variant of their layout, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Window
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.rope import Linear, Llama3, Rope, Yarn
+
+PATH = Path("dflash-b16/config.json")
+FILE = f"{PATH}: "
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+LAYER_TYPES = "5 of full_attention or sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "hidden", "width"),
+    [("Qwen3-4B-DFlash-b16", "Qwen3-4B", 2560, 9728), ("Qwen3-8B-DFlash-b16", "Qwen3-8B", 4096, 12288)],
+)
+def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, target, hidden, width):
+    decoder = Decoder(
+        layers=5,
+        hidden=hidden,
+        mlp=Dense(width),
+        attention=Attention(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False),
+        rope=Rope(1e6, 128),
+        epsilon=1e-6,
+        vocab=151936,
+        positions=40960,
+    )
+    assert read_published_draft(name, target) == Draft(
+        decoder=decoder,
+        block=16,
+        mask_token=151669,
+        taps=(1, 9, 17, 25, 33),
+        target_hidden=hidden,
+        windows=(None,) * 5,
+        dialect="z-lab",
+        vocab=None,
+        k=None,
+    )
+
+
+@pytest.mark.parametrize("target", ["Llama-3.1-8B", "Llama-3.1-8B-Instruct"])
+def test_the_draft_of_llama_is_read_as_published(read_published_draft, target):
+    draft = read_published_draft("LLaMA3.1-8B-Instruct-DFlash-UltraChat", target)
+    assert (draft.block, draft.verified, draft.decoder.layers, draft.taps) == (10, 9, 5, (1, 8, 15, 22, 29))
+    assert draft.decoder.attention == Attention(heads=32, kv_heads=8, head_dim=128, normed=True)
+    assert draft.decoder.mlp == Dense(14336)
+
+
+def test_the_golden_drafts_of_llama_are_read(read_published_draft):
+    names = ("llama-tiny/draft", "llama-tiny/draft_llama3rope")
+    plain, scaled = (read_published_draft(name, "llama-tiny/target") for name in names)
+    assert plain.taps == scaled.taps == (1, 3)
+    assert plain.block == scaled.block == 10
+    assert plain.decoder.rope == Rope(500000.0, 16)
+    assert scaled.decoder.rope == Rope(500000.0, 16, Llama3(8.0, 1.0, 4.0, 64))
+
+
+def test_the_golden_draft_with_windows_is_read(read_published_draft):
+    draft = read_published_draft("qwen3-tiny-swa/draft", "qwen3-tiny-swa/target")
+    assert draft.windows == (Window(20, causal=True), Window(20, causal=True), None)
+    assert (draft.block, draft.mask_token, draft.taps) == (8, 318, (0, 2, 3))
+
+
+def test_newer_layouts_say_the_same(read_changed_draft):
+    rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
+    assert read_changed_draft({"block_size": 16}, block_size=None, **rope) == read_changed_draft()
+    assert read_changed_draft({"mask_token_id": None}, mask_token_id=151669) == read_changed_draft()
+    assert read_changed_draft({"block_size": 16}, block_size=16) == read_changed_draft()
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny-tied/draft", "llama-tiny/draft_llama3rope"])
+def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, read_published_target, name):
+    older, newer = published(name), rewritten(name)
+    target = read_published_target(f"{name.partition('/')[0]}/target")
+    assert newer != older
+    assert read_draft(ConfigFile(PATH, newer), target) == read_draft(ConfigFile(PATH, older), target)
+
+
+def test_a_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
+    assert read_changed_draft(rope_theta=10_000).decoder.rope == Rope(10_000.0, 128)
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert read_changed_draft(**scaled).decoder.rope == Rope(1e6, 128, Linear(2.0))
+    plain = {"rope_scaling": None}  # its target is scaled
+    name = "LLaMA3.1-8B-Instruct-DFlash-UltraChat"
+    assert read_published_draft(name, "Llama-3.1-8B", **plain).decoder.rope == Rope(500000.0, 128)
+
+
+def test_the_model_type_chooses_nothing(read_changed_draft):
+    assert read_changed_draft(model_type="gpt_oss") == read_changed_draft(model_type="qwen3") == read_changed_draft()
+
+
+def test_a_draft_of_gpt_oss_shape_is_read(read_changed_draft):
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    draft = read_changed_draft(
+        model_type="gpt_oss",
+        attention_bias=True,
+        head_dim=64,
+        layer_types=SLIDING,
+        sliding_window=128,
+        rope_scaling=yarn,
+        rope_theta=150000,
+    )
+    assert draft.decoder.attention == Attention(heads=32, kv_heads=8, head_dim=64, normed=True, biased=True)
+    assert isinstance(draft.decoder.rope.scaling, Yarn) and not draft.decoder.rope.scaling.truncated
+    assert [window is not None for window in draft.windows] == [True, False, True, False, False]
+
+
+def test_a_draft_without_taps_takes_the_default(read_changed_draft):
+    assert read_changed_draft({"target_layer_ids": None}).taps == (1, 9, 17, 25, 33)
+    assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).taps == (18,)
+
+
+@pytest.mark.parametrize("taps", [[4], [1, 9, 17], [0, 1, 2, 3, 4, 5, 34], [33, 1]])
+def test_there_may_be_more_or_fewer_taps_than_layers_in_any_order(read_changed_draft, taps):
+    draft = read_changed_draft({"target_layer_ids": taps})
+    assert draft.taps == tuple(taps) and draft.decoder.layers == 5
+
+
+@pytest.mark.parametrize(
+    ("inner", "changes", "causal"),
+    [
+        ({}, {}, True),
+        ({"causal": True}, {"is_causal": True}, True),
+        ({"causal": False}, {}, False),
+        ({}, {"is_causal": False}, False),
+        ({"causal": True}, {"is_causal": False}, False),
+        ({"causal": None}, {"is_causal": None}, True),
+    ],
+)
+def test_sliding_layers_have_windows(read_changed_draft, inner, changes, causal):
+    windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096, **changes).windows
+    assert windows == (Window(4096, causal), None, Window(4096, causal), None, None)
+
+
+def test_a_causality_flag_says_nothing_of_full_layers(read_changed_draft):
+    assert read_changed_draft({"causal": True}, is_causal=True).windows == (None,) * 5
+
+
+def test_a_window_without_sliding_layers_is_not_used(read_changed_draft):
+    assert read_changed_draft(sliding_window=4096).windows == (None,) * 5
+    assert read_changed_draft(sliding_window=4096, layer_types=None).windows == (None,) * 5
+
+
+@pytest.mark.parametrize(
+    ("inner", "changes", "words"),
+    [
+        ({}, {"block_size": None}, "block_size stands neither at the top nor in dflash_config"),
+        ({}, {"block_size": 16.0}, "block_size is 16.0: expected a whole number"),
+        ({"block_size": 8}, {}, f"block_size is 16 but {FILE}dflash_config.block_size is 8"),
+        ({"mask_token_id": None}, {}, "mask_token_id stands neither at the top nor in dflash_config"),
+        ({"mask_token_id": True}, {}, "dflash_config.mask_token_id is True: expected a whole number"),
+        ({}, {"mask_token_id": 0}, f"dflash_config.mask_token_id is 151669 but {FILE}mask_token_id is 0"),
+        ({"target_layer_ids": [1, 2.5]}, {}, "dflash_config.target_layer_ids is [1, 2.5]: expected whole numbers"),
+        ({"target_layer_ids": 3}, {}, "dflash_config.target_layer_ids is 3: expected a list"),
+        ({}, {"head_dim": None}, "head_dim is missing; expected a whole number"),
+        ({}, {"attention_bias": "no"}, "attention_bias is 'no': expected true or false"),
+        ({}, {"layer_types": SLIDING}, "sliding_window is missing; expected a whole number"),
+        ({}, {"layer_types": SLIDING, "sliding_window": 0}, "sliding_window is 0: expected a positive number"),
+        ({}, {"layer_types": SLIDING[:4]}, f"layer_types is {SLIDING[:4]}: expected {LAYER_TYPES}"),
+        ({}, {"layer_types": ["chunked"] * 5}, f"layer_types is {['chunked'] * 5}: expected {LAYER_TYPES}"),
+        ({}, {"layer_types": [[]] * 5}, f"layer_types is {[[]] * 5}: expected {LAYER_TYPES}"),
+        ({}, {"is_causal": 0, "layer_types": SLIDING}, "is_causal is 0: expected true or false"),
+        (
+            {"causal": "no"},
+            {"layer_types": SLIDING, "sliding_window": 1},
+            "dflash_config.causal is 'no': expected true or false",
+        ),
+        ({}, {"dflash_config": [1]}, "dflash_config is [1]: expected an object"),
+    ],
+)
+def test_a_draft_is_refused_with_place_key_and_what_was_found(read_changed_draft, refusal, inner, changes, words):
+    assert refusal(read_changed_draft, inner, **changes) == FILE + words

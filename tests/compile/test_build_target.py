@@ -1,0 +1,96 @@
+"""Devices to build for: attached ones, and slices that only the TPU compiler knows."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from dflash_aot.cache.devices import read_environment
+from dflash_aot.cache.environment import Environment
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.topology import CHIPS, GIB, TOPOLOGIES, parse_topology
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, attach, count_devices
+
+DESCRIBE = f"""
+import sys
+import jax, msgspec
+from jax.sharding import SingleDeviceSharding
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.pipeline.build_target import describe
+
+environments, refusals = {{}}, {{}}
+for topology in TOPOLOGIES.values():
+    machine = describe(topology)
+    environments[topology.name] = machine.environment
+    if topology.chips == 1:
+        whole = SingleDeviceSharding(machine.devices[0])
+        too_much = jax.ShapeDtypeStruct(({200 * GIB} // 4096, 1024), "float32", sharding=whole)
+        try:
+            jax.jit(lambda x: x + 1).trace(too_much).lower(lowering_platforms=("tpu",)).compile()
+        except jax.errors.JaxRuntimeError as error:
+            refusals[topology.chip.name] = str(error)
+sys.stdout.buffer.write(msgspec.json.encode((environments, refusals)))
+"""
+
+
+@pytest.fixture(scope="module")
+def described() -> tuple[dict[str, Environment], dict[str, str]]:
+    """The environment of every slice that is offered, and what its chip says to a program that is too large."""
+    environment = {**os.environ, **COMPILE_ONLY, "LIBTPU_INIT_ARGS": "--xla_tpu_enable_latency_hiding_scheduler=true"}
+    done = subprocess.run([sys.executable, "-c", DESCRIBE], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return msgspec.json.decode(done.stdout, type=tuple[dict[str, Environment], dict[str, str]])
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_compiler_knows_every_slice_that_is_offered(described, name):
+    environment, topology = described[0][name], parse_topology(name)
+    assert (environment.platform, environment.topology, environment.device_count) == ("tpu", name, topology.devices)
+    assert environment.device_kind == topology.chip.device_kind
+    assert len(set(environment.coordinates)) == topology.devices
+    corner = ",".join(str(side - 1) for side in (*topology.shape, 1)[:3])
+    assert {"0,0,0,0", f"{corner},{topology.chip.devices - 1}"} <= set(environment.coordinates)
+
+
+def test_the_order_of_the_mesh_is_a_ring_where_jax_knows_one(described):
+    assert described[0]["v5e:2x2"].coordinates == ("0,0,0,0", "1,0,0,0", "1,1,0,0", "0,1,0,0")
+
+
+def test_what_a_program_may_use_is_what_the_compiler_says(described):
+    for chip in CHIPS:
+        assert f"exceeds available HBM ({chip.available_bytes / GIB:.2f}G)" in described[1][chip.name], chip.name
+
+
+def test_a_described_tpu_is_told_from_another_by_compiler_and_flags_not_by_its_builder(described):
+    environment = described[0]["v5e:1x1"]
+    assert environment.libtpu and "TPU v5 lite" in environment.platform_version
+    assert (environment.machine, environment.cpu_features) == ("", ())
+    user, added = environment.libtpu_init_args.split()
+    assert user == "--xla_tpu_enable_latency_hiding_scheduler=true"
+    assert added == "--xla_tpu_use_enhanced_launch_barrier=true"  # as JAX 0.10.2 does on a TPU host
+
+
+def test_attached_devices_are_those_of_this_machine():
+    machine = attach("cpu", None, None)
+    assert machine.environment == read_environment("cpu")
+    assert [str(device.id) for device in machine.devices] == list(machine.environment.coordinates)
+
+
+def test_too_few_attached_devices_are_refused_in_words():
+    with pytest.raises(BadInput, match="--platform cpu: 4096 cpu devices are needed, here are .* XLA_FLAGS=--xla_"):
+        attach("cpu", None, 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel", "devices"),
+    [(None, None, 1), (None, 4, 4), ("v5e:2x2", None, 4), ("v5e:2x2", 4, 4), ("tpu7x:1x1x1", None, 2)],
+)
+def test_a_slice_is_used_as_a_whole(name, tensor_parallel, devices):
+    assert count_devices(name and parse_topology(name), tensor_parallel) == devices
+
+
+def test_a_part_of_a_slice_is_refused():
+    with pytest.raises(BadInput, match="--tensor_parallel 2: v5e:2x2 has 4 devices"):
+        count_devices(parse_topology("v5e:2x2"), 2)

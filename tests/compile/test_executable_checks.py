@@ -1,0 +1,148 @@
+"""What is said of an executable that is not as it should be: the executable, the buffer, the figures."""
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.manifest import Blob, Cost, Entry, Inspection, LargeCopy, Memory
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.cache.signature import Array
+from dflash_aot.compile.analysis.executable_checks import find_flaws, find_layout_conflicts
+from dflash_aot.compile.programs.programs import Programs
+
+BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
+KV = "{4,3,2,1,0:T(8,128)(2,1)}"
+
+
+@pytest.fixture(scope="module")
+def programs(small_pair):
+    return Programs(*small_pair, "float32", sampling=SAMPLINGS)
+
+
+@pytest.fixture(scope="module")
+def grid(small_pair):
+    return parse_grid(BUCKETS, small_pair[1].block)
+
+
+@pytest.fixture(scope="module")
+def known(programs, grid):
+    weight = Array("target.large", (2**26,), "float32", sharding=("model",))  # so that 2 % are more than nothing
+    return {**programs.known_arrays(grid), weight.name: weight}
+
+
+@pytest.fixture(scope="module")
+def entries(programs, grid, known):
+    """Of executables as they should be, by label: all state in place, every buffer in one layout."""
+    return {signature.label: make_entry(signature, known) for signature in programs.signatures(grid)}
+
+
+def make_entry(signature, known):
+    names = (*signature.weights, *signature.state, *(one.name for one in (*signature.arguments, *signature.results)))
+    aliased = sum(known[name].bytes for name in signature.donated)
+    return Entry(
+        signature=signature,
+        key="0" * 64,
+        sha256="0" * 64,
+        bytes=1,
+        serialized_bytes=2,
+        program=Blob("0" * 64, 1, 2),
+        seconds=1.0,
+        memory=Memory(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
+        cost=Cost(flops=1.0, bytes_accessed=1.0),
+        inspection=Inspection(
+            layouts=dict.fromkeys(names, KV), copies=(), collectives={}, donated=(), largest="%fusion.1 = f32[8]"
+        ),
+    )
+
+
+def with_memory(entry, **sizes):
+    return structs.replace(entry, memory=structs.replace(entry.memory, **sizes))
+
+
+def with_inspection(entry, **found):
+    return structs.replace(entry, inspection=structs.replace(entry.inspection, **found))
+
+
+def with_layout(entry, name, layout):
+    return with_inspection(entry, layouts={**entry.inspection.layouts, name: layout})
+
+
+VERIFY = "verify batch=2 length=32 k=3"
+
+
+def test_nothing_is_said_of_good_executables(entries, known):
+    assert [line for entry in entries.values() for line in find_flaws(entry, known, 1, 0)] == []
+    assert find_layout_conflicts(entries.values()) == []
+
+
+@pytest.mark.parametrize("label", ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"])
+def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, known, label):
+    allowed = sum(array.bytes for array in known.values()) // 50
+    assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+    (line,) = find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
+    assert (
+        line.startswith(f"{label}: ")
+        and "temporaries are 2.0% of weights and kv" in line
+        and "than 2%: %fusion.1 = " in line
+    )
+
+
+def test_a_sampled_verification_may_take_three_times_its_logits_more(entries, known):
+    label = "sampled_verify batch=2 length=32 k=3"
+    allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
+    assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+    assert len(find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
+
+
+@pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])
+def test_a_prefill_and_a_move_may_take_more(entries, known, label):
+    assert find_flaws(with_memory(entries[label], temporaries=10**9), known, 1, 0) == []
+
+
+def test_on_several_devices_each_is_measured_by_its_own_share(entries, known):
+    held = sum(array.shard_bytes(2) for array in known.values())
+    assert find_flaws(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
+    assert len(find_flaws(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
+
+
+def test_a_copy_is_described_with_its_buffer(entries, known):
+    copy = LargeCopy("target_v", "copy.42", "jit(verify)/while", f"bf16[36,8,8,4352,128]{KV}", 2_566_914_048)
+    (line,) = find_flaws(with_inspection(entries[VERIFY], copies=(copy,)), known, 1, 0)
+    shape = copy.shape
+    assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
+
+
+@pytest.mark.parametrize(("label", "buffer"), [("move", "target_v"), ("kv_write rows=1 width=4", "features")])
+def test_a_move_may_copy_and_what_a_call_brings_may_be_copied(entries, known, label, buffer):
+    copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
+    assert find_flaws(with_inspection(entries[label], copies=(copy,)), known, 1, 0) == []
+
+
+def test_collectives_that_the_program_does_not_have_are_counted(entries, known):
+    entry = with_inspection(entries[VERIFY], collectives={"all-gather": 2, "all-reduce": 3})
+    assert find_flaws(entry, known, 1, collectives=5) == []
+    (line,) = find_flaws(entry, known, 1, collectives=4)
+    assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), the program has 4"
+
+
+@pytest.mark.parametrize("name", ["target_v", "target.model.norm.weight"])
+def test_a_shared_buffer_lies_the_same_everywhere(entries, name):
+    turned = {**entries, VERIFY: with_layout(entries[VERIFY], name, "{3,4,2,1,0}")}
+    (line,) = find_layout_conflicts(turned.values())
+    assert line.startswith(f"{name} lies differently: {KV} in prefill prefill=4 length=16 and ")
+    assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
+
+
+def test_a_result_lies_as_the_next_executable_takes_it(entries):
+    write = "kv_write rows=2 width=4"
+    (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
+    assert line.startswith("features lies differently: ") and line.endswith(f"; {{0,1,2}} in {write}")
+
+
+def test_arguments_of_other_shapes_may_lie_differently(entries):
+    narrow = {label: with_layout(entry, "features", "{0,1,2}") for label, entry in entries.items() if " k=0" in label}
+    narrow |= {
+        label: with_layout(entries[label], "features", "{0,1,2}")
+        for label in ("kv_write rows=1 width=1", "kv_write rows=2 width=1")
+    }
+    assert find_layout_conflicts({**entries, **narrow}.values()) == []

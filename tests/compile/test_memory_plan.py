@@ -1,0 +1,150 @@
+"""What a bundle takes of a device, by hand; test_tpu_quality.py holds it against the TPU compiler's own figures."""
+
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.manifest import Blob, Cost, Entry, Inspection, Memory
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.analysis.memory_plan import (
+    Footprints,
+    Measured,
+    check_fits,
+    choose_layout,
+    cut_grid,
+    padded_bytes,
+    read_layout,
+    read_measured,
+)
+from dflash_aot.compile.programs.programs import Programs
+
+DECODER = Decoder(2, 128, Dense(256), Attention(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
+TARGET = Target(DECODER, tied=True)
+DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), 128, (None,))
+GRID = Grid(batch=(1, 4), length=(256, 1024), k=(0, 3), prefill=(64,))
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "padded"),
+    [
+        ((36, 2560), "bfloat16", 40 * 2560 * 2),
+        ((5, 2560, 8, 4, 128), "bfloat16", 5 * 2560 * 8 * 4 * 128 * 2),  # four rows to a tile here
+        ((2, 4, 8, 1280, 64), "bfloat16", 2 * 4 * 8 * 1280 * 64 * 2),  # positions last: nothing is padded
+        ((1, 100), "bfloat16", 2 * 128 * 2),
+        ((1, 16), "int32", 128 * 4),
+        ((3,), "int32", 128 * 4),
+        ((3,), "bool", 512),
+        ((2560,), "bfloat16", 3072 * 2),
+    ],
+)
+def test_arrays_are_padded_to_tiles(shape, dtype, padded):
+    assert padded_bytes(shape, dtype, *choose_layout(shape, dtype, tiled=True)) == padded
+    assert choose_layout(shape, dtype, tiled=False) == (tuple(range(len(shape))), ())
+
+
+def test_the_compilers_layout_decides_where_there_is_one():
+    assert read_layout("{0,1:T(8,128)(2,1)}") == ((1, 0), (8, 128))
+    assert padded_bytes((100, 9), "bfloat16", *read_layout("{0,1:T(8,128)(2,1)}")) == 16 * 128 * 2
+    assert read_layout("{2,1,0}") == ((0, 1, 2), ()) and read_layout("{}") == ((), ())
+
+
+def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(programs):
+    found = Footprints(programs, 1, tiled=False).of(GRID)
+    layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
+    assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
+    assert found.state == 2 * 2 * 3 * 4 * 2 * (1024 + 64) * 128 + 2 * 4 * 4
+    labels = [signature.label for signature in programs.signatures(GRID)]
+    memory = {label: Memory(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
+    measured = Footprints(programs, 1, tiled=False, measured=Measured(memory)).of(GRID)
+    assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
+
+
+def test_devices_share_weights_and_kv(programs):
+    halves = Programs(TARGET, DRAFT, "bfloat16", stacked=True, devices=2)
+    whole, half = (Footprints(one, n, tiled=False).of(GRID) for n, one in enumerate((programs, halves), 1))
+    norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
+    assert half.weights == (whole.weights - norms) // 2 + norms
+    assert half.state == (whole.state - 32) // 2 + 32
+
+
+def test_sampling_adds_its_state_and_two_arrays_of_logits():
+    sampled = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
+    plain = Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+    found, greedy = (Footprints(one, 1, tiled=False).of(GRID) for one in (sampled, plain))
+    assert found.weights == greedy.weights
+    # Of 4 slots: 7 columns, a seed, whether the likeliest are wanted; of 512 tokens bias, prompt and count.
+    assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
+    known = sampled.known_arrays(GRID)
+    (widest,) = (one for one in sampled.signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
+    assert Footprints(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
+
+
+def test_only_layouts_of_weights_and_state_are_remembered():
+    """A prefill's `counts` are one number, the state's a table."""
+    programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
+    layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
+    admit = programs.signatures(GRID)[-1]
+    inspection = Inspection(
+        layouts=dict.fromkeys(admit.state, "{0}") | layouts, copies=(), collectives={}, donated=(), largest=""
+    )
+    blob, memory = Blob("0" * 64, 1, 1), Memory(0, 0, 0, 0, 0)
+    entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, Cost(0.0, 0.0), inspection)
+    measured = read_measured([entry])
+    assert measured.layouts["counts"] == layouts["counts"] and measured.memory.keys() == {"admit"}
+    known = programs.known_arrays(GRID)
+    prefill = programs.signatures(GRID)[0]
+    counts = Measured({}, {name: layouts[name] for name in layouts})
+    assert Footprints(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
+
+
+def test_a_grid_is_cut_at_a_bucket():
+    assert cut_grid(GRID, Bucket(1, 1024, 0)) == Grid((1,), (256, 1024), (0,), (64,))
+    assert cut_grid(structs.replace(GRID, prefill=(64, 512)), Bucket(4, 256, 3)) == Grid(
+        (1, 4), (256,), (0, 3), (64, 256)
+    )
+
+
+def test_proposals_are_the_last_that_fit(programs):
+    footprints = Footprints(programs, 1, tiled=True)
+    available = footprints.of(structs.replace(GRID, batch=(1, 3))).total
+    proposal = footprints.propose(GRID, available, 4096)
+    assert proposal.batch == 3 and proposal.length % 128 == 0
+    assert footprints.of(structs.replace(GRID, length=(256, proposal.length))).total <= available
+    assert footprints.of(structs.replace(GRID, length=(256, proposal.length + 128))).total > available
+    assert footprints.propose(GRID, 1 << 50, 4096).length == 4096
+
+
+def check(programs, available, measured=None):
+    chip = Chip("toy", "toy", 1, 1, 2 * available, available, 1.0, 1.0)
+    return check_fits(programs, GRID, 1, chip, 4096, measured)
+
+
+def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(programs):
+    found = Footprints(programs, 1, tiled=True).of(GRID)
+    certain = found.weights + found.state
+    message = r"does not fit toy, per device: weights .* GB too many\. Nothing of this pair fits"
+    with pytest.raises(BuildFailed, match=message):
+        check(programs, certain - 1)
+    assert "does not fit toy" in check(programs, certain) and "The compiler decides" in check(programs, certain)
+    assert "The compiler decides" in check(programs, found.total - 1)
+    assert check(programs, found.total) is None
+
+
+def test_after_a_build_the_compilers_figures_decide(programs):
+    labels = [signature.label for signature in programs.signatures(GRID)]
+    measured = Measured({label: Memory(0, 0, 0, 5000, 7) for label in labels})
+    footprints = Footprints(programs, 1, tiled=True, measured=measured)
+    total = footprints.of(GRID).total
+    assert total < Footprints(programs, 1, tiled=True).of(GRID).total
+    assert check(programs, total, measured) is None
+    with pytest.raises(BuildFailed, match=r"does not fit toy.*What would fit: batch=3 at length=1024, length="):
+        check(programs, total - 1, measured)
+    assert footprints.propose(GRID, total, 4096).batch == 4  # what fits is among what would

@@ -1,0 +1,55 @@
+"""What becomes of the compiler's RESOURCE_EXHAUSTED, provoked from the TPU compiler itself."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.compile.analysis.out_of_memory import explain_exhaustion
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
+
+# v5e has 16126 MiB: one array far beyond it, and one that leaves no room for the program itself.
+PROVOKE = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.pipeline.build_target import describe
+
+place = SingleDeviceSharding(describe(TOPOLOGIES["v5e:1x1"]).devices[0])
+messages = []
+for count in (20 * 1024 * 16, 16126 * 16 - 1):
+    array = jax.ShapeDtypeStruct((count, 16, 1024), jnp.float32, sharding=place)
+    program = jax.jit(lambda x: x + 1, donate_argnums=0).trace(array).lower(lowering_platforms=("tpu",))
+    try:
+        program.compile()
+    except RuntimeError as error:
+        messages.append(str(error))
+print(json.dumps(messages))
+"""
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_the_compilers_words_become_a_sentence_with_figures():
+    environment = {**os.environ, **COMPILE_ONLY}
+    done = subprocess.run([sys.executable, "-c", PROVOKE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    early, late = (explain_exhaustion(RuntimeError(message)) for message in json.loads(done.stdout))
+    # 20 GiB against 15.75 GiB, as the compiler rounds them
+    assert early == "it needs 21.47 GB of device memory, 4.56 GB more than there is"
+    # What lacks is some of the program's own 100 kB: one array of 64 kB less, and it fits.
+    assert re.match(r"it needs 16.91 GB of device memory, 0.0\d MB more than there is; the largest buffers: ", late)
+    assert "f32[258015,16,1024] 16.91 GB" in late and "overlays 0.1" in late
+
+
+def test_without_figures_its_first_line_is_kept():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
+    assert explain_exhaustion(error) == f"it needs more memory than there is: {str(error).splitlines()[0]}"
+
+
+def test_another_error_is_not_explained():
+    assert explain_exhaustion(RuntimeError("INVALID_ARGUMENT: HBM")) is None

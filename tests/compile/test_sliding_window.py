@@ -1,0 +1,79 @@
+"""Which positions a draft layer sees, in all four readings of a window."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from dflash_aot.cache.model_config.architecture import Window
+from dflash_aot.compile.models.sliding_window import block_seen, context_seen
+
+WIDEST, LONGEST = 16, 70  # block and context
+READINGS = {
+    "swa_causal": Window(20, causal=True),
+    "swa_flash_window": Window(20, causal=False),
+    "speculators_causal": Window(20, causal=True, anchored=True),
+    "speculators_noncausal": Window(20, causal=False, anchored=True),
+}
+
+
+def sees(window, start, query, key):
+    """The rules as a person would say them; `start` is the anchor's position."""
+    if window is None:
+        return True
+    in_block = key >= start
+    if window.anchored:
+        return (key <= query or not window.causal) if in_block else key >= start - window.size
+    return query - window.size < key <= query if window.causal else query - window.size < key < query + window.size
+
+
+def mask(window, start, block):
+    """bool [block, start + block]: the context, then the block. Cut out of one shape: a new one compiles anew."""
+    positions, context = start + np.arange(WIDEST)[None], np.arange(LONGEST)[None]
+    of_context = np.broadcast_to(context_seen(window, positions, context), (1, WIDEST, LONGEST))
+    of_block = block_seen(window, positions)
+    return np.concatenate([of_context[0, :block, :start], of_block[0, :block, :block]], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("window", "rows"),
+    [
+        (None, ["######", "######", "######"]),
+        (Window(2, causal=True), ["..##..", "...##.", "....##"]),
+        (Window(2, causal=False), ["..###.", "...###", "....##"]),
+        (Window(2, causal=True, anchored=True), [".###..", ".####.", ".#####"]),
+        (Window(2, causal=False, anchored=True), [".#####", ".#####", ".#####"]),
+        (Window(9, causal=True), ["####..", "#####.", "######"]),
+    ],
+)
+def test_a_block_of_three_behind_three_tokens(window, rows):
+    assert ["".join(".#"[flag] for flag in row) for row in mask(window, 3, 3).astype(int)] == rows
+
+
+@given(
+    window=st.none() | st.builds(Window, st.integers(1, 12), st.booleans(), st.booleans()),
+    start=st.integers(1, 30),
+    block=st.integers(1, 9),
+)
+@settings(deadline=None)
+def test_windows_are_those_of_a_loop(window, start, block):
+    rows, keys = range(start, start + block), range(start + block)
+    assert mask(window, start, block).tolist() == [[sees(window, start, q, k) for k in keys] for q in rows]
+
+
+def test_rows_of_a_batch_have_windows_of_their_own():
+    window, starts = Window(4, causal=True), (3, 11)
+    positions = jnp.array([range(start, start + 4) for start in starts])
+    seen = context_seen(window, positions, jnp.arange(11)[None])
+    for row, start in enumerate(starts):
+        assert seen[row, :, :start].tolist() == mask(window, start, 4)[:, :start].tolist()
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("start", [5, 30, 70])
+def test_the_reference_masks(golden_directory, reading, start):
+    masks = load_file(golden_directory / "qwen3-tiny-swa" / "attention_masks.safetensors")
+    expected = masks[f"{reading}.ctx{start}"]
+    assert (mask(READINGS[reading], start, len(expected)) == expected.astype(bool)).all()

@@ -1,0 +1,164 @@
+"""Conversations as their template renders them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import models
+
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.runtime.text.chat_template import has_template, render_chat
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 < 5?"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+RENDERED = "<s><system>Be brief.\n<user>2 + 2 < 5?\n<assistant><think></think>"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def configure(checkpoint, **facts):
+    facts = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<s>", **facts}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(facts))
+
+
+def test_template_of_the_configuration(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+
+
+def test_template_of_its_own_file_comes_first(checkpoint):
+    configure(checkpoint, chat_template="not this one")
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+
+
+def test_the_files_of_a_conversation_are_read_once(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+    for path in checkpoint.iterdir():
+        path.unlink()
+    assert render_chat(checkpoint, MESSAGES[1:]) == RENDERED.replace("<system>Be brief.\n", "")
+
+
+def test_no_template(checkpoint):
+    configure(checkpoint)
+    with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json has no chat template"):
+        render_chat(checkpoint, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for message in messages %}", "Unexpected end of template|unexpected 'end of template'"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ],
+)
+def test_template_that_fails_is_named_with_its_words(checkpoint, template, words):
+    (checkpoint / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadCheckpoint, match=rf"chat_template\.jinja failed: .*({words})"):
+        render_chat(checkpoint, MESSAGES)
+
+
+def test_messages_that_the_template_refuses_are_the_callers_to_mend(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadInput, match="the chat template refuses these messages: roles must alternate") as caught:
+        render_chat(checkpoint, MESSAGES)
+    assert type(caught.value) is BadInput
+
+
+def test_what_the_template_reads_may_be_given(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}")
+    assert render_chat(checkpoint, MESSAGES, {"style": "!"}).endswith("<assistant><think></think>!")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": True}).endswith("<assistant>")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}).endswith("<assistant><think></think>")
+
+
+@pytest.mark.parametrize("name", ["styl", "messages", "chat_template", "add_generation_prompt", "tokenize", "tools"])
+def test_what_the_template_does_not_read_or_is_not_the_callers_is_refused(checkpoint, name):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}{# chat_template tokenize tools #}")
+    with pytest.raises(BadInput, match=f"the chat template reads no variable '{name}' of its caller's"):
+        render_chat(checkpoint, MESSAGES, {name: "{{ 1 }}"})
+
+
+def test_thinking_is_off_also_where_no_template_asks(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("hi")
+    assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}) == "hi"
+    with pytest.raises(BadInput, match="reads no variable 'enable_thinking'"):
+        render_chat(checkpoint, MESSAGES, {"enable_thinking": True})
+
+
+def test_a_template_that_fails_by_what_it_was_given_is_the_callers_to_mend(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ 'a' * times }}")
+    assert render_chat(checkpoint, MESSAGES, {"times": 2}) == "aa"
+    with pytest.raises(BadInput, match="failed with times as they were given") as caught:
+        render_chat(checkpoint, MESSAGES, {"times": "2"})
+    assert type(caught.value) is BadInput
+
+
+def test_whether_there_is_a_template_is_known_without_rendering_one(checkpoint):
+    assert not has_template(checkpoint)
+    configure(checkpoint)
+    assert not has_template(checkpoint)
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert has_template(checkpoint)
+    (checkpoint / "tokenizer_config.json").write_text("{")
+    assert not has_template(checkpoint)
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    assert has_template(checkpoint)
+
+
+def test_no_tokenizer(tmp_path):
+    configure(tmp_path, chat_template=TEMPLATE)
+    with pytest.raises(BadCheckpoint, match=r"there is no .*tokenizer\.json"):
+        render_chat(tmp_path, MESSAGES)
+
+
+def test_broken_configuration(checkpoint):
+    (checkpoint / "tokenizer_config.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        render_chat(checkpoint, MESSAGES)
+
+
+def test_no_messages(checkpoint):
+    with pytest.raises(BadInput, match="at least one message"):
+        render_chat(checkpoint, [])
+
+
+def test_code_of_the_checkpoint_is_not_run(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE, auto_map={"AutoTokenizer": [None, "evil.Evil"]})
+    (checkpoint / "evil.py").write_text("raise SystemExit('this ran')")
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+
+
+FRAMEWORKS = {"torch", "flax", "tensorflow"}
+
+
+def imported(code: str) -> set[str]:
+    listing = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, check=True
+    )
+    return set(listing.stdout.decode().split())
+
+
+def test_transformers_is_imported_when_a_chat_is_rendered(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    module = "from pathlib import Path; from dflash_aot.runtime.text.chat_template import render_chat"
+    assert "transformers" not in imported(module)
+    modules = imported(f"{module}\nrender_chat(Path({str(checkpoint)!r}), {MESSAGES!r})")
+    assert "transformers" in modules
+    assert not modules & FRAMEWORKS
+    assert not [name for name in modules if ".modeling_" in name]
+
+
+def test_the_import_check_can_fail():
+    assert imported("import flax") & FRAMEWORKS

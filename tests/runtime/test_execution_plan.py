@@ -1,0 +1,74 @@
+"""What is needed, and in which order, by hand and against what a bundle has."""
+
+import itertools
+
+import pytest
+
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest_checks import name_executable
+from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
+from dflash_aot.runtime.executables.execution_plan import list_kinds, list_needs, name_chunk, name_kind, name_round
+
+BLOCK = 8
+
+
+def order(buckets: str, ks: list[int], sampling: tuple[str, ...] = ("greedy",)) -> list[str]:
+    """Each once, as "program sizes"."""
+    needs = itertools.chain.from_iterable(list_needs(parse_grid(buckets, BLOCK), sampling, ks))
+    return [f"{program} {','.join(map(str, sizes))}".strip() for program, sizes in dict.fromkeys(needs)]
+
+
+def test_the_order_by_hand():
+    assert order("batch=1,2 length=16,32 k=0,3 prefill=4,32", [3, 0]) == [
+        *("prefill 4,16", "kv_write 1,4", "draft 1,16,3", "verify 1,16,3"),  # whose kv_write is the same
+        *("prefill 4,32", "prefill 32,32", "kv_write 1,32", "draft 1,32,3", "verify 1,32,3"),
+        *("draft 2,16,3", "verify 2,16,3", "kv_write 2,4", "draft 2,32,3", "verify 2,32,3"),
+        *("verify 1,16,0", "kv_write 1,1", "verify 1,32,0"),
+        *("verify 2,16,0", "kv_write 2,1", "verify 2,32,0"),
+        "move",
+    ]
+
+
+def test_without_drafts_nothing_of_the_draft_is_needed():
+    assert order("batch=1 length=16 k=0,3 prefill=4", [0]) == ["prefill 4,16", "verify 1,16,0", "move"]
+
+
+def test_sampled_rounds_come_behind_greedy_ones_of_the_same_k_and_before_the_next():
+    found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
+    assert found[2:] == [
+        *("draft 1,16,3", "verify 1,16,3", "admit", "sampled_verify 1,16,3"),
+        *("verify 1,16,0", "kv_write 1,1", "sampled_verify 1,16,0", "move"),
+    ]
+
+
+def test_where_several_rounds_run_in_one_call_that_comes_first():
+    """What a row needs that is not alone, last: it may never come to that."""
+    found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])
+    rest = ["draft 1,16,3", "verify 1,16,3", "verify 1,16,0", "kv_write 1,1", "move"]
+    assert found == ["prefill 4,16", "kv_write 1,4", "rounds 1,16,3,8", "rounds 1,16,0,8", *rest]
+
+
+def test_the_names_of_a_round():
+    bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=4 rounds=8", BLOCK)
+    assert name_round(bucket, True, drafts=True) == [
+        ("draft", (2, 16, 3)),
+        ("sampled_verify", (2, 16, 3)),
+        ("kv_write", (2, 4)),
+    ]
+    assert name_round(Bucket(2, 16, 0), False, drafts=False) == [("verify", (2, 16, 0))]
+    assert name_kind((bucket, False), grid, drafts=True) == name_round(bucket, False, drafts=True)
+    assert name_kind((bucket, True), grid, drafts=True) == [("admit", ()), *name_round(bucket, True, drafts=True)]
+    assert name_chunk(Chunk(4, 16), drafts=False) == [("prefill", (4, 16))]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tied"])
+def test_everything_in_a_bundle_is_needed(bundle, name):
+    """And nothing else, but what moves rows where there is one slot."""
+    manifest = read_manifest(bundle(name))
+    grid = manifest.grid
+    needed = set(itertools.chain.from_iterable(list_needs(grid, manifest.sampling, grid.k)))
+    there = {name_executable(entry.signature) for entry in manifest.entries}
+    assert there <= needed
+    assert needed - there <= {("move", ())}
+    kinds = list_kinds(grid, manifest.sampling, grid.k[-1])
+    assert len(kinds) == len(set(kinds)) == len(grid.buckets()) * len(manifest.sampling)

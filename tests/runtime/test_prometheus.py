@@ -1,0 +1,351 @@
+"""Metrics of counters made by hand, as a scrape sees them."""
+
+import dataclasses
+import itertools
+import math
+import re
+import threading
+import urllib.request
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest, start_http_server
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.metrics.histogram import SECONDS, Histogram
+from dflash_aot.runtime.metrics.prometheus import FINISHED_REASONS, METRICS, StatsCollector, make_registry
+from dflash_aot.runtime.requests.request import FinishReason
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+NAME = re.compile(r"(vllm|dflash):[a-z][a-z0-9_]*")
+LABEL = re.compile(r"[a-z][a-z0-9_]*")
+TIMINGS = {
+    "vllm:time_to_first_token_seconds": "first_token",
+    "vllm:request_time_per_output_token_seconds": "per_token",
+    "vllm:request_queue_time_seconds": "queued",
+    "vllm:e2e_request_latency_seconds": "latency",
+}
+
+
+def made_up() -> Counters:
+    """Every number another one, so that none can stand for its neighbour."""
+    counters = Counters(
+        rounds=11,
+        padded_rows=12,
+        prefill_chunks=13,
+        padded_prefill=14,
+        moves=15,
+        failures=16,
+        prompt_tokens=17,
+        output_tokens=18,
+        refused=19,
+        waiting=20,
+        running=21,
+        slots=22,
+        executables=30,
+        loaded=31,
+        host_seconds=0.5,
+        host_wall_seconds=0.75,
+        wait_seconds=1.25,
+        compile_events=23,
+        finished={"stop": 24, "length": 25, "cancelled": 26, "error": 27},
+        bucket_rounds={(Bucket(4, 256, 7), True): 28, (Bucket(1, 64, 0), False): 29},
+    )
+    for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
+        counters.note_row(k, accepted)
+    for place, name in enumerate(TIMINGS.values()):
+        for seconds in (0.0005, 0.3, 0.4, 1000.0 + place):
+            getattr(counters, name).observe(seconds)
+    return counters
+
+
+PLAIN = {
+    "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
+    "vllm:spec_decode_num_draft_tokens_total": 13,
+    "vllm:spec_decode_num_accepted_tokens_total": 7,
+    "vllm:num_requests_running": 21,
+    "vllm:num_requests_waiting": 20,
+    "vllm:prompt_tokens_total": 17,
+    "vllm:generation_tokens_total": 18,
+    "dflash:rounds_total": 11,
+    "dflash:rows_total": 4 * 28 + 1 * 29,
+    "dflash:row_rounds_total": 4,
+    "dflash:padded_rows_total": 12,
+    "dflash:prefill_chunks_total": 13,
+    "dflash:padded_prefill_positions_total": 14,
+    "dflash:moves_total": 15,
+    "dflash:slots": 22,
+    "dflash:executables": 30,
+    "dflash:executables_loaded": 31,
+    "dflash:refused_requests_total": 19,
+    "dflash:executable_failures_total": 16,
+    "dflash:compile_events_total": 23,
+    "dflash:host_seconds_total": 0.5,
+    "dflash:host_wall_seconds_total": 0.75,
+    "dflash:wait_seconds_total": 1.25,
+}
+BOUNDS = [*map(str, SECONDS), "+Inf"]
+
+
+def key(name: str, **labels: str):
+    return name, frozenset(labels.items())
+
+
+def expected(model_name: str = "pair"):
+    """All samples of `made_up`, by name and labels."""
+    samples = {key(name): value for name, value in PLAIN.items()}
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    samples |= {key(per_position, position=str(at)): value for at, value in enumerate([2, 2, 1, 1, 1, 0, 0])}
+    reasons = {"stop": 24, "length": 25, "abort": 26, "error": 27}
+    samples |= {key("vllm:request_success_total", finished_reason=word): value for word, value in reasons.items()}
+    samples[key("dflash:bucket_rounds_total", batch="4", length="256", k="7", sampled="true")] = 28
+    samples[key("dflash:bucket_rounds_total", batch="1", length="64", k="0", sampled="false")] = 29
+    for place, name in enumerate(TIMINGS):
+        # 0.0005 is a bound; 0.3 and 0.4 are above 0.25 and at most 0.5; 1000 is above all.
+        cumulative = [1 if bound < 0.5 else 3 for bound in SECONDS] + [4]
+        samples |= {key(f"{name}_bucket", le=le): count for le, count in zip(BOUNDS, cumulative, strict=True)}
+        samples[key(f"{name}_count")] = 4
+        samples[key(f"{name}_sum")] = 0.0005 + 0.3 + 0.4 + 1000.0 + place
+    return {(name, labels | {("model_name", model_name)}): value for (name, labels), value in samples.items()}
+
+
+def scrape(registry: CollectorRegistry) -> str:
+    return generate_latest(registry).decode()
+
+
+def parse(text: str):
+    """All samples of a scrape, by name and labels; none may come twice."""
+    samples: dict = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = (sample.name, frozenset(sample.labels.items()))
+            assert name not in samples, f"{name} twice"
+            samples[name] = sample.value
+    return samples
+
+
+def value(samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset({**labels, "model_name": "pair"}.items())]
+
+
+def test_every_sample_by_hand():
+    assert parse(scrape(make_registry(made_up, "pair"))) == pytest.approx(expected())
+
+
+# What scrapers ask for: curl, Prometheus 3, and Prometheus 2 with the setting that the document tells of.
+PLAIN_TEXT = "text/plain;version=0.0.4;q=0.5,*/*;q=0.4"
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize("accept", ["*/*", PROMETHEUS_3, PLAIN_TEXT])
+def test_every_format_says_the_same(accept):
+    encode, content_type = choose_encoder(accept)
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    assert openmetrics == (accept == PROMETHEUS_3)
+    text = encode(make_registry(made_up, "pair")).decode()
+    families = (parse_openmetrics if openmetrics else text_string_to_metric_families)(text)
+    samples = [
+        (sample.name, frozenset(sample.labels.items()), sample.value) for one in families for sample in one.samples
+    ]
+    assert {(name, labels): value for name, labels, value in samples} == pytest.approx(expected())
+    assert len(samples) == len(expected())
+
+
+def test_types_help_and_names():
+    families = [*text_string_to_metric_families(scrape(make_registry(made_up, "pair")))]
+    assert [family.name for family in families] == [metric.name for metric in METRICS]
+    assert len({family.documentation for family in families}) == len(METRICS)
+    for family in families:
+        assert NAME.fullmatch(family.name) and not family.name.endswith("_total")
+        assert family.documentation.endswith(".")
+        assert all(LABEL.fullmatch(label) for sample in family.samples for label in sample.labels)
+    ours = {"dflash:slots", "dflash:executables", "dflash:executables_loaded"}
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", *ours}
+    types = {family.name: family.type for family in families}
+    assert {name for name, kind in types.items() if kind == "gauge"} == gauges
+    assert {name for name, kind in types.items() if kind == "histogram"} == set(TIMINGS)
+    assert set(types.values()) == {"counter", "gauge", "histogram"}
+
+
+def test_a_histogram_accumulates_and_ends_with_everything():
+    samples = parse(scrape(make_registry(made_up, "pair")))
+    for name in TIMINGS:
+        counts = [value(samples, f"{name}_bucket", le=le) for le in BOUNDS]
+        assert counts == sorted(counts) and counts[-1] == value(samples, f"{name}_count") == 4
+        assert [float(le) for le in BOUNDS] == [*SECONDS, math.inf]
+
+
+def test_an_engine_that_has_done_nothing_shows_zeros():
+    samples = parse(scrape(make_registry(Counters, "pair")))
+    assert set(samples.values()) == {0}
+    by_use = {"vllm:spec_decode_num_accepted_tokens_per_pos_total", "dflash:bucket_rounds_total"}
+    assert {name for name, _ in samples} == {name for name, _ in expected()} - by_use
+
+
+def changed(name: str, old):
+    """Another value for a field of Counters."""
+    if isinstance(old, Histogram):
+        return Histogram([0, 1, *old.counts[2:]], 0.001)
+    if isinstance(old, list):
+        return [5]
+    if isinstance(old, dict):
+        return {(Bucket(1, 2, 3), False): 1} if name == "bucket_rounds" else {"stop": 1}
+    return old + 1
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Counters)])
+def test_nothing_is_counted_that_no_metric_shows(field):
+    counters = Counters()
+    before = scrape(make_registry(counters.copy, "pair"))
+    setattr(counters, field, changed(field, getattr(counters, field)))
+    assert scrape(make_registry(counters.copy, "pair")) != before
+
+
+def test_every_end_of_a_request_has_a_word_of_its_own():
+    assert set(FINISHED_REASONS) == set(get_args(FinishReason))
+    assert len(set(FINISHED_REASONS.values())) == len(FINISHED_REASONS)
+
+
+@pytest.mark.parametrize("model_name", ["a/b-c", 'a "b"', "a\\nb\\", "a\nb", 'a",le="1', "{}=,# ü 中", ""])
+def test_any_text_may_be_the_name_of_a_model(model_name):
+    text = scrape(make_registry(made_up, model_name))
+    assert parse(text) == pytest.approx(expected(model_name))
+    assert all(re.match(r"# (HELP|TYPE) |(vllm|dflash):", line) for line in text.splitlines())
+
+
+def test_two_engines_of_one_process_do_not_mix():
+    first, second = made_up(), Counters(rounds=5)
+    registries = make_registry(lambda: first, "one"), make_registry(lambda: second, "two")
+    assert parse(scrape(registries[0])) == pytest.approx(expected("one"))
+    second.rounds = 6
+    samples = parse(scrape(registries[1]))
+    assert samples["dflash:rounds_total", frozenset({("model_name", "two")})] == 6
+    assert all(("model_name", "two") in labels for _, labels in samples)
+
+
+def test_a_service_may_keep_its_own_metrics_in_the_same_registry():
+    registry = CollectorRegistry(auto_describe=True)
+    Counter("service_requests", "Requests.", registry=registry).inc(3)
+    registry.register(StatsCollector(made_up, "pair"))
+    own = {("service_requests_total", frozenset()): 3}
+    samples = {name: value for name, value in parse(scrape(registry)).items() if name[0] != "service_requests_created"}
+    assert samples == pytest.approx(expected() | own)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(StatsCollector(made_up, "another"))
+
+
+def test_the_engine_is_asked_once_per_scrape_and_not_before():
+    asked = itertools.count(1)
+
+    def stats() -> Counters:
+        number = next(asked)
+        return Counters(rounds=number, moves=number, bucket_rounds={(Bucket(2, 8, 0), False): number})
+
+    registry = make_registry(stats, "pair")
+    for number in range(1, 4):
+        samples = parse(scrape(registry))
+        assert value(samples, "dflash:rounds_total") == value(samples, "dflash:moves_total") == number
+        assert value(samples, "dflash:rows_total") == 2 * number
+
+
+def test_an_engine_that_cannot_answer_is_no_engine_at_zero():
+    def stats() -> Counters:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        scrape(make_registry(stats, "pair"))
+
+
+def test_scrapes_while_counting_goes_on_are_each_whole():
+    """What belongs together is from one step, nothing comes twice or goes back, and the last scrape has it all."""
+    live, published, rows = Counters(), [Counters()], 3000
+
+    def serve() -> None:
+        for number in range(rows):
+            live.note_round(Bucket(1 + number % 4, 64, 3), False, 1)
+            live.note_row(3, number % 4)
+            live.latency.observe(number / 1000)
+            published[0] = live.copy()
+
+    registry = make_registry(lambda: published[0], "pair")
+    thread = threading.Thread(target=serve)
+    thread.start()
+    seen, running = [], True
+    while running:
+        running = thread.is_alive()  # one scrape after the end
+        samples = parse(scrape(registry))
+        names = [(name, labels) for name, labels in samples if name.endswith("_per_pos_total")]
+        accepted = value(samples, "vllm:spec_decode_num_accepted_tokens_total")
+        assert sum(samples[name] for name in names) == accepted
+        rounds = value(samples, "dflash:rounds_total")
+        assert sum(count for (name, _), count in samples.items() if name == "dflash:bucket_rounds_total") == rounds
+        assert value(samples, "dflash:rows_total") == rounds + value(samples, "dflash:padded_rows_total")
+        assert value(samples, "vllm:e2e_request_latency_seconds_bucket", le="+Inf") == rounds
+        seen.append(rounds)
+    assert seen == sorted(seen) and seen[-1] == rows
+
+
+def test_the_document_lists_every_metric_once_and_no_other():
+    listed = re.findall(r"^\| `([a-z]+:\w+)`", DOCUMENT.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(sample_name(metric.name) for metric in METRICS)
+
+
+def sample_name(name: str) -> str:
+    """As queries write it: counters end in _total."""
+    return f"{name}_total" if f"{name}_total" in {name for name, _ in expected()} else name
+
+
+def test_queries_in_the_document_use_names_that_exist():
+    queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL))
+    asked = {name.group() for name in NAME.finditer(queries)}
+    assert asked and asked <= {name for name, _ in expected()}
+
+
+def test_an_engine_is_scraped_over_http(bundle, cases):
+    params = SamplingParams(max_tokens=9, stop_token_ids=())
+    with Engine.open(bundle("tiny")) as engine:
+        registry = make_registry(engine.stats, "pair")
+        server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        idle = parse(fetch(url))
+        results = [engine.generate(cases["len1"].later(cut).prompt, params) for cut in range(4)]
+        engine.close()  # its last step has ended: nothing is counted any more
+        own = parse(scrape(engine.metrics()))
+        samples, only = parse(fetch(url)), parse(fetch(f"{url}?name[]=dflash:rounds_total"))
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert {name for name, _ in own} == {name for name, _ in samples}
+    assert value(idle, "dflash:rounds_total") == value(idle, "vllm:generation_tokens_total") == 0
+    assert value(idle, "dflash:slots") == 1
+    accepted = [count for result in results for count in result.accepted]
+    assert value(samples, "vllm:spec_decode_num_accepted_tokens_total") == sum(accepted) > 0
+    assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == engine.stats().drafted > 0
+    assert value(samples, "vllm:spec_decode_num_drafts_total") <= value(samples, "dflash:row_rounds_total")
+    assert value(samples, "dflash:row_rounds_total") == len(accepted) <= value(samples, "dflash:rows_total")
+    rounds = value(samples, "dflash:rounds_total")
+    assert sum(count for (name, _), count in samples.items() if name == "dflash:bucket_rounds_total") == rounds
+    assert value(samples, "vllm:generation_tokens_total") == sum(len(result.token_ids) for result in results) == 36
+    assert value(samples, "vllm:prompt_tokens_total") == sum(result.prompt_tokens for result in results)
+    assert value(samples, "vllm:request_success_total", finished_reason="length") == 4
+    assert value(samples, "vllm:num_requests_running") == value(samples, "vllm:num_requests_waiting") == 0
+    assert value(samples, "dflash:compile_events_total") == value(samples, "dflash:executable_failures_total") == 0
+    for name in TIMINGS:
+        assert value(samples, f"{name}_count") == 4
+    whole = sum(result.seconds for result in results)
+    assert value(samples, "vllm:e2e_request_latency_seconds_sum") == pytest.approx(whole)
+    assert only == {name: rounds for name in only} and [name for name, _ in only] == ["dflash:rounds_total"]
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return answer.read().decode()

@@ -1,0 +1,510 @@
+"""The waiting line: its order, its bound, and nobody lost, by one thread and by many."""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_aot.cache.errors import EngineFailed, QueueFull
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+
+LONG = 120.0  # seconds: longer than anything takes that does not hang
+
+
+def request(
+    line: WaitingLine | None = None, priority: int = 0, deadline: float | None = None, name: int = 0
+) -> Request:
+    return Request(
+        prompt=[name],
+        params=SamplingParams(),
+        limit=1,
+        stop_ids=frozenset(),
+        text=None,
+        emit=lambda delta: None,
+        submitted=0.0,
+        priority=priority,
+        deadline=deadline,
+        on_cancel=(lambda: None) if line is None else line.note_cancel,
+    )
+
+
+def joined(line: WaitingLine, *priorities: int) -> list[Request]:
+    requests = [request(line, priority) for priority in priorities]
+    for one in requests:
+        line.join(one)
+    return requests
+
+
+def take_all(line: WaitingLine) -> list[Request]:
+    return list(iter(line.take, None))
+
+
+def start(*targets: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def finish(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "a thread hangs"
+
+
+# -- order and bound
+
+
+def test_the_line_is_first_come_first_served():
+    line = WaitingLine(5)
+    requests = joined(line, 0, 0, 0)
+    assert len(line) == 3
+    assert take_all(line) == requests
+    assert line.take() is None
+
+
+def test_a_lower_priority_goes_first_and_equal_ones_keep_their_order():
+    line = WaitingLine(9)
+    a, b, c, d, e = joined(line, 1, 0, -3, 0, 1)
+    assert take_all(line) == [c, b, d, a, e]
+
+
+def test_a_full_line_refuses_in_words_and_counts_it():
+    line = WaitingLine(2)
+    a, b = joined(line, 0, 0)
+    with pytest.raises(QueueFull, match="2 requests are waiting, and no more than 2 may.*larger max_waiting"):
+        line.join(request())
+    with pytest.raises(QueueFull):
+        line.join(request(priority=-9))  # whoever comes first has his place
+    assert (line.refused, len(line)) == (2, 2)
+    assert line.take() is a
+    c = request()
+    line.join(c)
+    assert take_all(line) == [b, c]
+
+
+# -- places
+
+
+def test_who_asks_where_there_is_room_has_a_place_at_once():
+    line = WaitingLine(1)
+    one = request()
+    assert line.ask(one).result(0) is None
+    assert take_all(line) == [one]
+
+
+def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
+    line = WaitingLine(1)
+    (inside,) = joined(line, 0)
+    outside = [request(name=number, priority=-number) for number in range(3)]
+    places = [line.ask(one) for one in outside]
+    assert not any(place.done() for place in places)
+    for at, expected in enumerate([inside, *outside]):
+        assert line.take() is expected
+        assert [place.done() for place in places] == [number <= at for number in range(3)]
+    assert line.refused == 0
+
+
+def test_nobody_joins_past_those_outside():
+    line = WaitingLine(1)
+    joined(line, 0)
+    place = line.ask(request())
+    line.take()
+    assert place.done()
+    with pytest.raises(QueueFull):
+        line.join(request())
+
+
+def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
+    line = WaitingLine(1)
+    joined(line, 0)
+    gone, kept = request(line), request(line)
+    given_up, place = line.ask(gone), line.ask(kept)
+    line.withdraw(gone)
+    assert gone.cancelled
+    line.take()
+    assert (given_up.done(), place.done()) == (False, True)
+    assert take_all(line) == [kept]
+
+
+def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
+    line = WaitingLine(1)
+    one = request(line)
+    assert line.ask(one).done()
+    line.withdraw(one)
+    assert line.drop_ended(0.0) == [(one, "")]
+    assert len(line) == 0
+
+
+def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
+    """As an event loop does it, before it withdraws."""
+    line = WaitingLine(1)
+    joined(line, 0)
+    places = [line.ask(request(name=number)) for number in range(2)]
+    assert places[0].cancel()
+    line.take()
+    assert places[1].done()
+    assert [one.prompt for one in take_all(line)] == [[1]]
+
+
+# -- who leaves
+
+
+def test_whoever_cancels_is_dropped_with_the_next_look_and_the_others_keep_their_order():
+    line = WaitingLine(9)
+    a, b, c, d = joined(line, 1, 0, 0, 1)
+    assert line.drop_ended(0.0) == []
+    c.cancel()
+    a.cancel()
+    dropped = line.drop_ended(0.0)
+    assert sorted(map(id, (one for one, _ in dropped))) == sorted(map(id, (a, c)))
+    assert {why for _, why in dropped} == {""}
+    assert line.drop_ended(0.0) == []
+    assert take_all(line) == [b, d]
+
+
+@pytest.mark.parametrize("gone", range(9))
+def test_the_order_holds_whoever_leaves(gone):
+    line = WaitingLine(9)
+    requests = joined(line, 0, 5, 1, 6, 7, 2, 3, 8, 4)
+    requests[gone].cancel()
+    line.drop_ended(0.0)
+    left = [one for one in requests if one is not requests[gone]]
+    assert take_all(line) == sorted(left, key=lambda one: one.priority)
+
+
+def test_whose_deadline_has_passed_is_dropped_with_the_reason():
+    line = WaitingLine(9)
+    late, later, never = (request(deadline=deadline) for deadline in (1.5, 2.5, None))
+    for one in (later, never, late):
+        line.join(one)
+    assert line.drop_ended(1.0) == []
+    assert line.drop_ended(1.5) == [(late, "its deadline of 1.5 s has passed")]
+    assert line.drop_ended(2.0) == []
+    assert line.drop_ended(9.0) == [(later, "its deadline of 2.5 s has passed")]
+    assert line.drop_ended(1e9) == []
+    assert take_all(line) == [never]
+
+
+def test_the_earliest_deadline_holds_in_whatever_order_they_come():
+    for deadlines in itertools.permutations((1.0, 2.0, 3.0)):
+        line = WaitingLine(9)
+        for deadline in deadlines:
+            line.join(request(deadline=deadline))
+        assert [[one.deadline for one, _ in line.drop_ended(now)] for now in (1.0, 2.0, 3.0)] == [[1.0], [2.0], [3.0]]
+
+
+def test_a_deadline_that_left_the_line_leaves_the_others():
+    line = WaitingLine(9)
+    early, late = request(deadline=1.0), request(deadline=3.0)
+    line.join(early)
+    line.join(late)
+    assert line.take() is early
+    assert line.drop_ended(2.0) == []
+    assert [one for one, _ in line.drop_ended(3.0)] == [late]
+
+
+def test_who_stood_outside_is_held_to_its_deadline_inside():
+    line = WaitingLine(1)
+    joined(line, 0)
+    late = request(deadline=1.0)
+    line.ask(late)
+    assert line.drop_ended(2.0) == []
+    line.take()
+    assert [one for one, _ in line.drop_ended(2.0)] == [late]
+
+
+def test_who_cancelled_outside_is_dropped_inside():
+    line = WaitingLine(1)
+    joined(line, 0)
+    gone = request(line)
+    line.ask(gone)
+    gone.cancel()
+    assert line.drop_ended(0.0) == []
+    line.take()
+    assert line.drop_ended(0.0) == [(gone, "")]
+
+
+def test_whoever_is_dropped_leaves_a_place_to_those_outside():
+    line = WaitingLine(2)
+    a, b = joined(line, 0, 0)
+    places = [line.ask(request()) for _ in range(3)]
+    a.cancel()
+    b.cancel()
+    line.drop_ended(0.0)
+    assert [place.done() for place in places] == [True, True, False]
+
+
+# -- the end
+
+
+def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
+    line = WaitingLine(1)
+    (a,) = joined(line, 0)
+    one = request()
+    outside = line.ask(one)
+    assert line.closed is None
+    line.close("the engine was closed")
+    line.close("something else")
+    assert line.closed == "the engine was closed"
+    for refused in (lambda: outside.result(0), lambda: line.join(request()), lambda: line.ask(request())):
+        with pytest.raises(EngineFailed, match="no request is taken any more: the engine was closed"):
+            refused()
+    assert one.cancelled
+    assert line.refused == 0  # there is no place to wait for
+    line.wait()  # for nothing: it is shut
+    assert list(line.empty()) == [a]
+    line.wait()
+    assert len(line) == 0
+
+
+def test_who_is_left_is_handed_back_in_order():
+    line = WaitingLine(9)
+    a, b, c = joined(line, 1, 0, 0)
+    assert list(line.empty()) == [b, c, a]
+
+
+def test_a_line_can_be_closed_while_an_asker_gives_up():
+    """An event loop cancels the place first and withdraws when the task runs again: a close may come between."""
+    line = WaitingLine(1)
+    joined(line, 0)
+    given_up, kept = line.ask(request()), line.ask(request())
+    given_up.cancel()
+    line.close("the engine was closed")
+    with pytest.raises(CancelledError):
+        given_up.result(0)
+    with pytest.raises(EngineFailed):
+        kept.result(0)
+
+
+# -- any order of events
+
+
+class PlainLine:
+    """The slow, obvious line: lists, sorted when somebody is taken."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.inside: list[Request] = []
+        self.outside: deque[Request] = deque()
+
+    def join(self, one: Request) -> bool:
+        if len(self.inside) < self.limit:
+            self.inside.append(one)
+            return True
+        return False
+
+    def ask(self, one: Request) -> None:
+        self.outside.append(one)
+        self.let_in()
+
+    def let_in(self) -> None:
+        while self.outside and len(self.inside) < self.limit:
+            self.inside.append(self.outside.popleft())
+
+    def take(self) -> Request | None:
+        if not self.inside:
+            return None
+        taken = sorted(self.inside, key=lambda one: one.priority)[0]  # stable
+        self.inside.remove(taken)
+        self.let_in()
+        return taken
+
+    def drop_ended(self, now: float) -> list[Request]:
+        ended = [one for one in self.inside if one.find_end(now) is not None]
+        self.inside = [one for one in self.inside if one not in ended]
+        self.let_in()
+        return ended
+
+
+events = st.tuples(
+    st.sampled_from(["join", "join", "ask", "take", "cancel", "withdraw", "sweep"]),
+    st.integers(-3, 3),  # priority
+    st.none() | st.integers(1, 40),  # deadline
+    st.integers(0, 50),  # whom
+)
+
+
+@settings(derandomize=True, max_examples=300)
+@given(limit=st.sampled_from([1, 2, 9]), happening=st.lists(events, max_size=50))
+def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
+    line, plain, known = WaitingLine(limit), PlainLine(limit), []
+    for now, (what, priority, deadline, whom) in enumerate(happening):
+        one = request(line, priority, deadline)
+        match what:
+            case "join":
+                if plain.join(one):
+                    line.join(one)
+                else:
+                    with pytest.raises(QueueFull):
+                        line.join(one)
+            case "ask":
+                plain.ask(one)
+                assert line.ask(one).done() == (one in plain.inside)
+            case "take":
+                assert line.take() is plain.take()
+            case "cancel" if plain.inside:  # outside they withdraw
+                plain.inside[whom % len(plain.inside)].cancel()
+            case "withdraw" if known:
+                line.withdraw(known[whom % len(known)])
+                plain.outside = deque(other for other in plain.outside if other is not known[whom % len(known)])
+            case "sweep":
+                assert {other for other, _ in line.drop_ended(now)} == set(plain.drop_ended(now))
+        known.append(one)
+        assert len(line) == len(plain.inside) <= limit
+    assert list(line.empty()) == sorted(plain.inside, key=lambda other: other.priority)
+
+
+# -- threads
+
+
+def comes(line: WaitingLine) -> bool:
+    """Whether somebody does, before it is shut."""
+    line.wait()
+    return len(line) > 0
+
+
+def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed():
+    line, one = WaitingLine(1), request()
+    seen: list[object] = []
+
+    def serve() -> None:
+        while comes(line):
+            seen.append(line.take())
+
+    threads = start(serve)
+    assert line.ask(one).result(LONG) is None
+    line.close("the engine was closed")
+    finish(threads)
+    assert seen == [one]
+
+
+def test_the_engine_s_thread_is_woken_for_something_else_once():
+    line, woken = WaitingLine(1), threading.Semaphore(0)
+
+    def wait() -> None:
+        while line.closed is None:
+            line.wait()
+            woken.release()
+
+    line.wake()  # before anybody waits: it is not lost
+    threads = start(wait)
+    assert woken.acquire(timeout=LONG)
+    line.wake()
+    assert woken.acquire(timeout=LONG)
+    assert not woken.acquire(blocking=False)
+    line.close("the engine was closed")
+    finish(threads)
+    assert len(line) == 0
+
+
+def test_closing_wakes_every_thread_that_waits_for_a_place():
+    line, ready = WaitingLine(1), threading.Barrier(9)
+    joined(line, 0)
+    refused: list[str] = []
+
+    def ask() -> None:
+        place = line.ask(request())
+        ready.wait(LONG)
+        with pytest.raises(EngineFailed) as error:
+            place.result(LONG)
+        refused.append(str(error.value))
+
+    threads = start(*[ask] * 8)
+    ready.wait(LONG)
+    line.close("the engine was closed")
+    finish(threads)
+    assert refused == ["no request is taken any more: the engine was closed"] * 8
+
+
+CALLERS, EACH = 8, 500
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["join", "ask"])
+def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(waits):
+    """One thread takes; who is refused comes again. Those of one thread and one priority stay in their order."""
+    line, ready = WaitingLine(16), threading.Barrier(CALLERS + 1)
+    taken: list[Request] = []
+    refused = itertools.count()
+
+    def join(one: Request) -> None:
+        while True:
+            try:
+                return line.join(one)
+            except QueueFull:
+                next(refused)
+                time.sleep(0)  # lets the taker run
+
+    def call(caller: int) -> None:
+        ready.wait(LONG)
+        for number in range(EACH):
+            one = request(priority=number % 2, name=caller * EACH + number)
+            if waits:
+                line.ask(one).result(LONG)
+            else:
+                join(one)
+
+    def take() -> None:
+        ready.wait(LONG)
+        while comes(line):
+            taken.append(line.take())
+
+    taker, callers = start(take), start(*[lambda caller=caller: call(caller) for caller in range(CALLERS)])
+    finish(callers)
+    line.close("all have come")
+    finish(taker)
+    names = [one.prompt[0] for one in taken]
+    assert sorted(names) == list(range(CALLERS * EACH))
+    assert line.refused == next(refused)
+    for caller, priority in itertools.product(range(CALLERS), range(2)):
+        own = [name for name in names if name // EACH == caller and name % 2 == priority]
+        assert own == sorted(own)
+
+
+def test_whatever_threads_ask_cancel_and_withdraw_each_request_has_one_end():
+    """Taken, dropped, or never let in because its asker had withdrawn before."""
+    line, ready = WaitingLine(4), threading.Barrier(CALLERS + 1)
+    requests: list[list[Request]] = [[] for _ in range(CALLERS)]
+    taken: list[Request] = []
+    dropped: list[Request] = []
+
+    def call(caller: int) -> None:
+        ready.wait(LONG)
+        for number in range(EACH):
+            one = request(line)
+            requests[caller].append(one)
+            place = line.ask(one)
+            if number % 3 == 0:
+                place.result(LONG)
+            elif number % 3 == 1:
+                one.cancel()
+                place.result(LONG)
+            else:
+                line.withdraw(one)
+
+    def take() -> None:
+        ready.wait(LONG)
+        while comes(line):
+            dropped.extend(one for one, _ in line.drop_ended(0.0))
+            if (one := line.take()) is not None:
+                taken.append(one)
+
+    taker, callers = start(take), start(*[lambda caller=caller: call(caller) for caller in range(CALLERS)])
+    finish(callers)
+    line.close("all have come")
+    finish(taker)
+    ends = [*taken, *dropped]
+    assert len(ends) == len(set(ends))
+    asked = set(itertools.chain.from_iterable(requests))
+    assert set(ends) <= asked
+    assert all(one.cancelled for one in asked - set(ends))
+    assert all(one.cancelled for one in dropped)
+    assert sum(not one.cancelled for one in taken) == CALLERS * len(range(0, EACH, 3))

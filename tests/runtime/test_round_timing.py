@@ -1,0 +1,29 @@
+"""Rounds that are timed when a bundle is opened."""
+
+import numpy as np
+
+from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.speculation.round_timing import bound_times, time_rounds
+
+
+def test_what_does_less_takes_no_longer():
+    one, more_k, more_rows = Bucket(1, 64, 0), Bucket(1, 64, 7), Bucket(4, 64, 0)
+    measured = {(one, False): 5.0, (more_k, False): 3.0, (more_rows, False): 2.0, (one, True): 9.0}
+    assert bound_times(measured) == {
+        (one, False): 2.0,
+        (more_k, False): 3.0,  # more rows are not more tokens
+        (more_rows, False): 2.0,
+        (one, True): 9.0,  # sampling is more, not less
+    }
+
+
+def test_every_round_is_timed_and_none_leaves_a_trace(bundle):
+    """As after `Engine.open`: no slot has a length, though the rounds ran behind full ones."""
+    opened = open_bundle(bundle("tiny"), None, None, "auto")
+    times = time_rounds(opened.bundle, opened.state)
+    assert set(times) == {(bucket, False) for bucket in opened.bundle.manifest.grid.buckets()}
+    assert all(0 < seconds < 60 for seconds in times.values())
+    assert times == bound_times(times)
+    for array in opened.state.read(("lengths", "anchors")):
+        assert not np.asarray(array).any()

@@ -1,0 +1,179 @@
+"""What is placed on the device for which parameters, seen on the toy's `admit`, and seeds in two halves."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.runtime.executables.sampling_state import Admission, split_seed
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.slots import Row
+from tests.runtime.toy import VOCAB, OnDevice, ToyEngine, ToyState, Wish
+
+PROMPT = [7, 5, 5, 96]
+ARGUMENTS = ("slots", "starts", "anchor", "sampling", "seeds", "bias", "prompted", "tops")
+
+
+class Recorder:
+    """An `admit` that keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, np.ndarray]] = []
+        self.placed: list[dict[str, OnDevice]] = []
+
+    def __call__(self, state: ToyState, *arguments: OnDevice) -> tuple[()]:
+        self.placed.append(dict(zip(ARGUMENTS, arguments, strict=True)))
+        self.calls.append({name: array.values for name, array in self.placed[-1].items()})
+        return ()
+
+
+def row(sampled: bool = True, **params: object) -> Row:
+    request = Request(PROMPT, SamplingParams(**params), 9, frozenset(), None, lambda delta: None)  # type: ignore[arg-type]
+    return Row(request, sampled=sampled)
+
+
+def admit(*rows: Row) -> Recorder:
+    """Each into slot 3."""
+    recorder, state = Recorder(), ToyEngine().state
+    admission = Admission(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
+    for one in rows:
+        admission.admit(one, 3)
+    return recorder
+
+
+def admitted(**params: object) -> dict[str, np.ndarray]:
+    return admit(row(**params)).calls[0]
+
+
+# -- seeds
+
+
+@pytest.mark.parametrize(
+    ("seed", "halves"),
+    [
+        (0, (0, 0)),
+        (1, (0, 1)),
+        (1 << 32, (1, 0)),
+        ((1 << 31) - 1, (0, 2147483647)),
+        (1 << 31, (0, -2147483648)),
+        ((1 << 32) - 1, (0, -1)),
+        (-1, (-1, -1)),
+        (-(1 << 63), (-2147483648, 0)),
+        ((1 << 63) - 1, (2147483647, -1)),
+        ((1 << 64) - 1, (-1, -1)),
+    ],
+)
+def test_a_seed_is_its_high_and_its_low_half(seed, halves):
+    split = split_seed(seed)
+    assert (split.dtype, split.shape) == (np.int32, (1, 2))
+    assert tuple(split[0].tolist()) == halves
+
+
+@given(st.integers(-(1 << 63), (1 << 64) - 1))
+def test_two_halves_are_the_seed_again(seed):
+    high, low = (int(half) & 0xFFFFFFFF for half in split_seed(seed)[0])
+    assert high << 32 | low == seed % (1 << 64)
+
+
+def test_without_a_seed_every_request_has_another_one():
+    seeds = {tuple(call["seeds"][0].tolist()) for call in admit(*(row(temperature=1.0) for _ in range(20))).calls}
+    assert len(seeds) == 20
+    assert len({high for high, _ in seeds}) > 1  # all 64 bits are drawn
+    assert len({low for _, low in seeds}) > 1
+
+
+# -- what is placed
+
+
+def test_what_is_placed_has_the_shapes_and_types_of_the_signature():
+    shapes = {name: (values.dtype.name, values.shape) for name, values in admitted(temperature=1.0).items()}
+    assert shapes == {
+        "slots": ("int32", (1,)),
+        "starts": ("int32", (1,)),
+        "anchor": ("int32", (1,)),
+        "sampling": ("float32", (1, len(SAMPLING_COLUMNS))),
+        "seeds": ("int32", (1, 2)),
+        "bias": ("float32", (1, VOCAB)),
+        "prompted": ("bool", (1, VOCAB)),
+        "tops": ("int32", (1,)),
+    }
+
+
+def test_a_sampled_row_starts_at_its_prompt_s_last_token_and_a_greedy_one_goes_on_where_it_is():
+    call = admitted()
+    assert [call[name].tolist() for name in ("slots", "starts", "anchor")] == [[3], [3], [96]]
+    assert admit(row(sampled=False)).calls[0]["anchor"].tolist() == [-1]
+
+
+def test_a_greedy_request_asks_for_nothing():
+    call = admit(row(sampled=False)).calls[0]
+    assert dict(zip(SAMPLING_COLUMNS, call["sampling"][0].tolist(), strict=True)) == NEUTRAL
+    assert not any(call[name].any() for name in ("bias", "prompted", "tops"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0.5), ("top_k", 3), ("top_p", 0.25), ("min_p", 0.125), ("repetition_penalty", 1.5)]
+    + [("presence_penalty", -0.5), ("frequency_penalty", 2.0)],
+)
+def test_every_parameter_is_in_its_own_column(name, value):
+    columns = dict(zip(SAMPLING_COLUMNS, admitted(**{name: value})["sampling"][0].tolist(), strict=True))
+    assert columns == {**NEUTRAL, name: value}
+
+
+def test_a_bias_lies_on_its_tokens_and_on_no_other_request_s():
+    biased, plain, empty = admit(row(logit_bias={0: -100.0, 96: 1.5}), row(), row(logit_bias={})).calls
+    assert {token: value for token, value in enumerate(biased["bias"][0].tolist()) if value} == {0: -100.0, 96: 1.5}
+    assert not plain["bias"].any()
+    assert not empty["bias"].any()
+
+
+def test_the_prompt_is_placed_where_a_repetition_of_it_counts():
+    penalised, plain = admit(row(repetition_penalty=1.1), row(presence_penalty=1.0)).calls
+    assert np.flatnonzero(penalised["prompted"][0]).tolist() == [5, 7, 96]
+    assert not plain["prompted"].any()
+
+
+@pytest.mark.parametrize(("logprobs", "wanted"), [(None, 0), (0, 0), (1, 1), (20, 1)])
+def test_the_likeliest_tokens_are_wanted_where_some_are_asked_for(logprobs, wanted):
+    assert admitted(logprobs=logprobs)["tops"].tolist() == [wanted]
+
+
+def test_what_most_requests_leave_empty_is_placed_once():
+    first, second, other = admit(row(), row(temperature=1.0), row(logit_bias={1: 1.0}, repetition_penalty=2.0)).placed
+    for name in ("bias", "prompted"):
+        assert first[name] is second[name]
+        assert other[name] is not first[name]
+
+
+def test_a_row_that_was_admitted_says_so():
+    one = row()
+    assert not one.admitted
+    admit(one)
+    assert one.admitted
+
+
+# -- to the slot
+
+
+def test_an_admission_reaches_its_slot_and_no_other():
+    engine = ToyEngine()
+    admission = Admission(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
+    slots = engine.state.slots
+    slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
+    before = [slot.copy() for slot in slots]
+    admission.admit(row(temperature=0.5, seed=-2, repetition_penalty=2.0, logit_bias={4: -1.0, 9: 1.0}, logprobs=3), 2)
+    assert slots[2].wish == Wish(0.5, (1 << 64) - 2, 0.0, 2.0, prompted=3, forced=9, tops=True)
+    assert (slots[2].length, slots[2].anchor, slots[2].said) == (3, 96, 0)
+    assert slots[:2] + slots[3:] == before[:2] + before[3:]
+    admission.admit(row(sampled=False), 2)
+    assert slots[2].wish is not None and slots[2].wish.temperature == 0
+    assert (slots[2].length, slots[2].anchor) == (3, 96)  # both stay
+
+
+@pytest.mark.parametrize(("top_k", "placed"), [(0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, 0), (10**400, 0)])
+def test_a_top_k_of_all_tokens_or_more_is_no_limit(top_k, placed):
+    (call,) = admit(row(temperature=1.0, top_k=top_k)).calls
+    assert call["sampling"][0, SAMPLING_COLUMNS.index("top_k")] == placed

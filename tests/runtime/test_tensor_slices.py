@@ -1,0 +1,117 @@
+"""Boxes of arguments as boxes of stored tensors, against NumPy on numbered elements."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dflash_aot.cache.bundle.weight_recipe import Placement
+from dflash_aot.runtime.weights.tensor_slices import (
+    box_shape,
+    box_slices,
+    intersect,
+    move_box,
+    split_box,
+    stored_box,
+    whole_box,
+)
+
+G, R, D, H, W, M, E, L = 4, 2, 3, 6, 8, 4, 3, 2  # kv heads, queries per one, head, hidden, MLP, expert, experts, layers
+# The kinds of arguments there are: shape, the dimension that devices split, (stored, offset, extent) of some tensors.
+KINDS = {
+    "q": ((G, R, D, H), 0, [((G * R * D, H), (0, 0, 0, 0), (G, R, D, H))]),
+    "kv": ((G, 2, D, H), 0, [((G * D, H), (0, at, 0, 0), (G, 1, D, H)) for at in range(2)]),
+    "kv_bias": ((G, 2, D), 0, [((G * D,), (0, at, 0), (G, 1, D)) for at in range(2)]),
+    "o": ((H, G, R, D), 1, [((H, G * R * D), (0, 0, 0, 0), (H, G, R, D))]),
+    "gate_up": ((2, W, H), 1, [((W, H), (at, 0, 0), (1, W, H)) for at in range(2)]),
+    "down": ((H, W), 1, [((H, W), (0, 0), (H, W))]),
+    "experts": ((2 * E, M, H), 1, [((M, H), (at, 0, 0), (1, M, H)) for at in range(2 * E)]),
+    "embedding": ((W, H), 0, [((W, H), (0, 0), (W, H))]),
+    "stacked q": ((L, G, R, D, H), 1, [((G * R * D, H), (at, 0, 0, 0, 0), (1, G, R, D, H)) for at in range(L)]),
+    "stacked o": ((L, H, G, R, D), 2, [((H, G * R * D), (at, 0, 0, 0, 0), (1, H, G, R, D)) for at in range(L)]),
+    "stacked norm": ((L, H), None, [((H,), (at, 0), (1, H)) for at in range(L)]),
+}
+
+
+def placements(kind: str) -> list[Placement]:
+    return [Placement(f"tensor {at}", *one) for at, one in enumerate(KINDS[kind][2])]
+
+
+def assemble(shape: tuple[int, ...], kind: str, box) -> np.ndarray:
+    """What the boxes lead to, of tensors whose elements are all different."""
+    array = np.full(box_shape(box), -1)
+    for number, placement in enumerate(placements(kind)):
+        stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
+        if common := intersect(box, placement):
+            for piece in split_box(common, 5):
+                part = move_box(piece, placement.offset)
+                values = stored[box_slices(stored_box(placement, part))].reshape(box_shape(part))
+                array[box_slices(move_box(piece, [start for start, _ in box]))] = values
+    return array
+
+
+def assemble_slowly(kind: str) -> np.ndarray:
+    """The whole argument, tensor by tensor."""
+    array = np.full(KINDS[kind][0], -1)
+    for number, placement in enumerate(placements(kind)):
+        stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
+        array[box_slices(move_box(whole_box(placement.extent), [-at for at in placement.offset]))] = stored.reshape(
+            placement.extent
+        )
+    return array
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_every_devices_slice_is_that_of_the_whole_argument(kind, devices):
+    shape, split, _ = KINDS[kind]
+    whole = assemble_slowly(kind)
+    assert whole.min() == 0  # filled completely
+    for device in range(devices):
+        box = list(whole_box(shape))
+        if split is not None:
+            share = shape[split] // devices
+            box[split] = (device * share, (device + 1) * share)
+        np.testing.assert_array_equal(assemble(shape, kind, tuple(box)), whole[box_slices(tuple(box))])
+
+
+def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
+    """All boxes of a small extent: those with an answer are right, the others are no range."""
+    placement = Placement("t", (2 * 3, 2), (0, 0, 0, 0), (2, 3, 1, 2))
+    numbers = np.arange(12).reshape(6, 2)
+    ranges = [list(itertools.combinations(range(size + 1), 2)) for size in placement.extent]
+    answered = refused = 0
+    for part in itertools.product(*ranges):
+        wanted = numbers.reshape(placement.extent)[box_slices(part)]
+        try:
+            found = numbers[box_slices(stored_box(placement, part))]
+        except AssertionError:
+            rows = np.unique(wanted // 2)
+            assert len(rows) <= rows[-1] - rows[0]  # with a gap
+            refused += 1
+        else:
+            np.testing.assert_array_equal(found.reshape(box_shape(part)), wanted)
+            answered += 1
+    assert answered and refused
+
+
+@pytest.mark.parametrize(
+    ("stored", "extent"), [((4, 3), (3, 4)), ((2, 6), (4, 3)), ((6,), (4,)), ((4,), (2, 3)), ((2,), (2, 2))]
+)
+def test_a_reshape_over_the_borders_of_dimensions_is_refused(stored, extent):
+    with pytest.raises(AssertionError):
+        stored_box(Placement("t", stored, (0,) * len(extent), extent), whole_box(extent))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 24, 1000])
+@pytest.mark.parametrize(
+    "box", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
+)
+def test_a_box_that_is_split_has_the_same_numbers_in_the_same_order(box, most):
+    parts = [*split_box(box, most)]
+    numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]
+    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in box)))
+    longer = next((axis for axis, (start, stop) in enumerate(box) if stop - start > 1), None)
+    for part in parts:
+        assert math.prod(box_shape(part)) <= most or longer is None or box_shape(part)[longer] == 1
