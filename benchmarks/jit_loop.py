@@ -25,10 +25,10 @@ from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
-from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, call_once
-from dflash_aot.runtime.weights.checkpoint_pair import locate_pair
+from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, warm_up_executable
+from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 Name = tuple[str, tuple[int, ...]]
@@ -58,7 +58,7 @@ class Jitted:
         self._programs = Programs(
             manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling
         )
-        self._weights = load_weights(manifest.weights, locate_pair(manifest, target, draft), self._devices)
+        self._weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), self._devices)
         self._signatures = {_name(one): one for one in self._programs.signatures(manifest.grid)}
         self._ready: dict[Name, Executable] = {}
 
@@ -70,7 +70,7 @@ class Jitted:
             jitted = jit_program(signature, self._programs.function(signature), known, make_mesh(self._devices))
             executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called alike
             executable.bind(self._weights)
-            call_once(executable, self.state)
+            warm_up_executable(executable, self.state)
             self._ready[name] = executable
         return self._ready[name]
 
@@ -124,7 +124,7 @@ class JitLoop:
 
     def serve(self, lists: Sequence[Sequence[Prompt]]) -> Served:
         """All lists to their ends. Tracing anything meanwhile raises."""
-        rows, watch = [Row(list(prompts)) for prompts in lists], CompileWatch()
+        rows, watch = [Row(list(prompts)) for prompts in lists], CompileGuard()
         self._rounds = self._row_rounds = 0
         with watch.forbid_tracing():
             began, worked = time.perf_counter(), time.thread_time()

@@ -21,7 +21,7 @@ from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import bundle_devices
-from dflash_aot.runtime.weights.checkpoint_pair import locate_pair
+from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 
@@ -54,7 +54,7 @@ class JitServer:
         self._grid, devices = manifest.grid, bundle_devices(manifest)
         known, mesh = programs.known_arrays(self._grid), make_mesh(devices)
         laps.end("programs")
-        weights = load_weights(manifest.weights, locate_pair(manifest, target, draft), devices)
+        weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices)
         self._state = DeviceState(manifest.state, devices)
         laps.end("weights")
         self._all: dict[tuple, Executable] = {}

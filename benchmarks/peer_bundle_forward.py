@@ -16,15 +16,15 @@ from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 
 class Passes:
     """A bundle whose first slot holds the kv of a text. Every pass writes again what is there."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, text: Sequence[int]):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, text: Sequence[int]):
         self._bundle, self._state, self._text = bundle, state, text
         self._grid, start = bundle.manifest.grid, 0
         while start < len(text):
@@ -86,7 +86,7 @@ def open_way(order: BundleForward) -> Iterator[Handlers]:
     """Raises as `open_bundle` does."""
     manifest = read_manifest(Path(order.bundle))
     start_jax(manifest.environment.platform)
-    opened = open_bundle(Path(order.bundle), order.target, order.draft, manifest.grid.k[-1])
+    opened = load_engine_parts(Path(order.bundle), order.target, order.draft, manifest.grid.k[-1])
     passes = Passes(opened.bundle, opened.state, order.text)
     yield {Forward: passes.forward, Peaks: partial(find_peaks, manifest.dtype)}
 

@@ -15,15 +15,15 @@ from dflash_aot.benchmarks.traffic import Dissect, Parts
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 
 class Loaded:
     """A bundle's programs, as a plain loop calls them."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self.state = bundle, state
 
     @property
@@ -67,7 +67,7 @@ def dissect(source: Loaded, question: Dissect) -> Parts:
 def open_way(order: PartsOrder) -> Iterator[Handlers]:
     """Raises as `Engine.open` does."""
     start_jax(read_manifest(Path(order.bundle)).environment.platform)
-    opened = open_bundle(Path(order.bundle), order.target, order.draft, "auto", preload=True)
+    opened = load_engine_parts(Path(order.bundle), order.target, order.draft, "auto", preload=True)
     yield {Dissect: functools.partial(dissect, Loaded(opened.bundle, opened.state))}
 
 

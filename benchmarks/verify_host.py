@@ -34,8 +34,8 @@ from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.runtime.engine_loop import Loop
-from dflash_aot.runtime.executables.bundle_loading import Opened, open_bundle
-from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts
+from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Request, Result
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ MOST_WAITING = 1 << 10  # prompts at a time: more than there are
 class Host:
     """An open bundle and a loop for every K, all on the same weights and slots, one after the other."""
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: EngineParts):
         self.manifest = opened.bundle.manifest
         self.counters = {k: Counters() for k in self.manifest.grid.k}
         self._line = WaitingLine(MOST_WAITING)
@@ -190,8 +190,8 @@ def verify(options: argparse.Namespace, verdict: Verdict) -> None:
     if options.record:
         check_record(options.record)
     start_jax(environment.platform)
-    opened = open_bundle(options.bundle, options.target, options.draft, manifest.grid.k[-1])
-    host, watch = Host(opened), CompileWatch()
+    opened = load_engine_parts(options.bundle, options.target, options.draft, manifest.grid.k[-1])
+    host, watch = Host(opened), CompileGuard()
     print(f"{environment.device_count} x {environment.device_kind}, {environment.topology or environment.platform}")
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in opened.startup.items())
     print(f"{len(opened.bundle.executables.order)} executables loaded and called once: {phases}")

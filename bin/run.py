@@ -27,7 +27,7 @@ from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.cache.remote.urls import is_url
-from dflash_aot.runtime.diagnostics import advise_on_prompt
+from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
 from dflash_aot.runtime.requests.request import Result
@@ -133,7 +133,7 @@ def _answer_prompt(params: SamplingParams) -> None:
     if not prompt:
         raise BadInput("the prompt is empty: give --prompt TEXT, or text on standard input")
     with open_engine() as engine:
-        if engine.manifest.target.reference != EMBEDDED and (advice := advise_on_prompt(engine.target, prompt)):
+        if engine.manifest.target.reference != EMBEDDED and (advice := diagnose_prompt(engine.target, prompt)):
             logger.warning(advice)
         result = _stream_text(engine, prompt, params)
         _report(engine, [result], None if not _JSON.value else result)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_aot.runtime.metrics.counters import Counters, summarize
+from dflash_aot.runtime.metrics.counters import Counters, summarize_acceptance
 from dflash_aot.runtime.requests.request import Result
 
 
@@ -24,7 +24,7 @@ class Served:
 def report_fields(served: Served) -> dict[str, Any]:
     """All figures by name; seconds unless the name says otherwise."""
     answered = [result for result in served.results if result.first_token_seconds is not None]
-    counters, speculation = served.counters, summarize(served.results, served.counters)
+    counters, speculation = served.counters, summarize_acceptance(served.results, served.counters)
     tokens = sum(len(result.token_ids) for result in answered)
     return {
         "startup_seconds": {**served.startup, "total": sum(served.startup.values())},

@@ -7,10 +7,10 @@ from pathlib import Path
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.runtime.metrics.counters import Counters
 
-ROUNDS, LEAST_SHARE = 200, 0.3
+ROUNDS_TO_DIAGNOSE, LOW_ACCEPTANCE = 200, 0.3
 
 
-def advise_on_pair(manifest: Manifest, ends: frozenset[int]) -> Iterator[str]:
+def diagnose_pair(manifest: Manifest, ends: frozenset[int]) -> Iterator[str]:
     """What can be seen before the first request."""
     mask = manifest.draft.facts.mask_token
     if mask in ends:
@@ -20,7 +20,7 @@ def advise_on_pair(manifest: Manifest, ends: frozenset[int]) -> Iterator[str]:
         )
 
 
-def advise_on_prompt(target: Path, prompt: str) -> str | None:
+def diagnose_prompt(target: Path, prompt: str) -> str | None:
     """A chat model was asked in plain text: it was not trained on that, and neither was its draft."""
     template = read_chat_template(target)
     if template is None or any(mark in prompt for mark in ("<|", "[INST]")):
@@ -31,12 +31,12 @@ def advise_on_prompt(target: Path, prompt: str) -> str | None:
     )
 
 
-def advise_on_acceptance(counters: Counters) -> str | None:
+def diagnose_acceptance(counters: Counters) -> str | None:
     """After enough rounds, the first drafted token stands in too few of them."""
-    if not counters.verified_at or counters.verified_at[0] < ROUNDS:
+    if not counters.verified_at or counters.verified_at[0] < ROUNDS_TO_DIAGNOSE:
         return None
     share = counters.accepted_at[0] / counters.verified_at[0]
-    if share >= LEAST_SHARE:
+    if share >= LOW_ACCEPTANCE:
         return None
     return (
         f"the first drafted token stood in only {share:.0%} of {counters.verified_at[0]} rounds. A draft for another "

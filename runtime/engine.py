@@ -20,10 +20,10 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.remote.urls import is_url
-from dflash_aot.runtime.diagnostics import advise_on_pair
+from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import Loop
-from dflash_aot.runtime.executables.bundle_loading import Opened, open_bundle
-from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts
+from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.async_stream import AsyncStream
@@ -48,15 +48,15 @@ MAX_WAITING = 1024
 class Engine:
     """Made by `Engine.open`. All methods may be called from any thread, and from any event loop."""
 
-    def __init__(self, opened: Opened, max_waiting: int = MAX_WAITING):
+    def __init__(self, opened: EngineParts, max_waiting: int = MAX_WAITING):
         self._bundle, self._target = opened.bundle, opened.target
-        self._watch, self._line = CompileWatch(), WaitingLine(max_waiting)
-        self._depth = opened.depth
+        self._watch, self._line = CompileGuard(), WaitingLine(max_waiting)
+        self._depth = opened.controller
         self._loop = Loop(opened.bundle, opened.state, Counters(), self._line, self._depth)
-        self._warm_up = WarmUp(opened.bundle, opened.state, opened.depth)
+        self._warm_up = WarmUp(opened.bundle, opened.state, opened.controller)
         ends = read_end_tokens(opened.target)
         self._intake = Intake(opened.bundle, opened.target, ends)
-        for advice in advise_on_pair(opened.bundle.manifest, ends):
+        for advice in diagnose_pair(opened.bundle.manifest, ends):
             logger.warning(advice)
         self._drain_until = 0.0
         self._process = os.getpid()
@@ -97,7 +97,7 @@ class Engine:
         signed_by = None if require_signature is None else Path(require_signature)
         if on_phase and is_url(str(bundle)):
             on_phase("fetch")
-        opened = open_bundle(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
+        opened = load_engine_parts(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
         try:
             return cls(opened, max_waiting)
         except BaseException:

@@ -17,10 +17,10 @@ import numpy as np
 
 from dflash_aot.cache.errors import CorruptBundle, DflashError, EngineFailed
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.diagnostics import ROUNDS, advise_on_acceptance
+from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
 from dflash_aot.runtime.executables.dispatcher import Dispatch
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.executables.sampling_state import Admission
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.logprobs import RoundLogprobs, TokenLogprob
@@ -91,7 +91,7 @@ class Burst:
 class Loop:
     """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
         self._bundle, self._state, self._counters, self._line, self._depth = bundle, state, counters, line, depth
         self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
@@ -395,7 +395,7 @@ class Loop:
             if row.request.finish_reason:
                 continue  # it ended a round ago: this one was on its way already
             chosen, wanted = tokens[k : k + accepted + 1], row.request.params.logprobs
-            described = [] if wanted is None else logprobs.describe(slot, chosen, wanted)
+            described = [] if wanted is None else logprobs.list_tokens(slot, chosen, wanted)
             self._take(row, chosen, described, [_describe_draft(row, k, accepted, tokens)])
 
     def _commit_burst(self, news: Burst, verdicts: np.ndarray) -> None:
@@ -420,7 +420,7 @@ class Loop:
 
     def _watch_acceptance(self) -> None:
         """One look, when there is enough to see."""
-        if self._counters.verified_at[0] == ROUNDS and (advice := advise_on_acceptance(self._counters)):
+        if self._counters.verified_at[0] == ROUNDS_TO_DIAGNOSE and (advice := diagnose_acceptance(self._counters)):
             logger.warning(advice)
 
     def _take(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.requests.sampling_params import SEEDS, SamplingParams
-from dflash_aot.runtime.text.chat_template import Variables, render_chat
+from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import Problem
 from dflash_aot.server.limits import MOST_CHOICES
 from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Message, Sampled
@@ -94,7 +94,7 @@ def _encode(model: Model, prompt: str | list[int]) -> list[int]:
         raise Problem(400, "this model has no tokenizer here: give token ids", "no_tokenizer", "prompt") from error
 
 
-def _render(model: Model, messages: Sequence[Message], variables: Variables) -> tuple[int, ...]:
+def _render(model: Model, messages: Sequence[Message], variables: TemplateVariables) -> tuple[int, ...]:
     if not model.chats:
         raise Problem(400, "this model has no chat template: ask /v1/completions", "no_chat_template", "messages")
     engine, told = model.engine, [_describe_message(message) for message in messages]

@@ -127,7 +127,7 @@ def _describe_model(serving: Serving, engine: Engine) -> Model:
         name=name,
         temperature=default if serving.temperature is None else serving.temperature,
         most_prompt_tokens=most,
-        most_characters=SHORTENING * most * engine.tokenizer.longest if speaks else 0,
+        most_characters=SHORTENING * most * engine.tokenizer.max_token_chars if speaks else 0,
         chats=chats,
         speller=Speller(engine.tokenizer if speaks else None),
         fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",

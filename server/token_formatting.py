@@ -16,7 +16,7 @@ class Speller:
         self._tokenizer = tokenizer
 
     def spell(self, token: int) -> bytes:
-        return self._tokenizer.spell(token) if self._tokenizer else f"token_id:{token}".encode()
+        return self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
 
     def show(self, token: int) -> str:
         """Broken characters are U+FFFD."""

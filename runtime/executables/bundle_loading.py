@@ -12,36 +12,36 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.lazy_loader import Loader
+from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 from dflash_aot.runtime.executables.loaded_bundle import (
-    Bundle,
+    LoadedBundle,
     bundle_devices,
-    call_once,
-    check_bundle,
-    make_loader,
-    within_memory,
+    make_lazy_loader,
+    read_compatible_manifest,
+    report_out_of_memory,
+    warm_up_executable,
 )
 from dflash_aot.runtime.speculation.acceptance import Acceptance
 from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth, FixedDepth
 from dflash_aot.runtime.speculation.round_timing import Times, estimate_rounds, time_rounds
-from dflash_aot.runtime.weights.checkpoint_pair import check_facts, locate_pair
+from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 
 @dataclass(frozen=True)
-class Opened:
+class EngineParts:
     """What serving needs; `target` is the target's directory, `startup` the seconds of each phase."""
 
-    bundle: Bundle
+    bundle: LoadedBundle
     state: DeviceState
-    depth: Depth
+    controller: Depth
     target: Path
     startup: Mapping[str, float]
 
 
-def open_bundle(
+def load_engine_parts(
     path: Path,
     target: str | Path | None,
     draft: str | Path | None,
@@ -49,39 +49,39 @@ def open_bundle(
     signed_by: Path | None = None,
     preload: bool = True,
     on_phase: Callable[[str], None] | None = None,
-) -> Opened:
+) -> EngineParts:
     """As `Engine.open` describes it, errors included.
 
     Without `preload` a thread goes on loading, until the bundle's loader is closed.
     """
     clock = _Clock(on_phase)
     clock.enter("bundle")
-    manifest = check_bundle(path, signed_by)
+    manifest = read_compatible_manifest(path, signed_by)
     most = _find_most(manifest, k)
-    places = locate_pair(manifest, target, draft)
-    check_facts(path, manifest, places)
+    places = locate_checkpoint_pair(manifest, target, draft)
+    check_pair_facts(path, manifest, places)
     estimates = estimate_rounds(manifest, most)
     weights: dict[str, jax.Array] = {}
-    loader = make_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
+    loader = make_lazy_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
     clock.enter("weights")
-    with _loading(loader), within_memory(path, manifest), CompileWatch().forbid_tracing():
+    with _loading(loader), report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
         devices = bundle_devices(manifest)
         weights |= load_weights(manifest.weights, places, devices)
-        bundle, state = Bundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
+        bundle, state = LoadedBundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
         if preload:
             clock.enter("canaries")
             for name in loader.order:
-                call_once(loader[name], state)
+                warm_up_executable(loader[name], state)
             clock.enter("timing")
             depth = choose_depth(bundle, state, k)
         else:
             depth = AdaptiveDepth({}, estimates, bundle) if _adapts(bundle, k) else FixedDepth(most)
     clock.stop()
-    return Opened(bundle, state, depth, places["target"], clock.laps)
+    return EngineParts(bundle, state, depth, places["target"], clock.laps)
 
 
 @contextmanager
-def _loading(loader: Loader) -> Iterator[None]:
+def _loading(loader: LazyLoader) -> Iterator[None]:
     """The loader's thread runs, and goes on unless there is an error."""
     loader.start()
     try:
@@ -91,12 +91,12 @@ def _loading(loader: Loader) -> Iterator[None]:
         raise
 
 
-def choose_depth(bundle: Bundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:
+def choose_depth(bundle: LoadedBundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:
     """A K of the user's holds; to choose one, rounds of every K are timed, where there is more than one."""
     return AdaptiveDepth(time_rounds(bundle, state)) if _adapts(bundle, k) else FixedDepth(bundle.k)
 
 
-def _adapts(bundle: Bundle, k: int | Literal["auto"]) -> bool:
+def _adapts(bundle: LoadedBundle, k: int | Literal["auto"]) -> bool:
     return k == "auto" and bundle.k > 0
 
 

@@ -10,7 +10,7 @@ import jax.monitoring
 COMPILE_EVENTS = "/jax/core/compile/"
 
 
-class CompileWatch:
+class CompileGuard:
     """Counts trace, lowering and compile events of one thread; others may use JAX as they like."""
 
     def __init__(self) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.signature import ENDS
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 
 class Dispatch:
     """The calls of a bundle's executables on one state."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state, self._place = bundle, state, state.place
         self._drafts = bundle.k > 0  # without drafts there is no draft kv to write
         place = state.place

@@ -30,7 +30,7 @@ class Executable:
         """All weights by name; they have to be there at the first call."""
         self._known, self.called = weights, False
 
-    def __call__(self, state: "State", *arguments: jax.Array) -> Sequence[jax.Array]:
+    def __call__(self, state: "StateArrays", *arguments: jax.Array) -> Sequence[jax.Array]:
         """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results.
 
         The first call is waited for: it shows whether this is what its signature says. Raises CorruptBundle if not.
@@ -49,7 +49,7 @@ class Executable:
         except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
             raise self._refuse(f"does not take what its signature says: {error}") from error
         except jax.errors.JaxRuntimeError as error:
-            if is_exhausted(error):
+            if is_out_of_memory(error):
                 raise
             raise self._refuse(f"does not run: {error}") from error
         self.called = True
@@ -59,7 +59,7 @@ class Executable:
         return CorruptBundle(f"{self._where}: {flaw}{self._remedy}")
 
 
-class State(Protocol):
+class StateArrays(Protocol):
     """Arrays by name, some of which a call takes and gives back."""
 
     def read(self, names: Sequence[str]) -> list[jax.Array]: ...
@@ -124,13 +124,13 @@ def load_executable(
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
     except Exception as error:  # whatever the library or the compiler raises: the blob is at fault
-        if is_exhausted(error):
+        if is_out_of_memory(error):
             raise
         raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}{remedy}") from error
     return Executable(signature, compiled, where, remedy)
 
 
-def is_exhausted(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether memory is what was missing: an executable is none the worse for it."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 

@@ -13,7 +13,7 @@ from dflash_aot.runtime.executables.executable import Executable
 logger = logging.getLogger(__name__)
 
 
-class Loader:
+class LazyLoader:
     """Whoever asks for what is not loaded loads it, or waits for who is at it.
 
     Once started, a thread loads the rest: first what was `prepare`d, then in `order`; all of it, or after `pause` only

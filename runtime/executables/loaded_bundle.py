@@ -14,19 +14,19 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, differences
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_exhausted, load_executable
+from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
 from dflash_aot.runtime.executables.execution_plan import Kind, list_needs, name_chunk, name_kind, name_round
-from dflash_aot.runtime.executables.lazy_loader import Loader
+from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 
 
-class Bundle:
+class LoadedBundle:
     """A manifest that fits this machine, and the executables that serve up to `k` verified tokens.
 
     Each is loaded when it is asked for, unless it was before: all methods that return one may take as long as that, and
     raise CorruptBundle for what is not an executable, or IncompatibleBundle where memory is short.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, k: int, executables: Loader):
+    def __init__(self, path: Path, manifest: Manifest, k: int, executables: LazyLoader):
         self.path, self.manifest, self.k = path, manifest, k
         self.executables = executables
         self._drafts = k > 0  # without drafts there is no draft kv
@@ -83,9 +83,9 @@ class Bundle:
     def _name(self, kind: Kind) -> Sequence[Name]:
         return name_kind(kind, self.manifest.grid, self._drafts)
 
-    def limited(self, k: int) -> "Bundle":
+    def limited(self, k: int) -> "LoadedBundle":
         """The same executables, to verify at most `k` tokens."""
-        return Bundle(self.path, self.manifest, k, self.executables)
+        return LoadedBundle(self.path, self.manifest, k, self.executables)
 
 
 def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
@@ -93,7 +93,7 @@ def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
     return attached_devices(manifest.environment.platform, manifest.environment.device_count)
 
 
-def check_bundle(path: Path, signed_by: Path | None = None) -> Manifest:
+def read_compatible_manifest(path: Path, signed_by: Path | None = None) -> Manifest:
     """The verdict, from the manifest alone. Raises MissingBundle, CorruptBundle or IncompatibleBundle."""
     manifest = read_manifest(path, signed_by)
     _check_environment(path, manifest)
@@ -101,7 +101,7 @@ def check_bundle(path: Path, signed_by: Path | None = None) -> Manifest:
     return manifest
 
 
-def make_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]) -> Loader:
+def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]) -> LazyLoader:
     """For all that serves `ks`, in the order in which it will be needed, most likely: see `list_needs`.
 
     Size and sha256 of every file are verified here, and it is kept: from then on the directory may be moved, or go.
@@ -116,23 +116,23 @@ def make_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapp
     def load(name: Name) -> Executable:
         entry = entries[name]
         where, remedy = f"{store.path(entry)} ({entry.signature.label})", f"\nMend it: {replace_commands(path)}"
-        with within_memory(path, manifest):
+        with report_out_of_memory(path, manifest):
             serialized = store.unpack(entry, packed[name])
             executable = load_executable(serialized, entry.signature, devices, where, remedy)
         executable.bind(weights)
         del packed[name]
         return executable
 
-    return Loader(load, order, soon=len(needs[0]))
+    return LazyLoader(load, order, soon=len(needs[0]))
 
 
 @contextmanager
-def within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
+def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
     """Raises IncompatibleBundle where weights, state or what executables need besides find no room."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_exhausted(error):
+        if not is_out_of_memory(error):
             raise
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
@@ -141,7 +141,7 @@ def within_memory(path: Path, manifest: Manifest) -> Iterator[None]:
         ) from error
 
 
-def call_once(executable: Executable, state: DeviceState) -> None:
+def warm_up_executable(executable: Executable, state: DeviceState) -> None:
     """The first call of an executable does what later ones don't: it is not a user's. No slot is active.
 
     Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call. Raises

@@ -5,18 +5,18 @@ import logging
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.execution_plan import list_kinds
-from dflash_aot.runtime.executables.loaded_bundle import Bundle, call_once
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_executable
 from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth
 from dflash_aot.runtime.speculation.round_timing import Rounds
 
 logger = logging.getLogger(__name__)
-PASSES = 3  # of which the least counts
+TIMING_PASSES = 3  # of which the least counts
 
 
 class WarmUp:
     """What `Engine.open` leaves out when it does not preload. The engine's thread calls it while no slot is active."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState, depth: Depth):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, depth: Depth):
         self._bundle, self._state = bundle, state
         self._depth = depth if isinstance(depth, AdaptiveDepth) else None
         self._rounds = Rounds(bundle, state)
@@ -35,7 +35,7 @@ class WarmUp:
     def _call(self, executable: Executable) -> None:
         """What fails is left to those who need it: they are told."""
         try:
-            call_once(executable, self._state)
+            warm_up_executable(executable, self._state)
         except (DflashError, RuntimeError) as error:
             logger.error(error)
             self._broken.add(executable)
@@ -45,7 +45,7 @@ class WarmUp:
         self._kinds = [kind for kind in self._kinds if not depth.is_measured(kind)]
         for kind in self._kinds:
             if self._bundle.has_run(*kind, alone=False):
-                depth.measure(kind, min(self._rounds.time(*kind) for _ in range(PASSES)))
+                depth.measure(kind, min(self._rounds.time(*kind) for _ in range(TIMING_PASSES)))
                 self._rounds.clear()
                 return True
         return False

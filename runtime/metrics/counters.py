@@ -109,7 +109,7 @@ CONTAINERS = (
 
 
 @dataclass(frozen=True)
-class Speculation:
+class AcceptanceSummary:
     """Acceptance, both ways of averaging. τ counts the target's own token: 1 … K+1 per round."""
 
     rounds: int
@@ -118,13 +118,13 @@ class Speculation:
     per_position: tuple[float, ...]  # share of rounds in which drafted token i stands
 
 
-def summarize(results: Sequence[Result], counters: Counters) -> Speculation:
+def summarize_acceptance(results: Sequence[Result], counters: Counters) -> AcceptanceSummary:
     """Of finished requests; a request without a round has no τ."""
     runs = [result.accepted for result in results if result.accepted]
     rounds = sum(map(len, runs))
     if not rounds:
-        return Speculation(0, 0.0, 0.0, ())
-    return Speculation(
+        return AcceptanceSummary(0, 0.0, 0.0, ())
+    return AcceptanceSummary(
         rounds=rounds,
         micro_tau=1 + sum(map(sum, runs)) / rounds,
         mean_tau=sum(1 + sum(run) / len(run) for run in runs) / len(runs),

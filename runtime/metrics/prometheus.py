@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.metrics.histogram import SECONDS, Histogram
+from dflash_aot.runtime.metrics.histogram import BUCKET_BOUNDS_SECONDS, Histogram
 from dflash_aot.runtime.requests.request import FinishReason
 
 # vLLM's words for ours.
@@ -29,7 +29,7 @@ FINISHED_REASONS: Mapping[FinishReason, str] = {
 
 
 @dataclass(frozen=True)
-class Number:
+class ScalarMetric:
     """One number. Of which kind, its subclasses say."""
 
     kind: ClassVar[type[CounterMetricFamily] | type[GaugeMetricFamily]]
@@ -43,20 +43,20 @@ class Number:
         return family
 
 
-class Count(Number):
+class CounterMetric(ScalarMetric):
     """It only grows while the engine lives."""
 
     kind = CounterMetricFamily
 
 
-class Level(Number):
+class GaugeMetric(ScalarMetric):
     """How many there are at the moment."""
 
     kind = GaugeMetricFamily
 
 
 @dataclass(frozen=True)
-class LabelledCount:
+class LabelledCounterMetric:
     """A count for each value of its labels."""
 
     name: str
@@ -72,7 +72,7 @@ class LabelledCount:
 
 
 @dataclass(frozen=True)
-class Durations:
+class HistogramMetric:
     """Durations in seconds, by size."""
 
     name: str
@@ -81,7 +81,7 @@ class Durations:
 
     def family(self, counters: Counters, model_name: str) -> Metric:
         histogram = self.read(counters)
-        bounds = map(floatToGoString, (*SECONDS, math.inf))
+        bounds = map(floatToGoString, (*BUCKET_BOUNDS_SECONDS, math.inf))
         buckets = [*zip(bounds, accumulate(histogram.counts), strict=True)]
         family = HistogramMetricFamily(self.name, self.meaning, labels=["model_name"])
         family.add_metric([model_name], buckets, histogram.total)
@@ -114,63 +114,63 @@ def count_rows(counters: Counters) -> int:
     return sum(bucket.batch * rounds for (bucket, _), rounds in counters.bucket_rounds.items())
 
 
-METRICS: tuple[Number | LabelledCount | Durations, ...] = (
+METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     # -- vLLM's
-    Count("vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified any.", count_drafts),
-    Count("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda c: c.drafted),
-    Count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda c: c.accepted),
-    LabelledCount(
+    CounterMetric("vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified any.", count_drafts),
+    CounterMetric("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda c: c.drafted),
+    CounterMetric("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda c: c.accepted),
+    LabelledCounterMetric(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafted tokens that were accepted, by position in the draft, from 0.",
         ("position",),
         count_accepted_at,
     ),
-    Level("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
-    Level("vllm:num_requests_waiting", "Requests in line for a slot.", lambda c: c.waiting),
-    Count("vllm:prompt_tokens", "Prompt tokens.", lambda c: c.prompt_tokens),
-    Count("vllm:generation_tokens", "Tokens of answers.", lambda c: c.output_tokens),
-    LabelledCount("vllm:request_success", "Requests that have ended.", ("finished_reason",), count_finished),
-    Durations("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda c: c.first_token),
-    Durations(
+    GaugeMetric("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
+    GaugeMetric("vllm:num_requests_waiting", "Requests in line for a slot.", lambda c: c.waiting),
+    CounterMetric("vllm:prompt_tokens", "Prompt tokens.", lambda c: c.prompt_tokens),
+    CounterMetric("vllm:generation_tokens", "Tokens of answers.", lambda c: c.output_tokens),
+    LabelledCounterMetric("vllm:request_success", "Requests that have ended.", ("finished_reason",), count_finished),
+    HistogramMetric("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda c: c.first_token),
+    HistogramMetric(
         "vllm:request_time_per_output_token_seconds",
         "Mean time between a request's tokens, from the first on.",
         lambda c: c.per_token,
     ),
-    Durations("vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued),
-    Durations("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency),
+    HistogramMetric("vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued),
+    HistogramMetric("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency),
     # -- ours
-    Count("dflash:rounds", "Rounds: calls of a verify executable.", lambda c: c.rounds),
-    LabelledCount(
+    CounterMetric("dflash:rounds", "Rounds: calls of a verify executable.", lambda c: c.rounds),
+    LabelledCounterMetric(
         "dflash:bucket_rounds",
         "Rounds by bucket and whether they sampled.",
         ("batch", "length", "k", "sampled"),
         count_bucket_rounds,
     ),
-    Count("dflash:rows", "Rows that rounds computed: the batch of their buckets.", count_rows),
-    Count("dflash:row_rounds", "Rows of rounds whose verdict a request took.", lambda c: c.row_rounds),
-    Count("dflash:padded_rows", "Rows of rounds that no request had.", lambda c: c.padded_rows),
-    Count("dflash:prefill_chunks", "Prefill chunks.", lambda c: c.prefill_chunks),
-    Count(
+    CounterMetric("dflash:rows", "Rows that rounds computed: the batch of their buckets.", count_rows),
+    CounterMetric("dflash:row_rounds", "Rows of rounds whose verdict a request took.", lambda c: c.row_rounds),
+    CounterMetric("dflash:padded_rows", "Rows of rounds that no request had.", lambda c: c.padded_rows),
+    CounterMetric("dflash:prefill_chunks", "Prefill chunks.", lambda c: c.prefill_chunks),
+    CounterMetric(
         "dflash:padded_prefill_positions",
         "Positions of prefill chunks behind their prompts.",
         lambda c: c.padded_prefill,
     ),
-    Count("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
-    Level("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
-    Level("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),
-    Level("dflash:executables_loaded", "Those that are loaded.", lambda c: c.loaded),
-    Count("dflash:refused_requests", "Requests that were not let in line.", lambda c: c.refused),
-    Count("dflash:executable_failures", "Calls of executables that failed.", lambda c: c.failures),
-    Count(
+    CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
+    GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
+    GaugeMetric("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),
+    GaugeMetric("dflash:executables_loaded", "Those that are loaded.", lambda c: c.loaded),
+    CounterMetric("dflash:refused_requests", "Requests that were not let in line.", lambda c: c.refused),
+    CounterMetric("dflash:executable_failures", "Calls of executables that failed.", lambda c: c.failures),
+    CounterMetric(
         "dflash:compile_events", "Traces and compiles on the engine's thread: 0 in health.", lambda c: c.compile_events
     ),
-    Count("dflash:host_seconds", "Processor time of the engine's thread.", lambda c: c.host_seconds),
-    Count(
+    CounterMetric("dflash:host_seconds", "Processor time of the engine's thread.", lambda c: c.host_seconds),
+    CounterMetric(
         "dflash:host_wall_seconds",
         "Time in the engine's steps, waits for the device left out.",
         lambda c: c.host_wall_seconds,
     ),
-    Count("dflash:wait_seconds", "Time the engine's thread waited for the device.", lambda c: c.wait_seconds),
+    CounterMetric("dflash:wait_seconds", "Time the engine's thread waited for the device.", lambda c: c.wait_seconds),
 )
 
 

@@ -28,7 +28,7 @@ class RoundLogprobs:
     chosen: np.ndarray
     likeliest: Sequence[np.ndarray]
 
-    def describe(self, slot: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    def list_tokens(self, slot: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
         """Of one row's committed tokens, each with the `count` likeliest."""
         tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(tokens)
         if count:

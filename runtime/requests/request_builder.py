@@ -11,7 +11,7 @@ import msgspec
 
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.sampling_state import SAMPLINGS
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ LONGEST = 1e9  # seconds
 class Intake:
     """Makes requests for the executables of a bundle. Threads may share it."""
 
-    def __init__(self, bundle: Bundle, target: Path, ends: frozenset[int]):
+    def __init__(self, bundle: LoadedBundle, target: Path, ends: frozenset[int]):
         """target: the checkpoint directory, for its tokenizer. ends: tokens that end an answer unless it says which."""
         self._bundle, self._target, self._ends = bundle, target, ends
         self._tokenizer: Tokenizer | None = None

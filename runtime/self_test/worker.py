@@ -18,7 +18,7 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Difference, Environment, differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import Array
-from dflash_aot.runtime.executables.executable import is_exhausted, load_executable
+from dflash_aot.runtime.executables.executable import is_out_of_memory, load_executable
 from dflash_aot.runtime.self_test.self_test import CanaryBench, find_deviations, is_comparable
 
 
@@ -81,7 +81,7 @@ def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Devi
     try:
         found = bench.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
-        return Trial(None, None if is_exhausted(error) else "canary", _describe(error.__cause__ or error))
+        return Trial(None, None if is_out_of_memory(error) else "canary", _describe(error.__cause__ or error))
     if not is_comparable(entry.canary):
         return Trial(found)
     deviations = find_deviations(entry.canary, found, order.dtype)

@@ -12,7 +12,7 @@ from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.execution_plan import Kind, list_kinds, name_round
-from dflash_aot.runtime.executables.loaded_bundle import Bundle
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 Times = Mapping[Kind, float]
 MOST_PASSES = 5
@@ -24,7 +24,7 @@ OF_ACCELERATORS = 200.0
 BYTES_PER_SECOND = 1e10  # any: only ratios of estimates count
 
 
-def time_rounds(bundle: Bundle, state: DeviceState) -> Times:
+def time_rounds(bundle: LoadedBundle, state: DeviceState) -> Times:
     """Seconds of verify, kv_write and draft by bucket and whether it samples: the least of up to five passes.
 
     Every executable must have been called before. Passes run through all buckets, so that what disturbs the machine
@@ -73,7 +73,7 @@ def bound_times(times: Times) -> Times:
 class Rounds:
     """Rounds of random tokens: a mixture of experts reads as many of them as it will for a text."""
 
-    def __init__(self, bundle: Bundle, state: DeviceState):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state = bundle, state
         self._slots = bundle.manifest.grid.slots
         self._vocab = bundle.manifest.target.facts.decoder.vocab

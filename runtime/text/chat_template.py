@@ -12,12 +12,14 @@ from jinja2 import TemplateError
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput, DflashError
 
-Variables = Mapping[str, str | bool | int | float]
+TemplateVariables = Mapping[str, str | bool | int | float]
 # Qwen3's template reads it; drafts are trained on answers without thinking, unless their authors say so.
-USUAL: Variables = {"enable_thinking": False}
+DEFAULT_VARIABLES: TemplateVariables = {"enable_thinking": False}
 
 
-def render_chat(directory: Path, messages: list[dict[str, str]], variables: Variables = USUAL) -> str:
+def render_chat(
+    directory: Path, messages: list[dict[str, str]], variables: TemplateVariables = DEFAULT_VARIABLES
+) -> str:
     """The text of `messages` (each with `role` and `content`) in the checkpoint's chat template, ready to be answered.
 
     variables: what the template may read beside the messages, over USUAL: thinking is off.
@@ -35,11 +37,11 @@ def render_chat(directory: Path, messages: list[dict[str, str]], variables: Vari
     source = source if source.is_file() else directory / "tokenizer_config.json"
     if tokenizer.chat_template is None:
         raise BadCheckpoint(f"{source} has no chat template. Give a plain prompt, or the directory of a chat model")
-    unusual = {name: value for name, value in variables.items() if USUAL.get(name) != value}
+    unusual = {name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value}
     _check_variables(tokenizer, unusual)
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **{**USUAL, **unusual}
+            messages, tokenize=False, add_generation_prompt=True, **{**DEFAULT_VARIABLES, **unusual}
         )
     except TemplateError as error:
         if type(error) is TemplateError:  # by raise_exception; what is wrong with the template itself has its own types
@@ -49,7 +51,7 @@ def render_chat(directory: Path, messages: list[dict[str, str]], variables: Vari
         raise _failed(source, error, unusual) from error
 
 
-def _check_variables(tokenizer: Any, variables: Variables) -> None:
+def _check_variables(tokenizer: Any, variables: TemplateVariables) -> None:
     """What a template does not read would change nothing. What transformers takes itself, a template among it, is not
     for those who chat. Raises BadInput."""
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
@@ -69,7 +71,7 @@ def has_template(directory: Path) -> bool:
     return isinstance(configuration, dict) and configuration.get("chat_template") is not None
 
 
-def _failed(source: Path, error: Exception, variables: Variables) -> DflashError:
+def _failed(source: Path, error: Exception, variables: TemplateVariables) -> DflashError:
     if variables:
         return BadInput(f"the chat template failed with {', '.join(variables)} as they were given: {error}")
     return BadCheckpoint(f"the chat template of {source} failed: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ import tokenizers
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.text.detokenizer import RESYNC_TOKENS, ByteJoiner, CharacterStream
 
-LONG = 4096  # characters: a few milliseconds of tokenizing
+LONG_TEXT_CHARS = 4096  # characters: a few milliseconds of tokenizing
 PANIC = "PanicException"  # of tokenizers' Rust: no Exception, so that it would end the engine and not one request
 
 
@@ -47,7 +47,9 @@ class Tokenizer:
         rendered chat, whose template has written it already.
         """
         try:
-            if len(text) > LONG:  # as a batch, in which alone other threads of Python's, the engine's too, may go on
+            if (
+                len(text) > LONG_TEXT_CHARS
+            ):  # as a batch, in which alone other threads of Python's, the engine's too, may go on
                 return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
@@ -56,16 +58,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens and ids outside the vocabulary; U+FFFD for broken bytes."""
         joiner = ByteJoiner(self._byte_values)
-        whole = [one for token_id in ids if not self.is_silent(token_id) for one in joiner.push(token_id)]
+        whole = [one for token_id in ids if not self.is_skipped(token_id) for one in joiner.push(token_id)]
         return self._decode([*whole, *joiner.flush()])
 
     @property
-    def longest(self) -> int:
+    def max_token_chars(self) -> int:
         """Characters of the longest token as the vocabulary writes it: no text is longer than so many per token, but
         for what a normalizer takes away."""
         return max(map(len, self._backend.get_vocab()))
 
-    def spell(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, in the middle of a text: it may be a part of a character. Special tokens as they
         are written, b"" for ids outside the vocabulary."""
         if (added := self._added.get(token_id)) is not None:
@@ -83,11 +85,11 @@ class Tokenizer:
         """The characters of what follows the tokens of `context`."""
         return CharacterStream(self._decode, self._byte_values, self._read_end(context))
 
-    def is_silent(self, token_id: int) -> bool:
+    def is_skipped(self, token_id: int) -> bool:
         """Whether `decode` leaves this token out: it is special, or outside the vocabulary."""
         return token_id in self._special or self._backend.id_to_token(token_id) is None
 
-    def find_special(self, texts: Sequence[str]) -> frozenset[int]:
+    def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """The special tokens that are written as one of `texts`."""
         return frozenset(token_id for token_id, content in self._special.items() if content in texts)
 
@@ -101,7 +103,7 @@ class Tokenizer:
 
     def _read_end(self, ids: Sequence[int]) -> list[int]:
         """The last tokens that have a text, as many as decoding needs to be in step."""
-        heard = (token_id for token_id in reversed(ids) if not self.is_silent(token_id))
+        heard = (token_id for token_id in reversed(ids) if not self.is_skipped(token_id))
         return list(islice(heard, RESYNC_TOKENS))[::-1]
 
 
@@ -135,7 +137,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._finder = _StopFinder(stops)
-        self._stop_tokens = tokenizer.find_special(stops)
+        self._stop_tokens = tokenizer.find_special_tokens(stops)
         self._characters = tokenizer.stream(prompt)
         self._kept = 0
 
@@ -174,7 +176,7 @@ class TextStream:
             text = self.flush()
             self._finder.found = True
             return text
-        return "" if self._tokenizer.is_silent(token_id) else self._finder.push(self._characters.push(token_id))
+        return "" if self._tokenizer.is_skipped(token_id) else self._finder.push(self._characters.push(token_id))
 
 
 class _StopFinder:

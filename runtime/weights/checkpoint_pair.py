@@ -17,7 +17,9 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 
 
-def locate_pair(manifest: Manifest, target: str | Path | None, draft: str | Path | None) -> dict[Checkpoint, Path]:
+def locate_checkpoint_pair(
+    manifest: Manifest, target: str | Path | None, draft: str | Path | None
+) -> dict[Checkpoint, Path]:
     """The directories, the bundle's own unless named. Raises BadCheckpoint."""
     return {
         "target": locate_checkpoint(str(target or manifest.target.reference), "target"),
@@ -25,7 +27,7 @@ def locate_pair(manifest: Manifest, target: str | Path | None, draft: str | Path
     }
 
 
-def check_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path]) -> None:
+def check_pair_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path]) -> None:
     """The checkpoints are what the executables compute. Raises IncompatibleBundle, fact by fact."""
     target = read_target(read_config(places["target"]))
     draft = read_draft(read_config(places["draft"]), target)

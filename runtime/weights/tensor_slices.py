@@ -1,6 +1,6 @@
-"""Which part of which checkpoint tensor lies in a box of a weight argument. Numbers only.
+"""Which part of which checkpoint tensor lies in a region of a weight argument. Numbers only.
 
-A box is a range (start, stop) per dimension.
+A region is a range (start, stop) per dimension.
 """
 
 import math
@@ -9,58 +9,58 @@ from collections.abc import Iterator, Sequence
 from dflash_aot.cache.bundle.weight_recipe import Placement
 
 Range = tuple[int, int]
-Box = tuple[Range, ...]
+TensorSlice = tuple[Range, ...]
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def cover_tensor(shape: Sequence[int]) -> TensorSlice:
     return tuple((0, size) for size in shape)
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
+def slice_shape(region: TensorSlice) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
 
 
-def move_box(box: Box, corner: Sequence[int]) -> Box:
-    """The same box where `corner` of before is the origin."""
-    return tuple((start - at, stop - at) for (start, stop), at in zip(box, corner, strict=True))
+def shift_slice(region: TensorSlice, corner: Sequence[int]) -> TensorSlice:
+    """The same region where `corner` of before is the origin."""
+    return tuple((start - at, stop - at) for (start, stop), at in zip(region, corner, strict=True))
 
 
-def box_slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
+def to_numpy_slices(region: TensorSlice) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
 
 
-def split_box(box: Box, most: int) -> Iterator[Box]:
+def split_slice(region: TensorSlice, most: int) -> Iterator[TensorSlice]:
     """In order, along its first dimension that is longer than 1: parts of at most `most` numbers, or one step long."""
-    shape = box_shape(box)
+    shape = slice_shape(region)
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:
-        yield box
+        yield region
         return
-    start, stop = box[axis]
+    start, stop = region[axis]
     step = max(most // math.prod(shape[axis + 1 :]), 1) if all(shape) else stop - start
     for low in range(start, stop, step):
-        yield (*box[:axis], (low, min(low + step, stop)), *box[axis + 1 :])
+        yield (*region[:axis], (low, min(low + step, stop)), *region[axis + 1 :])
 
 
-def intersect(box: Box, placement: Placement) -> Box | None:
-    """What of `box` the placement fills, both in the argument; None for nothing."""
+def intersect_placement(region: TensorSlice, placement: Placement) -> TensorSlice | None:
+    """What of `region` the placement fills, both in the argument; None for nothing."""
     filled = zip(placement.offset, placement.extent, strict=True)
     common = tuple(
-        (max(start, at), min(stop, at + size)) for (start, stop), (at, size) in zip(box, filled, strict=True)
+        (max(start, at), min(stop, at + size)) for (start, stop), (at, size) in zip(region, filled, strict=True)
     )
     return common if all(start < stop for start, stop in common) else None
 
 
-def stored_box(placement: Placement, part: Box) -> Box:
-    """`part` of the placement's extent as a box of the tensor as stored.
+def find_stored_slice(placement: Placement, part: TensorSlice) -> TensorSlice:
+    """`part` of the placement's extent as a region of the tensor as stored.
 
     The extent is the stored shape with dimensions split (row-major) or added; what is asked of it must be a range
     of each stored dimension.
     """
     dimensions = zip(placement.extent, part, strict=True)
-    box = tuple(_merge(_take(dimensions, size), placement) for size in placement.stored)
+    region = tuple(_merge(_take(dimensions, size), placement) for size in placement.stored)
     assert all(size == 1 for size, _ in dimensions), f"{placement} reshapes over the borders of dimensions"
-    return box
+    return region
 
 
 def _take(dimensions: Iterator[tuple[int, Range]], size: int) -> list[tuple[int, Range]]:

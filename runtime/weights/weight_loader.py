@@ -18,26 +18,26 @@ from dflash_aot.cache.bundle.weight_recipe import Checkpoint, MaskedMap, Placeme
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.mesh import place
 from dflash_aot.runtime.weights.tensor_slices import (
-    Box,
-    box_shape,
-    box_slices,
-    intersect,
-    move_box,
-    split_box,
-    stored_box,
-    whole_box,
+    TensorSlice,
+    cover_tensor,
+    find_stored_slice,
+    intersect_placement,
+    shift_slice,
+    slice_shape,
+    split_slice,
+    to_numpy_slices,
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PART = 1 << 18  # numbers that are read at a time
+READ_NUMBERS = 1 << 18  # numbers that are read at a time
 ALIGNMENT = 64  # bytes, which XLA asks for on CPU
 FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
 # What may be there beside what is used. A tied model's head is its embedding once more; speculators stores what its
 # training took from the target.
-SPARE: dict[Checkpoint, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
+IGNORED_TENSORS: dict[Checkpoint, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
 
 
-class Tensors:
+class CheckpointTensors:
     """The tensors of one checkpoint directory, memory-mapped, in one file or in shards with an index."""
 
     def __init__(self, directory: Path):
@@ -64,15 +64,17 @@ class Tensors:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], box: Box | None = None) -> np.ndarray:
-        """One tensor, or only a box of it. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], region: TensorSlice | None = None
+    ) -> np.ndarray:
+        """One tensor, or only a region of it. Raises BadCheckpoint for a shape, dtype or value that cannot be right."""
         path = self._files[name]
         tensor = self._open[path].get_slice(name)
         if (found := tuple(tensor.get_shape())) != shape:
             raise BadCheckpoint(f"{path}: {name} is {list(found)}, its config.json makes it {list(shape)}")
         if tensor.get_dtype() not in dtypes:
             raise BadCheckpoint(f"{path}: {name} is {tensor.get_dtype()}, expected one of {', '.join(dtypes)}")
-        values = tensor[box_slices(whole_box(shape) if box is None else box)]
+        values = tensor[to_numpy_slices(cover_tensor(shape) if region is None else region)]
         if dtypes is FLOATS and not _is_finite(values):
             raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
         return values
@@ -115,11 +117,11 @@ def load_weights(
 
     Raises BadCheckpoint naming tensors that are missing, left over, misshapen or not finite.
     """
-    checkpoints = {role: Tensors(directory) for role, directory in directories.items()}
+    checkpoints = {role: CheckpointTensors(directory) for role, directory in directories.items()}
     borrowed = [recipe for recipe in recipes if _is_borrowed(recipe, checkpoints[recipe.checkpoint])]
     own = [recipe for recipe in recipes if recipe not in borrowed]
     for role, tensors in checkpoints.items():
-        _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], SPARE[role])
+        _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
     arrays = {recipe.name: _load(recipe, checkpoints[recipe.checkpoint], devices) for recipe in own}
     return arrays | {recipe.name: _borrow(recipe, arrays, checkpoints) for recipe in borrowed}
 
@@ -147,14 +149,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return places
 
 
-def _is_borrowed(recipe: WeightRecipe, tensors: Tensors) -> bool:
+def _is_borrowed(recipe: WeightRecipe, tensors: CheckpointTensors) -> bool:
     """It may take another argument's place, and has nothing of its own."""
     own = {placement.tensor for placement in recipe.placements}
     return recipe.otherwise is not None and not own & tensors.names()
 
 
 def _borrow(
-    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[Checkpoint, Tensors]
+    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[Checkpoint, CheckpointTensors]
 ) -> jax.Array:
     """The other argument, if it fits; it is on the device once."""
     assert recipe.otherwise is not None
@@ -167,7 +169,7 @@ def _borrow(
     return other
 
 
-def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Sequence[str]) -> None:
+def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], spare: Sequence[str]) -> None:
     """Every tensor is expected, but for the `spare` ones, and every expected one is there."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
     expected |= {recipe.mapped.mask for recipe in recipes if recipe.mapped}
@@ -183,11 +185,11 @@ def _check_names(tensors: Tensors, recipes: Iterable[WeightRecipe], spare: Seque
         raise BadCheckpoint(f"{tensors.directory}: {strange}")
 
 
-def _load(recipe: WeightRecipe, tensors: Tensors, devices: Sequence[jax.Device]) -> jax.Array:
+def _load(recipe: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]) -> jax.Array:
     """One argument. What is whole on every device is read once; a slice has arrived before the next one is read."""
     sharding = place(recipe.sharding, devices)
     if sharding.is_fully_replicated:
-        whole = _assemble(recipe, tensors, whole_box(recipe.shape))
+        whole = _assemble(recipe, tensors, cover_tensor(recipe.shape))
         return jax.block_until_ready(jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
     shards = [
         jax.block_until_ready(jax.device_put(_assemble(recipe, tensors, _find_box(index, recipe.shape)), device))
@@ -196,25 +198,25 @@ def _load(recipe: WeightRecipe, tensors: Tensors, devices: Sequence[jax.Device])
     return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
 
 
-def _find_box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Box:
+def _find_box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> TensorSlice:
     """As JAX says where a device's slice lies."""
     assert index is not None
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _assemble(recipe: WeightRecipe, tensors: Tensors, box: Box) -> np.ndarray:
-    """A box of the argument in host memory, in the device's dtype.
+def _assemble(recipe: WeightRecipe, tensors: CheckpointTensors, region: TensorSlice) -> np.ndarray:
+    """A region of the argument in host memory, in the device's dtype.
 
     Part by part, each small enough to stay in a processor's cache from its reading on.
     """
-    array = _allocate(box_shape(box), np.dtype(recipe.dtype))
-    corner = [start for start, _ in box]
+    array = _allocate(slice_shape(region), np.dtype(recipe.dtype))
+    corner = [start for start, _ in region]
     for placement in recipe.placements:
-        if common := intersect(box, placement):
-            for piece in [common] if recipe.mapped else split_box(common, PART):
-                part = move_box(piece, placement.offset)
-                values = _read(recipe, tensors, placement, stored_box(placement, part))
-                array[box_slices(move_box(piece, corner))] = values.reshape(box_shape(part))
+        if common := intersect_placement(region, placement):
+            for piece in [common] if recipe.mapped else split_slice(common, READ_NUMBERS):
+                part = shift_slice(piece, placement.offset)
+                values = _read(recipe, tensors, placement, find_stored_slice(placement, part))
+                array[to_numpy_slices(shift_slice(piece, corner))] = values.reshape(slice_shape(part))
     return array
 
 
@@ -226,11 +228,11 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _read(recipe: WeightRecipe, tensors: Tensors, placement: Placement, box: Box) -> np.ndarray:
-    """A box of one tensor; a map is checked as a whole, whatever is wanted of it."""
+def _read(recipe: WeightRecipe, tensors: CheckpointTensors, placement: Placement, region: TensorSlice) -> np.ndarray:
+    """A region of one tensor; a map is checked as a whole, whatever is wanted of it."""
     if recipe.mapped:
-        return tensors.read_map(placement, recipe.mapped)[box_slices(box)]
-    return tensors.read(placement.tensor, placement.stored, FLOATS, box)
+        return tensors.read_map(placement, recipe.mapped)[to_numpy_slices(region)]
+    return tensors.read(placement.tensor, placement.stored, FLOATS, region)
 
 
 def _is_finite(tensor: np.ndarray) -> bool:

@@ -19,7 +19,7 @@ from dflash_aot.benchmarks.host_trace import (
 from dflash_aot.benchmarks.jit_loop import JitLoop
 from dflash_aot.benchmarks.peer_parts import Loaded
 from dflash_aot.cache.errors import VoidRecord
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 
 SIDE = 1000  # of products that are not done when the next line asks for them
 
@@ -92,7 +92,7 @@ def test_what_is_watched_is_put_back():
 @pytest.mark.parametrize("k", [0, 3])
 def test_the_plain_loop_asks_for_as_much_as_it_says(bundle, tied, k):
     """One copy to the device and one read per round, and each program once."""
-    opened = open_bundle(bundle("tiny"), tied.target, tied.draft, 3)
+    opened = load_engine_parts(bundle("tiny"), tied.target, tied.draft, 3)
     loop = JitLoop(Loaded(opened.bundle, opened.state), 1, k, longest=4, tokens=24)
     served, threads = trace(lambda: loop.serve([[[5, 6, 7, 8]]]))
     events, rounds = find_rounds(find_loop(threads), served.work.rounds)

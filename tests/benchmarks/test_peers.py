@@ -9,8 +9,8 @@ from dflash_aot.benchmarks.orders import EngineOrder, JitOrder, PartsOrder, Torc
 from dflash_aot.benchmarks.traffic import Arrive, Dissect, Parts, Serve
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.lazy_loader import Loader
-from dflash_aot.runtime.executables.loaded_bundle import Bundle, bundle_devices
+from dflash_aot.runtime.executables.lazy_loader import LazyLoader
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, bundle_devices
 
 TOKENS = 16
 NAMES = ("len5", "len_eq_block")
@@ -93,7 +93,7 @@ def state(manifest) -> DeviceState:
 
 
 def test_a_bundle_without_such_programs_has_no_parts(bundle, manifest, state):
-    empty = Bundle(bundle("tiny"), manifest, 3, Loader(lambda name: None, []))
+    empty = LoadedBundle(bundle("tiny"), manifest, 3, LazyLoader(lambda name: None, []))
     assert peer_parts.dissect(peer_parts.Loaded(empty, state), Dissect([1], TOKENS, 3)) == Parts(None, {})
 
 

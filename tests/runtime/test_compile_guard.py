@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.runtime.executables.compile_guard import CompileWatch
+from dflash_aot.runtime.executables.compile_guard import CompileGuard
 
 
 def fresh():
@@ -34,20 +34,20 @@ def in_thread(work) -> list:
     ids=["jit", "eager", "slice", "lower"],
 )
 def test_tracing_raises_where_it_is_forbidden(work):
-    with CompileWatch().forbid_tracing(), pytest.raises(Exception, match="(?i)trac"):
+    with CompileGuard().forbid_tracing(), pytest.raises(Exception, match="(?i)trac"):
         work()
     work()
 
 
 def test_another_thread_traces_and_compiles_as_it_likes_and_is_not_counted():
-    watch = CompileWatch()
+    watch = CompileGuard()
     with watch.forbid_tracing():
         assert in_thread(lambda: float(fresh()(np.float32(1)))) == [3.0]
     assert watch.events == 0
 
 
 def test_a_compilation_on_the_watched_thread_is_counted():
-    watch, lowered = CompileWatch(), fresh().lower(np.float32(1))
+    watch, lowered = CompileGuard(), fresh().lower(np.float32(1))
     with watch.forbid_tracing():
         lowered.compile()
     counted = watch.events
@@ -57,7 +57,7 @@ def test_a_compilation_on_the_watched_thread_is_counted():
 
 
 def test_compiled_calls_and_transfers_are_neither_forbidden_nor_counted():
-    compiled, watch = fresh().lower(np.zeros(3, np.float32)).compile(), CompileWatch()
+    compiled, watch = fresh().lower(np.zeros(3, np.float32)).compile(), CompileGuard()
     compiled(jax.device_put(np.zeros(3, np.float32)))  # the first call of an executable prepares its dispatch
     with watch.forbid_tracing():
         result = compiled(jax.device_put(np.arange(3, dtype=np.float32)))
@@ -66,7 +66,7 @@ def test_compiled_calls_and_transfers_are_neither_forbidden_nor_counted():
 
 
 def test_two_watches_count_their_own_threads():
-    outer, inner, lowered = CompileWatch(), CompileWatch(), [fresh().lower(np.float32(1)) for _ in range(2)]
+    outer, inner, lowered = CompileGuard(), CompileGuard(), [fresh().lower(np.float32(1)) for _ in range(2)]
 
     def compile_watched() -> None:
         with inner.forbid_tracing():
@@ -81,7 +81,7 @@ def test_two_watches_count_their_own_threads():
 
 
 def test_the_ban_ends_with_an_error_too():
-    watch = CompileWatch()
+    watch = CompileGuard()
     with pytest.raises(ZeroDivisionError), watch.forbid_tracing():
         raise ZeroDivisionError
     assert float(fresh()(np.float32(1))) == 3

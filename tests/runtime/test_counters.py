@@ -1,6 +1,6 @@
 """Acceptance, counted and averaged, by hand."""
 
-from dflash_aot.runtime.metrics.counters import Counters, summarize
+from dflash_aot.runtime.metrics.counters import Counters, summarize_acceptance
 from dflash_aot.runtime.requests.request import Result
 
 
@@ -31,7 +31,7 @@ def test_both_averages_of_the_acceptance_length():
     for run in runs:
         for accepted in run:
             counters.note_row(3, accepted)
-    found = summarize([result(run) for run in runs], counters)
+    found = summarize_acceptance([result(run) for run in runs], counters)
     assert found.rounds == 3
     assert found.micro_tau == 1 + 4 / 3
     assert found.mean_tau == ((1 + 2) + (1 + 0)) / 2
@@ -39,5 +39,5 @@ def test_both_averages_of_the_acceptance_length():
 
 
 def test_without_a_round_there_is_no_acceptance_length():
-    found = summarize([result([])], Counters())
+    found = summarize_acceptance([result([])], Counters())
     assert (found.rounds, found.per_position) == (0, ())

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.diagnostics import advise_on_acceptance, advise_on_pair, advise_on_prompt, read_chat_template
+from dflash_aot.runtime.diagnostics import diagnose_acceptance, diagnose_pair, diagnose_prompt, read_chat_template
 from dflash_aot.runtime.metrics.counters import Counters
 
 TEMPLATE = "<|im_start|>{{ messages[0].content }}"
@@ -24,16 +24,16 @@ def counted(rounds, stands):
 def test_a_mask_token_that_ends_answers_is_noticed(bundle):
     manifest = read_manifest(bundle("tiny"))
     mask = manifest.draft.facts.mask_token
-    (advice,) = advise_on_pair(manifest, frozenset({mask, 1}))
+    (advice,) = diagnose_pair(manifest, frozenset({mask, 1}))
     assert f"mask token {mask} is also one of the target's end tokens" in advice
-    assert not [*advise_on_pair(manifest, frozenset({mask - 1}))]
+    assert not [*diagnose_pair(manifest, frozenset({mask - 1}))]
 
 
 @pytest.mark.parametrize(
     ("rounds", "stands", "warned"), [(200, 59, True), (200, 60, False), (199, 0, False), (0, 0, False)]
 )
 def test_acceptance_that_collapses_is_noticed_once_there_is_enough_to_see(rounds, stands, warned):
-    advice = advise_on_acceptance(counted(rounds, stands))
+    advice = diagnose_acceptance(counted(rounds, stands))
     assert bool(advice) == warned
     if warned:
         assert "only 30% of 200 rounds" in advice and "k=0 may be faster" in advice
@@ -43,14 +43,14 @@ def test_without_speculation_there_is_no_acceptance_to_speak_of():
     counters = Counters()
     for _ in range(300):
         counters.note_row(0, 0)
-    assert advise_on_acceptance(counters) is None
+    assert diagnose_acceptance(counters) is None
 
 
 def test_a_plain_prompt_to_a_chat_model_is_noticed(tmp_path):
-    assert advise_on_prompt(tmp_path, "hello") is None
+    assert diagnose_prompt(tmp_path, "hello") is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    assert "has a chat template and this prompt does not follow it" in advise_on_prompt(tmp_path, "hello")
-    assert advise_on_prompt(tmp_path, "<|im_start|>user\nhello<|im_end|>") is None
+    assert "has a chat template and this prompt does not follow it" in diagnose_prompt(tmp_path, "hello")
+    assert diagnose_prompt(tmp_path, "<|im_start|>user\nhello<|im_end|>") is None
 
 
 def test_a_template_is_found_in_either_place(tmp_path):

@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.scheduler.request_queue import WaitingLine
 from tests.runtime.stepper import hold, wait_until
 
@@ -552,7 +552,7 @@ SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, WaitingLine)}
 @pytest.mark.parametrize("wait", [False, True])
 def test_no_request_is_forgotten_wherever_it_is_when_the_engine_closes(bundle, wait):
     """The thread that asks is held at each line of the source on its way until the engine has closed."""
-    opened = open_bundle(bundle("tiny"), None, None, 0)  # for one engine after the other
+    opened = load_engine_parts(bundle("tiny"), None, None, 0)  # for one engine after the other
     lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())
     assert sum(1 for _ in lines) > 20
 

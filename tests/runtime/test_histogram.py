@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.metrics.histogram import SECONDS, Histogram
+from dflash_aot.runtime.metrics.histogram import BUCKET_BOUNDS_SECONDS, Histogram
 
 
 def observed(*seconds: float) -> Histogram:
@@ -17,8 +17,8 @@ def observed(*seconds: float) -> Histogram:
 
 
 def test_bounds_rise():
-    assert [*SECONDS] == sorted(set(SECONDS))
-    assert SECONDS[0] > 0 and SECONDS[-1] < math.inf
+    assert [*BUCKET_BOUNDS_SECONDS] == sorted(set(BUCKET_BOUNDS_SECONDS))
+    assert BUCKET_BOUNDS_SECONDS[0] > 0 and BUCKET_BOUNDS_SECONDS[-1] < math.inf
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ def test_bounds_rise():
         (0.0, 0),
         (0.0005, 0),  # a bound belongs to what lies below it
         (0.0006, 1),
-        (1.0, SECONDS.index(1.0)),
-        (math.nextafter(1.0, 2), SECONDS.index(1.0) + 1),
-        (100.0, len(SECONDS) - 1),
-        (100.1, len(SECONDS)),
-        (math.inf, len(SECONDS)),
+        (1.0, BUCKET_BOUNDS_SECONDS.index(1.0)),
+        (math.nextafter(1.0, 2), BUCKET_BOUNDS_SECONDS.index(1.0) + 1),
+        (100.0, len(BUCKET_BOUNDS_SECONDS) - 1),
+        (100.1, len(BUCKET_BOUNDS_SECONDS)),
+        (math.inf, len(BUCKET_BOUNDS_SECONDS)),
     ],
 )
 def test_a_duration_is_counted_once_at_the_smallest_bound_that_holds_it(seconds, place):
@@ -55,6 +55,6 @@ def test_a_copy_and_another_histogram_stay_as_they_are():
 @given(st.lists(st.floats(min_value=0, max_value=1000)))
 def test_counts_are_those_of_the_list(seconds):
     counts = observed(*seconds).counts
-    assert len(counts) == len(SECONDS) + 1 and sum(counts) == len(seconds)
-    for place, bound in enumerate(SECONDS):
+    assert len(counts) == len(BUCKET_BOUNDS_SECONDS) + 1 and sum(counts) == len(seconds)
+    for place, bound in enumerate(BUCKET_BOUNDS_SECONDS):
         assert sum(counts[: place + 1]) == sum(one <= bound for one in seconds)

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest_checks import Name
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
-from dflash_aot.runtime.executables.lazy_loader import Loader
+from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 from tests.runtime.stepper import LONG
 
 
@@ -25,7 +25,7 @@ class Shelf:
         self.errors: dict[int, Exception] = {}
         self.begun, self._permits = threading.Semaphore(0), threading.Semaphore(0) if held else None
         self.told = threading.Semaphore(0)
-        self.loader = Loader(self._load, [name(number) for number in range(count)], soon)  # type: ignore[arg-type]
+        self.loader = LazyLoader(self._load, [name(number) for number in range(count)], soon)  # type: ignore[arg-type]
 
     def _load(self, asked: Name) -> str:
         (number,) = asked[1]

@@ -12,7 +12,7 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, rep
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.execution_plan import list_kinds
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
@@ -96,12 +96,12 @@ def test_what_turns_out_to_be_no_executable_costs_those_who_need_it_and_nobody_e
 
 
 def test_what_fails_while_nothing_is_served_is_logged_and_leaves_a_state_that_serves(bundle, caplog):
-    opened = open_bundle(bundle("tiny"), None, None, k=0, preload=False)
+    opened = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
     executables = opened.bundle.executables
     try:
         loaded = [executables[name] for name in executables.order]
         opened.state._arrays["target_k"].delete()  # as a fault would leave it
-        warm_up = WarmUp(opened.bundle, opened.state, opened.depth)
+        warm_up = WarmUp(opened.bundle, opened.state, opened.controller)
         steps = 0
         while warm_up.step():
             steps += 1

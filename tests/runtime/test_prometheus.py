@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.metrics.histogram import SECONDS, Histogram
+from dflash_aot.runtime.metrics.histogram import BUCKET_BOUNDS_SECONDS, Histogram
 from dflash_aot.runtime.metrics.prometheus import FINISHED_REASONS, METRICS, StatsCollector, make_registry
 from dflash_aot.runtime.requests.request import FinishReason
 
@@ -90,7 +90,7 @@ PLAIN = {
     "dflash:host_wall_seconds_total": 0.75,
     "dflash:wait_seconds_total": 1.25,
 }
-BOUNDS = [*map(str, SECONDS), "+Inf"]
+BOUNDS = [*map(str, BUCKET_BOUNDS_SECONDS), "+Inf"]
 
 
 def key(name: str, **labels: str):
@@ -108,7 +108,7 @@ def expected(model_name: str = "pair"):
     samples[key("dflash:bucket_rounds_total", batch="1", length="64", k="0", sampled="false")] = 29
     for place, name in enumerate(TIMINGS):
         # 0.0005 is a bound; 0.3 and 0.4 are above 0.25 and at most 0.5; 1000 is above all.
-        cumulative = [1 if bound < 0.5 else 3 for bound in SECONDS] + [4]
+        cumulative = [1 if bound < 0.5 else 3 for bound in BUCKET_BOUNDS_SECONDS] + [4]
         samples |= {key(f"{name}_bucket", le=le): count for le, count in zip(BOUNDS, cumulative, strict=True)}
         samples[key(f"{name}_count")] = 4
         samples[key(f"{name}_sum")] = 0.0005 + 0.3 + 0.4 + 1000.0 + place
@@ -181,7 +181,7 @@ def test_a_histogram_accumulates_and_ends_with_everything():
     for name in TIMINGS:
         counts = [value(samples, f"{name}_bucket", le=le) for le in BOUNDS]
         assert counts == sorted(counts) and counts[-1] == value(samples, f"{name}_count") == 4
-        assert [float(le) for le in BOUNDS] == [*SECONDS, math.inf]
+        assert [float(le) for le in BOUNDS] == [*BUCKET_BOUNDS_SECONDS, math.inf]
 
 
 def test_an_engine_that_has_done_nothing_shows_zeros():

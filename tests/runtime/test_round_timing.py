@@ -3,7 +3,7 @@
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.bundle_loading import open_bundle
+from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.speculation.round_timing import bound_times, time_rounds
 
 
@@ -20,7 +20,7 @@ def test_what_does_less_takes_no_longer():
 
 def test_every_round_is_timed_and_none_leaves_a_trace(bundle):
     """As after `Engine.open`: no slot has a length, though the rounds ran behind full ones."""
-    opened = open_bundle(bundle("tiny"), None, None, "auto")
+    opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     times = time_rounds(opened.bundle, opened.state)
     assert set(times) == {(bucket, False) for bucket in opened.bundle.manifest.grid.buckets()}
     assert all(0 < seconds < 60 for seconds in times.values())

@@ -8,13 +8,13 @@ import pytest
 
 from dflash_aot.cache.bundle.weight_recipe import Placement
 from dflash_aot.runtime.weights.tensor_slices import (
-    box_shape,
-    box_slices,
-    intersect,
-    move_box,
-    split_box,
-    stored_box,
-    whole_box,
+    cover_tensor,
+    find_stored_slice,
+    intersect_placement,
+    shift_slice,
+    slice_shape,
+    split_slice,
+    to_numpy_slices,
 )
 
 G, R, D, H, W, M, E, L = 4, 2, 3, 6, 8, 4, 3, 2  # kv heads, queries per one, head, hidden, MLP, expert, experts, layers
@@ -38,16 +38,16 @@ def placements(kind: str) -> list[Placement]:
     return [Placement(f"tensor {at}", *one) for at, one in enumerate(KINDS[kind][2])]
 
 
-def assemble(shape: tuple[int, ...], kind: str, box) -> np.ndarray:
+def assemble(shape: tuple[int, ...], kind: str, region) -> np.ndarray:
     """What the boxes lead to, of tensors whose elements are all different."""
-    array = np.full(box_shape(box), -1)
+    array = np.full(slice_shape(region), -1)
     for number, placement in enumerate(placements(kind)):
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
-        if common := intersect(box, placement):
-            for piece in split_box(common, 5):
-                part = move_box(piece, placement.offset)
-                values = stored[box_slices(stored_box(placement, part))].reshape(box_shape(part))
-                array[box_slices(move_box(piece, [start for start, _ in box]))] = values
+        if common := intersect_placement(region, placement):
+            for piece in split_slice(common, 5):
+                part = shift_slice(piece, placement.offset)
+                values = stored[to_numpy_slices(find_stored_slice(placement, part))].reshape(slice_shape(part))
+                array[to_numpy_slices(shift_slice(piece, [start for start, _ in region]))] = values
     return array
 
 
@@ -56,8 +56,8 @@ def assemble_slowly(kind: str) -> np.ndarray:
     array = np.full(KINDS[kind][0], -1)
     for number, placement in enumerate(placements(kind)):
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
-        array[box_slices(move_box(whole_box(placement.extent), [-at for at in placement.offset]))] = stored.reshape(
-            placement.extent
+        array[to_numpy_slices(shift_slice(cover_tensor(placement.extent), [-at for at in placement.offset]))] = (
+            stored.reshape(placement.extent)
         )
     return array
 
@@ -69,11 +69,11 @@ def test_every_devices_slice_is_that_of_the_whole_argument(kind, devices):
     whole = assemble_slowly(kind)
     assert whole.min() == 0  # filled completely
     for device in range(devices):
-        box = list(whole_box(shape))
+        region = list(cover_tensor(shape))
         if split is not None:
             share = shape[split] // devices
-            box[split] = (device * share, (device + 1) * share)
-        np.testing.assert_array_equal(assemble(shape, kind, tuple(box)), whole[box_slices(tuple(box))])
+            region[split] = (device * share, (device + 1) * share)
+        np.testing.assert_array_equal(assemble(shape, kind, tuple(region)), whole[to_numpy_slices(tuple(region))])
 
 
 def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
@@ -83,15 +83,15 @@ def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
     ranges = [list(itertools.combinations(range(size + 1), 2)) for size in placement.extent]
     answered = refused = 0
     for part in itertools.product(*ranges):
-        wanted = numbers.reshape(placement.extent)[box_slices(part)]
+        wanted = numbers.reshape(placement.extent)[to_numpy_slices(part)]
         try:
-            found = numbers[box_slices(stored_box(placement, part))]
+            found = numbers[to_numpy_slices(find_stored_slice(placement, part))]
         except AssertionError:
             rows = np.unique(wanted // 2)
             assert len(rows) <= rows[-1] - rows[0]  # with a gap
             refused += 1
         else:
-            np.testing.assert_array_equal(found.reshape(box_shape(part)), wanted)
+            np.testing.assert_array_equal(found.reshape(slice_shape(part)), wanted)
             answered += 1
     assert answered and refused
 
@@ -101,17 +101,17 @@ def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
 )
 def test_a_reshape_over_the_borders_of_dimensions_is_refused(stored, extent):
     with pytest.raises(AssertionError):
-        stored_box(Placement("t", stored, (0,) * len(extent), extent), whole_box(extent))
+        find_stored_slice(Placement("t", stored, (0,) * len(extent), extent), cover_tensor(extent))
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 24, 1000])
 @pytest.mark.parametrize(
-    "box", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
+    "region", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
 )
-def test_a_box_that_is_split_has_the_same_numbers_in_the_same_order(box, most):
-    parts = [*split_box(box, most)]
+def test_a_box_that_is_split_has_the_same_numbers_in_the_same_order(region, most):
+    parts = [*split_slice(region, most)]
     numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]
-    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in box)))
-    longer = next((axis for axis, (start, stop) in enumerate(box) if stop - start > 1), None)
+    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in region)))
+    longer = next((axis for axis, (start, stop) in enumerate(region) if stop - start > 1), None)
     for part in parts:
-        assert math.prod(box_shape(part)) <= most or longer is None or box_shape(part)[longer] == 1
+        assert math.prod(slice_shape(part)) <= most or longer is None or slice_shape(part)[longer] == 1

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.text.detokenizer import RESYNC_TOKENS, CharacterStream
-from dflash_aot.runtime.text.tokenizer import LONG, TextStream, Tokenizer
+from dflash_aot.runtime.text.tokenizer import LONG_TEXT_CHARS, TextStream, Tokenizer
 from tests.runtime.tokenizer_kinds import END, KINDS, VOCABULARY, byte_fallback, byte_level, stripped_byte_fallback
 
 ALPHABET = "ab c\né東京タ🎉🎊👩‍👧e\u0301\x00\ufffd"
@@ -314,7 +314,7 @@ def test_the_tokenizers_own_frame_can_be_left_out():
     assert framed == [backend.token_to_id(END), *tokenizer.encode("ab", add_special_tokens=False)]
 
 
-@pytest.mark.parametrize("length", [0, LONG])
+@pytest.mark.parametrize("length", [0, LONG_TEXT_CHARS])
 def test_a_lone_surrogate_is_refused(length):
     with pytest.raises(BadInput, match="lone surrogate"):
         TOKENIZER.encode("a\ud83cb" + "a" * length)
@@ -325,7 +325,7 @@ def test_a_long_text_has_the_tokens_that_it_would_have_in_any_case(framed):
     backend = byte_level()
     frame = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
     backend.post_processor = frame
-    text = f"ab c\u00e9\n{END}" * LONG
+    text = f"ab c\u00e9\n{END}" * LONG_TEXT_CHARS
     whole = backend.encode(text, add_special_tokens=framed).ids
     assert Tokenizer(backend).encode(text, add_special_tokens=framed) == whole
 
@@ -333,7 +333,7 @@ def test_a_long_text_has_the_tokens_that_it_would_have_in_any_case(framed):
 def test_other_threads_go_on_while_a_long_text_is_tokenized():
     """One that has the interpreter to itself leaves them a moment between two texts."""
     with ThreadPoolExecutor() as pool:
-        encodings = [pool.submit(TOKENIZER.encode, "ab c" * 50 * LONG) for _ in range(3)]
+        encodings = [pool.submit(TOKENIZER.encode, "ab c" * 50 * LONG_TEXT_CHARS) for _ in range(3)]
         moments = 0
         while not all(encoding.done() for encoding in encodings):
             moments += 1
@@ -376,14 +376,14 @@ def test_the_text_layer_imports_no_framework():
 @given(st.text(ALPHABET + END, max_size=12))
 @example("🎉" + END)
 def test_spelled_bytes_add_up_to_the_text(text):
-    assert b"".join(map(TOKENIZER.spell, TOKENIZER.encode(text))) == text.encode()
+    assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
 
 
 @pytest.mark.parametrize("data", [b"\xf0\x9f", b" ", b"\x00\xad"])
 def test_a_part_of_a_character_is_spelled_by_its_bytes(data):
-    assert b"".join(map(TOKENIZER.spell, byte_ids(data))) == data
+    assert b"".join(map(TOKENIZER.token_bytes, byte_ids(data))) == data
     fallback = Tokenizer(byte_fallback())
-    assert b"".join(map(fallback.spell, data)) == data  # there the token of a byte is its number
+    assert b"".join(map(fallback.token_bytes, data)) == data  # there the token of a byte is its number
 
 
 @every_kind
@@ -391,7 +391,7 @@ def test_a_token_is_spelled_as_it_goes_on_with_a_text(backend):
     tokenizer = Tokenizer(backend)
     for token_id in tokenizer.encode("the cat a", add_special_tokens=False):
         alone, twice = tokenizer.decode([token_id]), tokenizer.decode([token_id] * 2)
-        assert alone + tokenizer.spell(token_id).decode() == twice
+        assert alone + tokenizer.token_bytes(token_id).decode() == twice
     (end,) = tokenizer.encode(END, add_special_tokens=False)
-    assert tokenizer.spell(end) == END.encode()
-    assert tokenizer.spell(10_000) == b""
+    assert tokenizer.token_bytes(end) == END.encode()
+    assert tokenizer.token_bytes(10_000) == b""

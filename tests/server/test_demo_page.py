@@ -96,10 +96,10 @@ def expected(engine: Engine):
 
 
 def test_the_text_and_the_rounds_are_the_engines(visit, engine, expected):
-    spell = [engine.tokenizer.spell(token).decode() for token in expected.token_ids]
+    spell = [engine.tokenizer.token_bytes(token).decode() for token in expected.token_ids]
     origins, rows, left = ["own"], [[["own", spell[0]]]], spell[1:]
     for accepted, drafted in zip(expected.accepted, expected.drafted, strict=True):
-        chips = [["accepted", engine.tokenizer.spell(token).decode()] for token in drafted]
+        chips = [["accepted", engine.tokenizer.token_bytes(token).decode()] for token in drafted]
         chips[accepted:] = [["rejected", text] for _, text in chips[accepted:]]
         rows.append(chips + [["own", text] for text in left[accepted : accepted + 1]])
         origins += ["accepted"] * accepted + ["own"]
