@@ -23,7 +23,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
-from dflash_aot.runtime.executables.dispatcher import Dispatch
+from dflash_aot.runtime.executables.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
 
 START = 16  # positions of noise that the rounds begin behind
@@ -31,7 +31,7 @@ NOTHING = frozenset[int]()
 Way = Callable[[], list[jax.Array]]
 
 
-def make_ways(dispatch: Dispatch, bucket: Bucket, most: int) -> dict[str, Way]:
+def make_ways(dispatch: Dispatcher, bucket: Bucket, most: int) -> dict[str, Way]:
     """Each runs `most` rounds and returns their verdicts."""
 
     def in_three() -> list[jax.Array]:
@@ -63,13 +63,13 @@ def main() -> None:
         raise BadInput(f"{options.bundle}: its grid is {grid}; batch=1 and rounds above 1 are needed")
     start_jax(read_manifest(Path(options.bundle)).environment.platform)
     opened = load_engine_parts(Path(options.bundle), None, None, grid.k[-1])
-    dispatch = Dispatch(opened.bundle, opened.state)
+    dispatch = Dispatcher(opened.bundle, opened.state)
     print(f"medians of {options.repeats}, per round: milliseconds, and microseconds of work of the dispatching thread")
     for k in grid.k:
         measure(dispatch, opened.state, grid.fit(1, START + grid.rounds * (k + 1), k), grid.rounds, options.repeats)
 
 
-def measure(dispatch: Dispatch, state: DeviceState, bucket: Bucket, most: int, repeats: int) -> None:
+def measure(dispatch: Dispatcher, state: DeviceState, bucket: Bucket, most: int, repeats: int) -> None:
     """Prints a line for each way. Ends the process where they do not agree."""
     ways = make_ways(dispatch, bucket, most)
     spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}

@@ -33,14 +33,14 @@ from dflash_aot.benchmarks.agreement import (
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.jax_platform import start_jax
-from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Request, Result
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
-from dflash_aot.runtime.speculation.controller import FixedDepth
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.speculation.controller import FixedK
 
 MOST_TOKENS, PER_LENGTH, REPEATS = 64, 2, 3
 NOISE = 1 << 16
@@ -53,9 +53,9 @@ class Host:
     def __init__(self, opened: EngineParts):
         self.manifest = opened.bundle.manifest
         self.counters = {k: Counters() for k in self.manifest.grid.k}
-        self._line = WaitingLine(MOST_WAITING)
+        self._line = RequestQueue(MOST_WAITING)
         self._loops = {
-            k: Loop(opened.bundle.limited(k), opened.state, one, self._line, FixedDepth(k))
+            k: EngineLoop(opened.bundle.limited(k), opened.state, one, self._line, FixedK(k))
             for k, one in self.counters.items()
         }
 

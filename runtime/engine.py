@@ -21,17 +21,17 @@ from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.diagnostics import diagnose_pair
-from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.async_stream import AsyncStream
 from dflash_aot.runtime.requests.request import Delta, Request, Result
-from dflash_aot.runtime.requests.request_builder import Intake, Prompt
+from dflash_aot.runtime.requests.request_builder import Prompt, RequestBuilder
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.requests.stream import Stream, check_process
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
@@ -50,12 +50,12 @@ class Engine:
 
     def __init__(self, opened: EngineParts, max_waiting: int = MAX_WAITING):
         self._bundle, self._target = opened.bundle, opened.target
-        self._watch, self._line = CompileGuard(), WaitingLine(max_waiting)
+        self._watch, self._line = CompileGuard(), RequestQueue(max_waiting)
         self._depth = opened.controller
-        self._loop = Loop(opened.bundle, opened.state, Counters(), self._line, self._depth)
+        self._loop = EngineLoop(opened.bundle, opened.state, Counters(), self._line, self._depth)
         self._warm_up = WarmUp(opened.bundle, opened.state, opened.controller)
         ends = read_end_tokens(opened.target)
-        self._intake = Intake(opened.bundle, opened.target, ends)
+        self._intake = RequestBuilder(opened.bundle, opened.target, ends)
         for advice in diagnose_pair(opened.bundle.manifest, ends):
             logger.warning(advice)
         self._drain_until = 0.0

@@ -18,17 +18,17 @@ import numpy as np
 from dflash_aot.cache.errors import CorruptBundle, DflashError, EngineFailed
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
-from dflash_aot.runtime.executables.dispatcher import Dispatch
+from dflash_aot.runtime.executables.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.executables.sampling_state import Admission
+from dflash_aot.runtime.executables.sampling_state import SamplingStateWriter
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.logprobs import RoundLogprobs, TokenLogprob
-from dflash_aot.runtime.requests.request import Delta, Drafting, FinishReason, Request
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
-from dflash_aot.runtime.scheduler.slots import Row, Slots
-from dflash_aot.runtime.speculation.burst_length import Pace
-from dflash_aot.runtime.speculation.controller import Depth
+from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.slots import RunningRequest, Slots
+from dflash_aot.runtime.speculation.burst_length import BurstLength
+from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 3  # in a row: then the device, or what was loaded on it, is at fault
@@ -38,7 +38,7 @@ MOST_FAILURES = 3  # in a row: then the device, or what was loaded on it, is at 
 class FirstToken:
     """The last prefill chunk of a row, enqueued."""
 
-    row: Row
+    row: RunningRequest
     token: jax.Array  # int32 [1]
 
 
@@ -46,10 +46,10 @@ class FirstToken:
 class Lineup:
     """Who takes part in a round: the row of each slot that does, None for the others."""
 
-    rows: Sequence[Row | None]
+    rows: Sequence[RunningRequest | None]
 
     @cached_property
-    def takers(self) -> list[Row]:
+    def takers(self) -> list[RunningRequest]:
         return [row for row in self.rows if row]
 
     @cached_property
@@ -66,7 +66,7 @@ class Round:
     where a row wants them. `next_to`: nothing was enqueued between it and the round before, which was on its way still.
     """
 
-    rows: Sequence[Row | None]
+    rows: Sequence[RunningRequest | None]
     bucket: Bucket
     sampled: bool
     verdict: jax.Array
@@ -81,30 +81,37 @@ class Burst:
     `verdicts` is int32 [N, 2K+2], -1 where a round was not needed; `next_to` as of a round.
     """
 
-    row: Row
+    row: RunningRequest
     bucket: Bucket
     count: int
     verdicts: jax.Array
     next_to: bool
 
 
-class Loop:
+class EngineLoop:
     """Serves the requests of a line. One thread calls it; `step` until it is `idle`."""
 
-    def __init__(self, bundle: LoadedBundle, state: DeviceState, counters: Counters, line: WaitingLine, depth: Depth):
+    def __init__(
+        self,
+        bundle: LoadedBundle,
+        state: DeviceState,
+        counters: Counters,
+        line: RequestQueue,
+        depth: SpeculationController,
+    ):
         self._bundle, self._state, self._counters, self._line, self._depth = bundle, state, counters, line, depth
         self._grid, self._sampling = bundle.manifest.grid, bundle.manifest.sampling
         self._ks = tuple(k for k in self._grid.k if k <= bundle.k)
         self._slots = Slots(self._grid.slots)
         self._unread: deque[FirstToken | Round | Burst] = deque()
-        self._pace = Pace(self._grid.rounds)
+        self._pace = BurstLength(self._grid.rounds)
         self._last_k = -1
         self._failures = 0  # since something was read that all programs of a round had to run for
         self._between = True  # something else was enqueued since the last round
         self._last_verdict = 0.0
-        self._dispatch = Dispatch(bundle, state)
+        self._dispatch = Dispatcher(bundle, state)
         vocab = bundle.manifest.target.facts.decoder.vocab
-        self._admission = Admission(bundle.admit, state, vocab) if "sample" in self._sampling else None
+        self._admission = SamplingStateWriter(bundle.admit, state, vocab) if "sample" in self._sampling else None
         self._unsent: list[tuple[Request, Delta]] = []
         # Held while what is counted changes; not while the device is waited for, and not while callers are told.
         self._lock = threading.Lock()
@@ -216,7 +223,7 @@ class Loop:
             request.started = time.monotonic()
             self._counters.note_start(request)
             sampled = not request.params.plain or "greedy" not in self._sampling
-            self._slots.add(Row(request, self._depth.start(), sampled))
+            self._slots.add(RunningRequest(request, self._depth.start(), sampled))
         while self._slots and self._batch(self._slots.span) > self._batch(len(self._slots)):
             move = self._slots.take_move()
             assert move is not None
@@ -284,7 +291,7 @@ class Loop:
         """Whether several rounds in one dispatch suit it."""
         return self._grid.rounds > 1 and bucket.batch == 1 and len(self._slots) == 1 and not lineup.sampled
 
-    def _count_rounds(self, bucket: Bucket, row: Row) -> int:
+    def _count_rounds(self, bucket: Bucket, row: RunningRequest) -> int:
         """How many the device runs for a row that is alone; by another K than before, which may be a trial, one."""
         before, self._last_k = self._last_k, bucket.k
         if bucket.k != before:
@@ -315,7 +322,7 @@ class Loop:
             row.left = None
         return Round(rows, bucket, sampled, verdict, tops, self._is_next_to())
 
-    def _enqueue_burst(self, bucket: Bucket, row: Row, count: int) -> Burst:
+    def _enqueue_burst(self, bucket: Bucket, row: RunningRequest, count: int) -> Burst:
         left = row.unsure if row.left is None else row.left
         verdicts, row.left = self._dispatch.rounds(bucket, count, left, row.request.stop_ids)
         verdicts.copy_to_host_async()
@@ -326,7 +333,7 @@ class Loop:
         next_to, self._between = not self._between and bool(self._unread), False
         return next_to
 
-    def _admit(self, rows: Sequence[Row]) -> None:
+    def _admit(self, rows: Sequence[RunningRequest]) -> None:
         """Every row of a sampled round says what it asks, a greedy one too: the slot knows what its last one asked."""
         assert self._admission is not None, "refused where nothing samples"
         for row in rows:
@@ -412,7 +419,7 @@ class Loop:
         committed = [token for accepted, *tokens in rounds for token in tokens[k : k + accepted + 1]]
         self._take(row, committed, [], [_describe_draft(row, k, accepted, tokens) for accepted, *tokens in rounds])
 
-    def _note(self, row: Row, round_: Drafting) -> None:
+    def _note(self, row: RunningRequest, round_: RoundOutcome) -> None:
         self._counters.note_row(round_.k, round_.accepted)
         self._depth.note(row.acceptance, round_.k, round_.accepted)
         if round_.k:
@@ -425,10 +432,10 @@ class Loop:
 
     def _take(
         self,
-        row: Row,
+        row: RunningRequest,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprob] = (),
-        rounds: Sequence[Drafting] = (),
+        rounds: Sequence[RoundOutcome] = (),
     ) -> None:
         request = row.request
         if request.finish_reason:
@@ -447,6 +454,6 @@ class Loop:
             self._slots.free(row)
 
 
-def _describe_draft(row: Row, k: int, accepted: int, tokens: Sequence[int]) -> Drafting:
+def _describe_draft(row: RunningRequest, k: int, accepted: int, tokens: Sequence[int]) -> RoundOutcome:
     """tokens: a verdict's, of which the first `k` were drafted."""
-    return Drafting(k, accepted, tuple(tokens[:k]) if row.request.params.trace else ())
+    return RoundOutcome(k, accepted, tuple(tokens[:k]) if row.request.params.trace else ())

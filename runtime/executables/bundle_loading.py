@@ -23,8 +23,8 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     report_out_of_memory,
     warm_up_executable,
 )
-from dflash_aot.runtime.speculation.acceptance import Acceptance
-from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth, FixedDepth
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, SpeculationController
 from dflash_aot.runtime.speculation.round_timing import Times, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
@@ -36,7 +36,7 @@ class EngineParts:
 
     bundle: LoadedBundle
     state: DeviceState
-    controller: Depth
+    controller: SpeculationController
     target: Path
     startup: Mapping[str, float]
 
@@ -75,7 +75,7 @@ def load_engine_parts(
             clock.enter("timing")
             depth = choose_depth(bundle, state, k)
         else:
-            depth = AdaptiveDepth({}, estimates, bundle) if _adapts(bundle, k) else FixedDepth(most)
+            depth = AdaptiveK({}, estimates, bundle) if _adapts(bundle, k) else FixedK(most)
     clock.stop()
     return EngineParts(bundle, state, depth, places["target"], clock.laps)
 
@@ -91,9 +91,9 @@ def _loading(loader: LazyLoader) -> Iterator[None]:
         raise
 
 
-def choose_depth(bundle: LoadedBundle, state: DeviceState, k: int | Literal["auto"]) -> Depth:
+def choose_depth(bundle: LoadedBundle, state: DeviceState, k: int | Literal["auto"]) -> SpeculationController:
     """A K of the user's holds; to choose one, rounds of every K are timed, where there is more than one."""
-    return AdaptiveDepth(time_rounds(bundle, state)) if _adapts(bundle, k) else FixedDepth(bundle.k)
+    return AdaptiveK(time_rounds(bundle, state)) if _adapts(bundle, k) else FixedK(bundle.k)
 
 
 def _adapts(bundle: LoadedBundle, k: int | Literal["auto"]) -> bool:
@@ -139,7 +139,7 @@ def _find_most(manifest: Manifest, k: int | Literal["auto"]) -> int:
 def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: Times) -> list[int]:
     """By their worth for a single short row of which nothing is known: the best or the user's own, 0, the others."""
     grid, most = manifest.grid, _find_most(manifest, k)
-    tokens, sampled = Acceptance().expected_tokens(most), "greedy" not in manifest.sampling
+    tokens, sampled = AcceptanceEstimate().expected_tokens(most), "greedy" not in manifest.sampling
 
     def rate(one: int) -> float:
         return estimates[Bucket(grid.batch[0], grid.length[0], one), sampled] / tokens[one]

@@ -12,7 +12,7 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 
-class Dispatch:
+class Dispatcher:
     """The calls of a bundle's executables on one state."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):

@@ -6,21 +6,21 @@ from dflash_aot.cache.bundle.manifest_checks import Name
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import Sampling
 
-Kind = tuple[Bucket, bool]  # of a round: the bucket, and whether it samples
+RoundShape = tuple[Bucket, bool]  # of a round: the bucket, and whether it samples
 
 
-def list_kinds(grid: Grid, sampling: Sequence[Sampling], k: int) -> list[Kind]:
+def list_round_shapes(grid: Grid, sampling: Sequence[Sampling], k: int) -> list[RoundShape]:
     """All kinds of rounds that verify up to `k` tokens."""
     return [(bucket, kind == "sample") for kind in sampling for bucket in grid.buckets() if bucket.k <= k]
 
 
-def name_chunk(chunk: Chunk, drafts: bool) -> list[Name]:
+def list_chunk_executables(chunk: Chunk, drafts: bool) -> list[Name]:
     """drafts: whether the draft's kv is kept."""
     written: list[Name] = [("kv_write", (1, chunk.prefill))] if drafts else []
     return [("prefill", (chunk.prefill, chunk.length)), *written]
 
 
-def name_round(bucket: Bucket, sampled: bool, drafts: bool) -> list[Name]:
+def list_round_executables(bucket: Bucket, sampled: bool, drafts: bool) -> list[Name]:
     """Without what goes before the first one of a row."""
     sizes = (bucket.batch, bucket.length, bucket.k)
     drafted: list[Name] = [("draft", sizes)] if bucket.k else []
@@ -28,22 +28,22 @@ def name_round(bucket: Bucket, sampled: bool, drafts: bool) -> list[Name]:
     return [*drafted, ("sampled_verify" if sampled else "verify", sizes), *written]
 
 
-def name_rounds(bucket: Bucket, grid: Grid) -> list[Name]:
+def list_multi_round_executables(bucket: Bucket, grid: Grid) -> list[Name]:
     """Instead of a greedy round of a row that is alone; none where the grid has no such thing."""
     if grid.rounds == 1 or bucket.batch > 1:
         return []
     return [("rounds", (bucket.batch, bucket.length, bucket.k, grid.rounds))]
 
 
-def name_kind(kind: Kind, grid: Grid, drafts: bool) -> list[Name]:
+def list_shape_executables(kind: RoundShape, grid: Grid, drafts: bool) -> list[Name]:
     """What a row that is alone calls where it can, see `name_rounds`; of a sampled round also what goes before."""
     bucket, sampled = kind
     if sampled:
-        return [("admit", ()), *name_round(bucket, True, drafts)]
-    return name_rounds(bucket, grid) or name_round(bucket, False, drafts)
+        return [("admit", ()), *list_round_executables(bucket, True, drafts)]
+    return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, False, drafts)
 
 
-def list_needs(grid: Grid, sampling: Sequence[Sampling], ks: Sequence[int]) -> Iterator[list[Name]]:
+def order_loading(grid: Grid, sampling: Sequence[Sampling], ks: Sequence[int]) -> Iterator[list[Name]]:
     """Groups of names, each of something that runs; names may come again. `ks`: in the order of their worth.
 
     First what a short prompt alone needs with the best K; then that K for longer ones and more rows, then the next K.
@@ -56,12 +56,12 @@ def list_needs(grid: Grid, sampling: Sequence[Sampling], ks: Sequence[int]) -> I
         for batch in grid.batch
         for length in grid.length
     ]
-    yield [*name_chunk(grid.fit_chunk(0, 1), drafts), *name_kind(kinds[0], grid, drafts)]
+    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *list_shape_executables(kinds[0], grid, drafts)]
     for kind in kinds:
         if (length := kind[0].length) not in met:
             met.add(length)
-            yield from (name_chunk(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
-        yield name_kind(kind, grid, drafts)
+            yield from (list_chunk_executables(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
+        yield list_shape_executables(kind, grid, drafts)
     # Beside those that several rounds in one call stand for: a row that is not alone needs them.
-    yield from (name_round(bucket, False, drafts) for bucket, sampled in kinds if not sampled)
+    yield from (list_round_executables(bucket, False, drafts) for bucket, sampled in kinds if not sampled)
     yield [("move", ())]

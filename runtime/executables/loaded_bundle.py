@@ -15,7 +15,13 @@ from dflash_aot.cache.environment import Environment, differences
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
-from dflash_aot.runtime.executables.execution_plan import Kind, list_needs, name_chunk, name_kind, name_round
+from dflash_aot.runtime.executables.execution_plan import (
+    RoundShape,
+    list_chunk_executables,
+    list_round_executables,
+    list_shape_executables,
+    order_loading,
+)
 from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 
 
@@ -57,11 +63,11 @@ class LoadedBundle:
     def move(self) -> Executable:
         return self.executables["move", ()]
 
-    def holds(self, kind: Kind) -> bool:
+    def holds(self, kind: RoundShape) -> bool:
         """Whether a round of it finds all that it calls loaded."""
         return all(name in self.executables for name in self._name(kind))
 
-    def prepare(self, kind: Kind) -> None:
+    def prepare(self, kind: RoundShape) -> None:
         """What a round of it calls is loaded meanwhile."""
         self.executables.prepare(self._name(kind))
 
@@ -69,19 +75,19 @@ class LoadedBundle:
         """Whether all was called before that a round of it calls; `alone`: one that several in one call suit."""
         return (bucket, sampled, alone) in self._run or self._note_run(
             (bucket, sampled, alone),
-            self._name((bucket, sampled)) if alone else name_round(bucket, sampled, self._drafts),
+            self._name((bucket, sampled)) if alone else list_round_executables(bucket, sampled, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
-        return chunk in self._run or self._note_run(chunk, name_chunk(chunk, self._drafts))
+        return chunk in self._run or self._note_run(chunk, list_chunk_executables(chunk, self._drafts))
 
     def _note_run(self, what: Hashable, names: Sequence[Name]) -> bool:
         if has_run := all(name in self.executables and self.executables[name].called for name in names):
             self._run.add(what)
         return has_run
 
-    def _name(self, kind: Kind) -> Sequence[Name]:
-        return name_kind(kind, self.manifest.grid, self._drafts)
+    def _name(self, kind: RoundShape) -> Sequence[Name]:
+        return list_shape_executables(kind, self.manifest.grid, self._drafts)
 
     def limited(self, k: int) -> "LoadedBundle":
         """The same executables, to verify at most `k` tokens."""
@@ -109,7 +115,9 @@ def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights:
     """
     devices, store = bundle_devices(manifest), Store(path)
     entries = {name_executable(entry.signature): entry for entry in manifest.entries}
-    needs = [[name for name in group if name in entries] for group in list_needs(manifest.grid, manifest.sampling, ks)]
+    needs = [
+        [name for name in group if name in entries] for group in order_loading(manifest.grid, manifest.sampling, ks)
+    ]
     order = list(dict.fromkeys(name for group in needs for name in group))
     packed = {name: store.read_packed(entries[name]) for name in order}
 

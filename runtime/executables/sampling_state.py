@@ -9,12 +9,12 @@ import numpy as np
 from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.slots import Row
+from dflash_aot.runtime.scheduler.slots import RunningRequest
 
 KEEP = -1  # as an anchor: the slot's own stays, and its length too
 
 
-class Admission:
+class SamplingStateWriter:
     """Calls the `admit` executable. What most requests leave empty is on the device once and for all."""
 
     def __init__(self, find_admit: Callable[[], Executable], state: DeviceState, vocab: int):
@@ -22,7 +22,7 @@ class Admission:
         self._no_bias = state.place(np.zeros((1, vocab), np.float32))
         self._no_tokens = state.place(np.zeros((1, vocab), np.bool_))
 
-    def admit(self, row: Row, slot: int) -> None:
+    def admit(self, row: RunningRequest, slot: int) -> None:
         """Enqueues it. A sampled row starts at the last token of its prompt; any other one goes on where it is."""
         params, prompt = row.request.params, row.request.prompt
         anchor = prompt[-1] if row.sampled else KEEP

@@ -4,10 +4,10 @@ import logging
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
-from dflash_aot.runtime.executables.execution_plan import list_kinds
+from dflash_aot.runtime.executables.execution_plan import list_round_shapes
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_executable
-from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth
-from dflash_aot.runtime.speculation.round_timing import Rounds
+from dflash_aot.runtime.speculation.controller import AdaptiveK, SpeculationController
+from dflash_aot.runtime.speculation.round_timing import RoundTimer
 
 logger = logging.getLogger(__name__)
 TIMING_PASSES = 3  # of which the least counts
@@ -16,12 +16,12 @@ TIMING_PASSES = 3  # of which the least counts
 class WarmUp:
     """What `Engine.open` leaves out when it does not preload. The engine's thread calls it while no slot is active."""
 
-    def __init__(self, bundle: LoadedBundle, state: DeviceState, depth: Depth):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, depth: SpeculationController):
         self._bundle, self._state = bundle, state
-        self._depth = depth if isinstance(depth, AdaptiveDepth) else None
-        self._rounds = Rounds(bundle, state)
+        self._depth = depth if isinstance(depth, AdaptiveK) else None
+        self._rounds = RoundTimer(bundle, state)
         manifest = bundle.manifest
-        self._kinds = list_kinds(manifest.grid, manifest.sampling, bundle.k) if self._depth else []
+        self._kinds = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._depth else []
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:
@@ -41,7 +41,7 @@ class WarmUp:
             self._broken.add(executable)
             self._state.reset()
 
-    def _time(self, depth: AdaptiveDepth) -> bool:
+    def _time(self, depth: AdaptiveK) -> bool:
         self._kinds = [kind for kind in self._kinds if not depth.is_measured(kind)]
         for kind in self._kinds:
             if self._bundle.has_run(*kind, alone=False):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # text is loaded only when used
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Drafting(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What became of the draft of one round: `accepted` of `k` tokens stand. `drafted`: which, if they are traced."""
 
     k: int
@@ -36,7 +36,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    rounds: tuple[Drafting, ...] = ()
+    rounds: tuple[RoundOutcome, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    rounds: list[Drafting] = field(default_factory=list)
+    rounds: list[RoundOutcome] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
     cause: DflashError | None = None  # of the error, where it is one of ours
@@ -117,7 +117,7 @@ class Request:
         return None
 
     def take(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[Drafting] = ()
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
         """Committed tokens, in order, and the rounds that gave them, if it were any.
 
@@ -169,7 +169,7 @@ class Request:
         shown: str,
         reason: FinishReason | None,
         logprobs: tuple[TokenLogprob, ...] = (),
-        rounds: tuple[Drafting, ...] = (),
+        rounds: tuple[RoundOutcome, ...] = (),
     ) -> Delta:
         if reason and self.text and not self.text.finished:
             shown += self.text.flush()
@@ -181,9 +181,9 @@ class Request:
         return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds)
 
 
-def _find_used(rounds: Sequence[Drafting], tokens: int) -> tuple[Drafting, ...]:
+def _find_used(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
     """Those that the first `tokens` came from: the device may not have known that the answer had ended."""
-    used: list[Drafting] = []
+    used: list[RoundOutcome] = []
     for one in rounds:
         if tokens <= 0:
             break

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
-LONGEST = 1e9  # seconds
+MAX_DEADLINE_SECONDS = 1e9  # seconds
 
 
-class Intake:
+class RequestBuilder:
     """Makes requests for the executables of a bundle. Threads may share it."""
 
     def __init__(self, bundle: LoadedBundle, target: Path, ends: frozenset[int]):
@@ -138,8 +138,10 @@ def _check_order(priority: int, deadline: float | None) -> None:
     if type(priority) is not int:
         raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
     number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-    if deadline is not None and not (number and 0 < deadline <= LONGEST):
-        raise BadInput(f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {LONGEST:g}")
+    if deadline is not None and not (number and 0 < deadline <= MAX_DEADLINE_SECONDS):
+        raise BadInput(
+            f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {MAX_DEADLINE_SECONDS:g}"
+        )
 
 
 def _copy(params: SamplingParams) -> SamplingParams:

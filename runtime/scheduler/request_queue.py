@@ -14,7 +14,7 @@ from dflash_aot.runtime.requests.request import Request
 Place = Future[None]  # done once its request stands in line
 
 
-class WaitingLine:
+class RequestQueue:
     """Callers join it from any thread; one thread, the engine's, takes from it.
 
     No request is forgotten: each that joined is taken, dropped because it ended, or handed back by `shut` at the end.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import jax
 
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.speculation.acceptance import Acceptance
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 
 
 @dataclass(eq=False)
-class Row:
+class RunningRequest:
     """One request in a slot.
 
     `written` counts prompt tokens whose kv is enqueued; `length` the committed kv positions that the host has read
@@ -22,7 +22,7 @@ class Row:
     """
 
     request: Request
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     sampled: bool = False
     admitted: bool = False
     turn: int = 0
@@ -67,10 +67,10 @@ class Slots:
     """Slots 0 … N-1. The occupied ones are kept a prefix where that makes the batch bucket smaller."""
 
     def __init__(self, count: int):
-        self._rows: list[Row | None] = [None] * count
+        self._rows: list[RunningRequest | None] = [None] * count
         self._turns = itertools.count()
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[RunningRequest]:
         return (row for row in self._rows if row)
 
     def __len__(self) -> int:
@@ -85,15 +85,15 @@ class Slots:
     def full(self) -> bool:
         return None not in self._rows
 
-    def add(self, row: Row) -> None:
+    def add(self, row: RunningRequest) -> None:
         """Into the first free slot; behind all others in turn."""
         row.turn = next(self._turns)
         self._rows[self._rows.index(None)] = row
 
-    def free(self, row: Row) -> None:
+    def free(self, row: RunningRequest) -> None:
         self._rows[self._rows.index(row)] = None
 
-    def slot_of(self, row: Row) -> int:
+    def slot_of(self, row: RunningRequest) -> int:
         return self._rows.index(row)
 
     def take_move(self) -> tuple[int, int] | None:
@@ -105,14 +105,14 @@ class Slots:
         self._rows[hole], self._rows[source] = self._rows[source], None
         return source, hole
 
-    def decoding(self) -> list[Row | None]:
+    def decoding(self) -> list[RunningRequest | None]:
         """By slot the rows that take part in a round, None for those before the last one that don't."""
         rows = [row if row and row.decoding else None for row in self._rows]
         while rows and rows[-1] is None:
             rows.pop()
         return rows
 
-    def take_prefill(self) -> Row | None:
+    def take_prefill(self) -> RunningRequest | None:
         """Of the rows whose prompt is not in yet the one whose turn it is; the next turn is another's.
 
         By priority; equal ones take turns, so that a prompt of many chunks holds none up by more than one at a time.

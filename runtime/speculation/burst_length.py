@@ -6,7 +6,7 @@ BURST = 0.05  # seconds: tokens come that far apart at most, and who arrives mea
 WEIGHT = 0.25  # of the latest time in the mean
 
 
-class Pace:
+class BurstLength:
     """As many as pass within a burst, by how long rounds of a bucket took; until that is known, one at a time."""
 
     def __init__(self, most: int, burst: float = BURST):

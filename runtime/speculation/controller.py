@@ -6,31 +6,31 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.execution_plan import Kind
-from dflash_aot.runtime.speculation.acceptance import Acceptance
-from dflash_aot.runtime.speculation.cost_model import NONE, ServiceTimes
+from dflash_aot.runtime.executables.execution_plan import RoundShape
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
+from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
 
-MARGIN = 0.03  # by which another K must be better per token
+SWITCH_MARGIN = 0.03  # by which another K must be better per token
 TRIAL_SHARE = 0.015  # of the time, for rounds with a K that is not expected to pay
 TRIAL_SPACING = 8  # rounds between two of these at least
 TRIAL_DISTANCE = 16  # rounds from one trial of a text to the next, which double with each
-TRIAL_DEBT = 3  # trials that may run before time has paid for them
+MAX_TRIAL_DEBT = 3  # trials that may run before time has paid for them
 FIRST_ROUNDS = 16  # of each request, which new requests are judged by
 ENGINE_WINDOW = 256  # such rounds
-LOOK_ROUNDS = 3  # between two decisions
-KEPT = 512  # decisions
-HOPE = 0.8  # of its estimate, at which a K is taken whose time is a guess, so that it is measured
-HOPES = 8  # looks for which that may go on, where nothing comes of it
-PATIENCE = 256  # rounds of an engine, before a K is loaded to be measured, or for trials
+REPLAN_ROUNDS = 3  # between two decisions
+DECISIONS_KEPT = 512  # decisions
+OPTIMISM = 0.8  # of its estimate, at which a K is taken whose time is a guess, so that it is measured
+OPTIMISTIC_PLANS = 8  # looks for which that may go on, where nothing comes of it
+ROUNDS_BEFORE_LOADING = 256  # rounds of an engine, before a K is loaded to be measured, or for trials
 
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
-class Voter(Protocol):
+class RoundMember(Protocol):
     """A row of the next round. `wanted_k`: its own K, None where that is left to the engine."""
 
     @property
-    def acceptance(self) -> Acceptance: ...
+    def acceptance(self) -> AcceptanceEstimate: ...
 
     @property
     def wanted_k(self) -> int | None: ...
@@ -55,38 +55,38 @@ class Decision:
     seconds: Mapping[int, float]
 
 
-class Stock(Protocol):
+class LoadedShapes(Protocol):
     """Which rounds need not wait for their executables."""
 
-    def holds(self, kind: Kind) -> bool: ...
+    def holds(self, kind: RoundShape) -> bool: ...
 
-    def prepare(self, kind: Kind) -> None:
+    def prepare(self, kind: RoundShape) -> None:
         """It will be wanted: whatever it needs is loaded meanwhile."""
 
 
 class _Everything:
     """All is loaded."""
 
-    def holds(self, kind: Kind) -> bool:
+    def holds(self, kind: RoundShape) -> bool:
         return True
 
-    def prepare(self, kind: Kind) -> None:
+    def prepare(self, kind: RoundShape) -> None:
         """It is."""
 
 
-class Depth(Protocol):
+class SpeculationController(Protocol):
     """What the loop asks, round by round."""
 
-    def start(self) -> Acceptance:
+    def start(self) -> AcceptanceEstimate:
         """For a new request."""
 
-    def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
+    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         """One row of one round was read: `accepted` of `k` drafted tokens stood."""
 
     def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
         """A round took `seconds`: of those only that ran right behind another one."""
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
+    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
         """One of `buckets`, which ascend by K and hold the next round of `rows`.
 
         All rows of a round share its K: the largest over each row's own and the pick for the rows without one; where
@@ -101,22 +101,22 @@ class Depth(Protocol):
         """The last few hundred changes of K that were made here, newest last."""
 
 
-class FixedDepth:
+class FixedK:
     """The same K for every row without one of its own."""
 
     def __init__(self, k: int):
         self._k = k
 
-    def start(self) -> Acceptance:
-        return Acceptance()
+    def start(self) -> AcceptanceEstimate:
+        return AcceptanceEstimate()
 
-    def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
+    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         """Nothing depends on it."""
 
     def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
         """Nor on this."""
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
+    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
         return _hold(buckets, max(self._k if row.wanted_k is None else row.wanted_k for row in rows))
 
     def repeat(self, rounds: int) -> None:
@@ -145,7 +145,7 @@ class _Plan(NamedTuple):
     trial_cost: float = 0.0
 
 
-class AdaptiveDepth:
+class AdaptiveK:
     """The K with the least expected seconds per token, from times of rounds and running acceptance.
 
     times: seconds of a whole round of a bucket, sampled or not, as measured at load; rounds that are served correct
@@ -163,18 +163,23 @@ class AdaptiveDepth:
     for itself is repeated at once.
     """
 
-    def __init__(self, times: Mapping[Kind, float], estimates: Mapping[Kind, float] = NONE, stock: Stock | None = None):
-        self._times, self._stock = ServiceTimes(times, estimates), stock or _Everything()
-        self._hopes: Counter[Kind] = Counter()
+    def __init__(
+        self,
+        times: Mapping[RoundShape, float],
+        estimates: Mapping[RoundShape, float] = NO_TIMES,
+        stock: LoadedShapes | None = None,
+    ):
+        self._times, self._stock = CostModel(times, estimates), stock or _Everything()
+        self._hopes: Counter[RoundShape] = Counter()
         self._deepest = max((bucket.k for bucket, _ in self._times), default=0)
-        self._seen = Acceptance(window=ENGINE_WINDOW)
-        self._decisions: deque[Decision] = deque(maxlen=KEPT)
+        self._seen = AcceptanceEstimate(window=ENGINE_WINDOW)
+        self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._round, self._next_look = 0, 0
         self._credit, self._trial_due, self._trial_distance = 0.0, TRIAL_DISTANCE, TRIAL_DISTANCE
         self._unpaid, self._awaited = 0.0, 0  # of the last trial, so far: seconds, and rows without a verdict
         self._buckets: Sequence[Bucket] = ()
         self._sampled = False
-        self._voters: list[Acceptance] = []
+        self._voters: list[AcceptanceEstimate] = []
         self._plan: _Plan | None = None
         self._settled: int | None = None
         self._last: int | None = None
@@ -183,11 +188,11 @@ class AdaptiveDepth:
     def decisions(self) -> tuple[Decision, ...]:
         return tuple(self._decisions)
 
-    def start(self) -> Acceptance:
+    def start(self) -> AcceptanceEstimate:
         """Begins with what the engine has seen of the first rounds of other requests."""
-        return Acceptance([*self._seen.shares])
+        return AcceptanceEstimate([*self._seen.shares])
 
-    def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
+    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         acceptance.note(k, accepted)
         if k and acceptance.rounds <= FIRST_ROUNDS:
             self._seen.note(k, accepted)
@@ -207,15 +212,15 @@ class AdaptiveDepth:
         """As `Depth.note_round`. KeyError for a bucket without times."""
         self._times.note((bucket, sampled), seconds)
 
-    def measure(self, kind: Kind, seconds: float) -> None:
+    def measure(self, kind: RoundShape, seconds: float) -> None:
         """A round of it took `seconds` while nothing was served."""
         self._times.measure(kind, seconds)
 
-    def is_measured(self, kind: Kind) -> bool:
+    def is_measured(self, kind: RoundShape) -> bool:
         """Or served."""
         return self._times.is_measured(kind)
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
+    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
         """As `Depth.choose`. KeyError for a bucket without times."""
         self._round += 1
         voters = [row.acceptance for row in rows]
@@ -226,7 +231,7 @@ class AdaptiveDepth:
                 self._credit = max(self._credit, 0.0)
             self._buckets, self._sampled, self._voters = buckets, sampled, voters
             self._plan = self._look(rows)
-            self._next_look = self._round + LOOK_ROUNDS
+            self._next_look = self._round + REPLAN_ROUNDS
         plan = self._plan
         self._credit = min(self._credit + plan.earned, plan.trial_cost)
         if plan.trial is None or not self._may_try(plan.trial_cost):
@@ -243,12 +248,12 @@ class AdaptiveDepth:
 
     def _may_try(self, cost: float) -> bool:
         due = self._round >= self._trial_due
-        return self._credit >= ((1 - TRIAL_DEBT) * cost if due else cost)
+        return self._credit >= ((1 - MAX_TRIAL_DEBT) * cost if due else cost)
 
     def _begin_trials(self, wait: int) -> None:
         self._trial_due, self._trial_distance = self._round + wait, TRIAL_DISTANCE
 
-    def _look(self, rows: Sequence[Voter]) -> _Plan:
+    def _look(self, rows: Sequence[RoundMember]) -> _Plan:
         wanted = max((row.wanted_k for row in rows if row.wanted_k is not None), default=0)
         free = [row.acceptance for row in rows if row.wanted_k is None]
         if not free:
@@ -288,10 +293,10 @@ class AdaptiveDepth:
             self._hopes[kinds[best]] += 1
         return best
 
-    def _hope(self, kind: Kind) -> float:
-        if not self._times.is_guess(kind) or self._hopes[kind] >= HOPES:
+    def _hope(self, kind: RoundShape) -> float:
+        if not self._times.is_guess(kind) or self._hopes[kind] >= OPTIMISTIC_PLANS:
             return 1.0
-        return HOPE if self._round > PATIENCE or self._stock.holds(kind) else 1.0
+        return OPTIMISM if self._round > ROUNDS_BEFORE_LOADING or self._stock.holds(kind) else 1.0
 
     def _explain(self, before: int | None, pick: Bucket, seconds: Mapping[int, float]) -> Why:
         assert self._settled is not None
@@ -304,11 +309,11 @@ class AdaptiveDepth:
     def _find_trial(self, losses: Mapping[Bucket, float]) -> Bucket | None:
         """The one with which the least seconds are lost; what is not loaded may be another time."""
         held = [bucket for bucket in losses if self._stock.holds((bucket, self._sampled))]
-        if losses and not held and self._round > PATIENCE:
+        if losses and not held and self._round > ROUNDS_BEFORE_LOADING:
             self._stock.prepare((min(losses, key=losses.__getitem__), self._sampled))
         return min(held, key=losses.__getitem__, default=None)
 
-    def _expect(self, rows: Sequence[Acceptance]) -> list[float]:
+    def _expect(self, rows: Sequence[AcceptanceEstimate]) -> list[float]:
         """Tokens of a round by K, summed over rows."""
         each = [one.expected_tokens(self._deepest) for one in rows]
         return each[0] if len(each) == 1 else [*map(sum, zip(*each, strict=True))]
@@ -324,7 +329,7 @@ class AdaptiveDepth:
 def _settle(before: int | None, seconds: Mapping[int, float]) -> int:
     """The K before, if it is there and none is better by the margin."""
     best = min(seconds, key=seconds.__getitem__)
-    if before is not None and before in seconds and seconds[before] <= (1 + MARGIN) * seconds[best]:
+    if before is not None and before in seconds and seconds[before] <= (1 + SWITCH_MARGIN) * seconds[best]:
         return before
     return best
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, log, log2
 
-from dflash_aot.runtime.executables.execution_plan import Kind
+from dflash_aot.runtime.executables.execution_plan import RoundShape
 
 PACE_ROUNDS = 16  # that the pace is a mean of
 OWN_ROUNDS = 128  # that a bucket's own factor is a mean of, at most
 CLIP = log(2.0)  # what a round differs by beyond that, from what was expected, says something else
 OTHERWISE = 4.0  # doublings that a kind is away from one that drafts, or samples, where it does not
-NONE: Mapping[Kind, float] = {}
+NO_TIMES: Mapping[RoundShape, float] = {}
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Own:
     rounds: int = 0
 
 
-class ServiceTimes:
+class CostModel:
     """Times of all kinds of rounds, from those measured at load and from the rounds that are served.
 
     times: seconds by bucket and whether it samples. A kind's seconds are those at load × a factor of its own × the
@@ -35,17 +35,17 @@ class ServiceTimes:
     executable's first, which takes longer.
     """
 
-    def __init__(self, times: Mapping[Kind, float], estimates: Mapping[Kind, float] = NONE):
+    def __init__(self, times: Mapping[RoundShape, float], estimates: Mapping[RoundShape, float] = NO_TIMES):
         self._own = {kind: _Own(seconds) for kind, seconds in times.items()}
         self._estimates = estimates
-        self._nearest: dict[Kind, Kind | None] = {}
-        self._met: set[Kind] = set()
+        self._nearest: dict[RoundShape, RoundShape | None] = {}
+        self._met: set[RoundShape] = set()
         self._pace = 0.0  # a logarithm
 
-    def __iter__(self) -> Iterator[Kind]:
+    def __iter__(self) -> Iterator[RoundShape]:
         return iter(self._own.keys() | self._estimates.keys())
 
-    def note(self, kind: Kind, seconds: float) -> None:
+    def note(self, kind: RoundShape, seconds: float) -> None:
         """A round of that kind took `seconds`, above 0. KeyError for a kind without times."""
         if kind not in self._own and kind in self._estimates:
             if kind in self._met:
@@ -59,23 +59,23 @@ class ServiceTimes:
         own.factor += surprise / (1 + own.rounds)
         self._pace += surprise / PACE_ROUNDS
 
-    def measure(self, kind: Kind, seconds: float) -> None:
+    def measure(self, kind: RoundShape, seconds: float) -> None:
         """What an estimated kind takes just now; one that was measured or served before knows better."""
         if kind not in self._own:
             self._own[kind] = _Own(seconds * exp(-self._pace))
             self._nearest.clear()
 
-    def is_measured(self, kind: Kind) -> bool:
+    def is_measured(self, kind: RoundShape) -> bool:
         return kind in self._own
 
-    def is_guess(self, kind: Kind) -> bool:
+    def is_guess(self, kind: RoundShape) -> bool:
         """Neither this kind was measured nor one that differs in length alone."""
         if kind in self._own:
             return False
         near = self._find_nearest(kind)
         return near is None or (near[0].batch, near[0].k, near[1]) != (kind[0].batch, kind[0].k, kind[1])
 
-    def __getitem__(self, kind: Kind) -> float:
+    def __getitem__(self, kind: RoundShape) -> float:
         """Seconds of a round. KeyError for a kind without times."""
         own = self._own.get(kind)
         if own is not None:
@@ -83,7 +83,7 @@ class ServiceTimes:
         estimate, near = self._estimates[kind], self._find_nearest(kind)
         return estimate if near is None else self[near] * estimate / self._estimates[near]
 
-    def _find_nearest(self, kind: Kind) -> Kind | None:
+    def _find_nearest(self, kind: RoundShape) -> RoundShape | None:
         """Of the measured kinds."""
         if kind not in self._nearest:
             measured = (one for one in self._own if one in self._estimates)
@@ -91,7 +91,7 @@ class ServiceTimes:
         return self._nearest[kind]
 
 
-def _find_distance(one: Kind, other: Kind) -> float:
+def _find_distance(one: RoundShape, other: RoundShape) -> float:
     """In doublings of rows, positions and tokens."""
     (less, sampled), (more, samples) = one, other
     sizes = ((less.batch, more.batch), (less.length, more.length), (less.k + 1, more.k + 1))

@@ -11,10 +11,10 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.execution_plan import Kind, list_kinds, name_round
+from dflash_aot.runtime.executables.execution_plan import RoundShape, list_round_executables, list_round_shapes
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
-Times = Mapping[Kind, float]
+Times = Mapping[RoundShape, float]
 MOST_PASSES = 5
 SECONDS = 1.0  # after which no pass begins; the first one is made whatever it takes
 SET = ("lengths", "anchors")
@@ -31,8 +31,8 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> Times:
     for a moment meets few of one bucket's. Nothing is active: nothing advances, and `state` has zero lengths and
     anchors in the end, as an engine without requests.
     """
-    rounds = Rounds(bundle, state)
-    kinds = list_kinds(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
+    rounds = RoundTimer(bundle, state)
+    kinds = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
     times = dict.fromkeys(kinds, math.inf)
     began, passes = time.perf_counter(), 0
     while passes == 0 or (passes < MOST_PASSES and time.perf_counter() - began < SECONDS):
@@ -51,8 +51,8 @@ def estimate_rounds(manifest: Manifest, k: int) -> Times:
         for entry in manifest.entries
     }
     return {
-        (bucket, sampled): sum(work[name] for name in name_round(bucket, sampled, k > 0)) / BYTES_PER_SECOND
-        for bucket, sampled in list_kinds(manifest.grid, manifest.sampling, k)
+        (bucket, sampled): sum(work[name] for name in list_round_executables(bucket, sampled, k > 0)) / BYTES_PER_SECOND
+        for bucket, sampled in list_round_shapes(manifest.grid, manifest.sampling, k)
     }
 
 
@@ -70,7 +70,7 @@ def bound_times(times: Times) -> Times:
     return {one: min(times[other] for other in times if does_more(other, one)) for one in times}
 
 
-class Rounds:
+class RoundTimer:
     """Rounds of random tokens: a mixture of experts reads as many of them as it will for a text."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):

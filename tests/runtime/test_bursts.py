@@ -8,7 +8,7 @@ import pytest
 
 from dflash_aot.cache.signature import ENDS
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.speculation.burst_length import Pace
+from dflash_aot.runtime.speculation.burst_length import BurstLength
 from tests.runtime.toy import (
     BLOCK,
     SAMPLED,
@@ -140,7 +140,7 @@ def test_whatever_comes_and_goes_each_gets_what_it_gets_alone():
 
 
 def test_as_many_rounds_as_pass_within_a_burst():
-    pace, bucket = Pace(most=8, burst=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
+    pace, bucket = BurstLength(most=8, burst=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
     assert pace.choose(bucket, room=9) == 1, "nobody knows yet how long they take"
     pace.note(bucket, 0.01)
     assert pace.choose(bucket, room=9) == 5

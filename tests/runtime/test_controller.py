@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.acceptance import Acceptance
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import (
-    HOPES,
-    LOOK_ROUNDS,
-    MARGIN,
-    PATIENCE,
-    TRIAL_DEBT,
+    MAX_TRIAL_DEBT,
+    OPTIMISTIC_PLANS,
+    REPLAN_ROUNDS,
+    ROUNDS_BEFORE_LOADING,
+    SWITCH_MARGIN,
     TRIAL_DISTANCE,
     TRIAL_SHARE,
     TRIAL_SPACING,
-    AdaptiveDepth,
-    Depth,
-    FixedDepth,
+    AdaptiveK,
+    FixedK,
+    SpeculationController,
 )
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
@@ -28,13 +28,13 @@ HOPELESS, FAIR, SURE = 0.0, 0.7, 1.0
 
 @dataclass(eq=False)
 class Row:
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     wanted_k: int | None = None
 
 
 def row(share: float, wanted_k: int | None = None) -> Row:
     """With a past: nothing is tried because it is new."""
-    return Row(Acceptance([share] * 15, rounds=1), wanted_k)
+    return Row(AcceptanceEstimate([share] * 15, rounds=1), wanted_k)
 
 
 def make_buckets(ks: Sequence[int], batch: int = 1, length: int = 256) -> list[Bucket]:
@@ -45,18 +45,20 @@ def make_times(seconds: Mapping[int, float], batch: int = 1, length: int = 256) 
     return {(Bucket(batch, length, k), False): time for k, time in seconds.items()}
 
 
-def ask(depth: Depth, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
+def ask(depth: SpeculationController, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
     return depth.choose(make_buckets(ks, batch), rows, False).k
 
 
-def ask_often(depth: Depth, rows: Sequence[Row], count: int, ks: Sequence[int] = tuple(TIMES)) -> list[int]:
+def ask_often(
+    depth: SpeculationController, rows: Sequence[Row], count: int, ks: Sequence[int] = tuple(TIMES)
+) -> list[int]:
     return [ask(depth, rows, ks) for _ in range(count)]
 
 
 # -- overrides
 
 
-@pytest.mark.parametrize("depth", [FixedDepth(3), AdaptiveDepth(make_times({0: 1.0, 3: 1.1, 7: 9.0}))])
+@pytest.mark.parametrize("depth", [FixedK(3), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))])
 @pytest.mark.parametrize(
     ("wanted", "k"),
     [([None], 3), ([7], 7), ([0], 0), ([None, 7], 7), ([None, 0], 3), ([0, 0], 0), ([0, 7], 7)],
@@ -67,13 +69,13 @@ def test_rows_share_the_largest_k_that_one_of_them_wants(depth, wanted, k):
 
 @pytest.mark.parametrize(("ks", "k"), [((0, 3, 7), 7), ((0, 3), 3), ((0,), 0)])
 def test_where_there_is_no_room_the_largest_k_below_is_taken(ks, k):
-    for depth, wanted in ((FixedDepth(7), None), (FixedDepth(0), 7), (AdaptiveDepth(make_times(TIMES)), 7)):
+    for depth, wanted in ((FixedK(7), None), (FixedK(0), 7), (AdaptiveK(make_times(TIMES)), 7)):
         assert ask(depth, [row(SURE, wanted)], ks) == k
 
 
 def test_a_k_of_its_own_decides_for_no_other_row():
     """The sure row would take both to 3, and does where it is asked; the hopeless one alone wants none."""
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     assert ask(depth, [row(SURE, 0), row(HOPELESS)]) == 0
     assert ask(depth, [row(SURE), row(HOPELESS, 0)]) == 3
 
@@ -92,20 +94,20 @@ def test_a_k_of_its_own_decides_for_no_other_row():
     ],
 )
 def test_the_best_rate_by_hand(shares, k):
-    assert ask(AdaptiveDepth(make_times(TIMES)), [row(share) for share in shares]) == k
+    assert ask(AdaptiveK(make_times(TIMES)), [row(share) for share in shares]) == k
 
 
 def test_a_batch_has_times_of_its_own():
     """Alone a row is worth drafting for; at four rows the device has its hands full."""
     times = make_times({0: 1.0, 7: 1.2}) | make_times({0: 2.0, 7: 12.0}, batch=4)
-    depth = AdaptiveDepth(times)
+    depth = AdaptiveK(times)
     rows = [row(FAIR) for _ in range(4)]
     assert [ask(depth, rows[:1], (0, 7)), ask(depth, rows, (0, 7), batch=4), ask(depth, rows[:1], (0, 7))] == [7, 0, 7]
 
 
 def test_rounds_that_are_served_correct_the_times():
     """K = 7 looked dear at load: it was a bad moment."""
-    depth = AdaptiveDepth(make_times({0: 1.0, 7: 9.0}))
+    depth = AdaptiveK(make_times({0: 1.0, 7: 9.0}))
     one = row(SURE)
     assert ask(depth, [one], (0, 7)) == 0
     for _ in range(400):
@@ -118,25 +120,25 @@ def test_so_have_longer_rows_and_sampled_ones():
     buckets = [Bucket(1, 256, 0), Bucket(1, 512, 7)]  # the larger K reaches into the longer bucket
     times = {(bucket, sampled): 1.0 for bucket in buckets for sampled in (False, True)}
     times[buckets[1], True] = 10.0
-    depth = AdaptiveDepth(times)
+    depth = AdaptiveK(times)
     assert depth.choose(buckets, [row(FAIR)], False) == buckets[1]
     assert depth.choose(buckets, [row(FAIR)], True) == buckets[0]
 
 
 def test_a_bucket_without_times_is_not_guessed():
     with pytest.raises(KeyError):
-        ask(AdaptiveDepth(make_times(TIMES)), [row(FAIR)], (0, 5))
+        ask(AdaptiveK(make_times(TIMES)), [row(FAIR)], (0, 5))
 
 
 def test_near_the_capacity_the_best_of_what_is_left_is_taken():
-    depth = AdaptiveDepth(make_times({0: 1.0, 3: 1.2, 7: 1.3}))
+    depth = AdaptiveK(make_times({0: 1.0, 3: 1.2, 7: 1.3}))
     rows = [row(SURE)]
     assert [ask(depth, rows, ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
     assert [one.why for one in depth.decisions] == ["worth", "room", "room"]
 
 
 def test_a_new_request_begins_with_what_others_met():
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     for _ in range(50):
         depth.note(depth.start(), 3, 0)
     assert depth.start().expected_tokens(7)[7] == pytest.approx(1, abs=0.2)
@@ -144,7 +146,7 @@ def test_a_new_request_begins_with_what_others_met():
 
 
 def test_a_long_request_does_not_speak_for_all():
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     talker = depth.start()
     for _ in range(1000):
         depth.note(talker, 3, 0)
@@ -159,11 +161,11 @@ def test_a_long_request_does_not_speak_for_all():
 
 def test_ks_of_nearly_equal_worth_do_not_alternate():
     """K = 3 is worth 1 + s tokens per second of K = 0's 1, with s swinging around 0 within the margin."""
-    depth = AdaptiveDepth(make_times({0: 1.0, 3: 2.0}))
+    depth = AdaptiveK(make_times({0: 1.0, 3: 2.0}))
     one = row(0.0)
     chosen = set()
     for turn in range(400):
-        worth = 1 + 0.9 * MARGIN * (-1) ** (turn // 4)
+        worth = 1 + 0.9 * SWITCH_MARGIN * (-1) ** (turn // 4)
         one.acceptance.shares[:3] = [1.0, 2 * worth - 2, 0.0] if worth > 1 else [2 * worth - 1, 0.0, 0.0]
         chosen.add(ask(depth, [one], (0, 3)))
     settled = [one for one in depth.decisions if one.why == "worth" and one.before is not None]
@@ -173,26 +175,26 @@ def test_ks_of_nearly_equal_worth_do_not_alternate():
 
 
 def test_beyond_the_margin_it_changes():
-    depth = AdaptiveDepth(make_times({0: 1.0, 3: 2.0}))
+    depth = AdaptiveK(make_times({0: 1.0, 3: 2.0}))
     one = row(0.0)
     ask(depth, [one], (0, 3))
-    one.acceptance.shares[:2] = [1.0, 2.2 * MARGIN]  # E(3) = 2 + 2.2 MARGIN
-    assert ask_often(depth, [one], LOOK_ROUNDS, (0, 3))[-1] == 3
+    one.acceptance.shares[:2] = [1.0, 2.2 * SWITCH_MARGIN]  # E(3) = 2 + 2.2 MARGIN
+    assert ask_often(depth, [one], REPLAN_ROUNDS, (0, 3))[-1] == 3
 
 
 # -- trials
 
 
 def test_a_k_that_does_not_pay_is_tried_for_a_small_share_of_the_time():
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     ks = ask_often(depth, [row(HOPELESS)], 2000)
     assert set(ks) == {0, 3}  # what K = 3 costs less of than K = 7
     lost = ks.count(3) * (TIMES[3] - 1.0)
-    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + TRIAL_DEBT
+    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + MAX_TRIAL_DEBT
 
 
 def test_a_k_that_costs_nothing_is_not_tried_all_the_time():
-    depth = AdaptiveDepth(make_times({0: 1.0, 3: 1.001}))
+    depth = AdaptiveK(make_times({0: 1.0, 3: 1.001}))
     ks = ask_often(depth, [row(HOPELESS)], 1600, (0, 3))
     assert 0 < ks.count(3) <= 1600 / TRIAL_SPACING
 
@@ -203,14 +205,14 @@ def trials(ks: Sequence[int]) -> list[int]:
 
 
 def test_a_new_row_is_tried_at_once_then_at_distances_that_double():
-    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     first = TRIAL_DISTANCE
     assert trials(ask_often(depth, [new], 16 * first))[:5] == [0, first, 3 * first, 7 * first, 15 * first]
 
 
 def test_rounds_that_repeat_a_choice_count_as_rounds():
     """Trials come as early as they would one round at a time, and the time in between pays for them."""
-    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     spent: list[int] = []
     while len(spent) < 2000:
         k = ask(depth, [new])
@@ -221,28 +223,28 @@ def test_rounds_that_repeat_a_choice_count_as_rounds():
     late = [at - on_time for at, on_time in zip(trials(spent), due, strict=False)]
     assert len(late) == len(due) and all(0 <= rounds <= 3 * number for number, rounds in enumerate(late))
     lost = spent.count(3) * (TIMES[3] - 1.0)
-    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + TRIAL_DEBT
+    assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + MAX_TRIAL_DEBT
 
 
 def test_a_new_row_does_not_inherit_debt():
     """Each is tried twice at once by its distances, which time has not nearly paid for."""
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     for _ in range(20):
-        new = Row(Acceptance([HOPELESS] * 7))
+        new = Row(AcceptanceEstimate([HOPELESS] * 7))
         assert trials(ask_often(depth, [new], TRIAL_DISTANCE + 1)) == [0, TRIAL_DISTANCE]
 
 
 def test_debt_ends_somewhere():
     """Each takes 49 rounds' time, of which one round earns 0.015: a further one is paid for after 3000 rounds."""
-    depth, new = AdaptiveDepth(make_times({0: 1.0, 3: 50.0})), Row(Acceptance([HOPELESS] * 7))
+    depth, new = AdaptiveK(make_times({0: 1.0, 3: 50.0})), Row(AcceptanceEstimate([HOPELESS] * 7))
     first = TRIAL_DISTANCE
-    assert trials(ask_often(depth, [new], 3000, (0, 3))) == [0, first, 3 * first][:TRIAL_DEBT]
+    assert trials(ask_often(depth, [new], 3000, (0, 3))) == [0, first, 3 * first][:MAX_TRIAL_DEBT]
 
 
 @pytest.mark.parametrize(("stood", "then"), [(0, 0), (1, 3), (3, 3)])
 def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
     """K = 3 takes one second more than K = 0, which is one token's time."""
-    depth, new = AdaptiveDepth(make_times(TIMES)), Row(Acceptance([HOPELESS] * 7))
+    depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     assert ask(depth, [new]) == 3
     depth.note(new.acceptance, 3, stood)
     assert ask(depth, [new]) == then
@@ -251,7 +253,7 @@ def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
 
 
 def test_text_that_becomes_easy_is_noticed():
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     one = row(HOPELESS)
     for stands in (0.0, 1.0):
         ks = []
@@ -279,30 +281,30 @@ class Shelf:
 
 def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
     shelf = Shelf(0, 7)
-    depth, one = AdaptiveDepth(make_times(TIMES), stock=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
-    assert ask_often(depth, [one], LOOK_ROUNDS) == [0] * LOOK_ROUNDS
+    depth, one = AdaptiveK(make_times(TIMES), stock=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
+    assert ask_often(depth, [one], REPLAN_ROUNDS) == [0] * REPLAN_ROUNDS
     assert set(shelf.asked) == {3}
     shelf.loaded.add(3)
-    assert ask_often(depth, [one], LOOK_ROUNDS)[-1] == 3
+    assert ask_often(depth, [one], REPLAN_ROUNDS)[-1] == 3
     assert [decision.why for decision in depth.decisions] == ["loading", "worth"]
 
 
 def test_where_nothing_is_loaded_the_best_k_is_taken_and_waited_for():
     shelf = Shelf()
-    assert ask(AdaptiveDepth(make_times(TIMES), stock=shelf), [row(FAIR)]) == 3
+    assert ask(AdaptiveK(make_times(TIMES), stock=shelf), [row(FAIR)]) == 3
     assert shelf.asked == [3]
 
 
 def test_a_k_of_the_users_own_does_not_ask_what_is_loaded():
-    assert ask(AdaptiveDepth(make_times(TIMES), stock=Shelf(0)), [row(FAIR, 7)]) == 7
+    assert ask(AdaptiveK(make_times(TIMES), stock=Shelf(0)), [row(FAIR, 7)]) == 7
 
 
 def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
     shelf = Shelf(0)
-    depth, new = AdaptiveDepth(make_times(TIMES), stock=shelf), Row(Acceptance([HOPELESS] * 7))
-    assert set(ask_often(depth, [new], PATIENCE)) == {0}
+    depth, new = AdaptiveK(make_times(TIMES), stock=shelf), Row(AcceptanceEstimate([HOPELESS] * 7))
+    assert set(ask_often(depth, [new], ROUNDS_BEFORE_LOADING)) == {0}
     assert shelf.asked == []
-    ask_often(depth, [new], LOOK_ROUNDS)
+    ask_often(depth, [new], REPLAN_ROUNDS)
     assert set(shelf.asked) == {3}  # which costs less of than K = 7
 
 
@@ -310,7 +312,7 @@ def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
 def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth):
     """K = 3 is thought to be worth a tenth less than K = 0, which is known; it is, or is far worse."""
     estimates = make_times({0: 1.0, 3: 4.4})
-    depth, one = AdaptiveDepth(make_times({0: 1.0}), estimates), row(SURE)
+    depth, one = AdaptiveK(make_times({0: 1.0}), estimates), row(SURE)
     assert ask(depth, [one], (0, 3)) == 3
     ks = []
     for _ in range(40):
@@ -322,9 +324,9 @@ def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth
 
 def test_hope_ends_where_nothing_comes_of_it():
     """Rounds that are never next to another one are not timed."""
-    depth, one = AdaptiveDepth(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
-    ks = ask_often(depth, [one], LOOK_ROUNDS * (HOPES + 2), (0, 3))
-    assert ks[: LOOK_ROUNDS * HOPES] == [3] * LOOK_ROUNDS * HOPES
+    depth, one = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
+    ks = ask_often(depth, [one], REPLAN_ROUNDS * (OPTIMISTIC_PLANS + 2), (0, 3))
+    assert ks[: REPLAN_ROUNDS * OPTIMISTIC_PLANS] == [3] * REPLAN_ROUNDS * OPTIMISTIC_PLANS
     assert ks[-1] == 0
 
 
@@ -332,7 +334,7 @@ def test_hope_ends_where_nothing_comes_of_it():
 
 
 def test_every_change_is_told_and_nothing_else():
-    depth = AdaptiveDepth(make_times(TIMES) | make_times(TIMES, batch=4))
+    depth = AdaptiveK(make_times(TIMES) | make_times(TIMES, batch=4))
     rows = [row(FAIR), row(FAIR, 7)]
     ask_often(depth, rows[:1], 3)
     ask(depth, rows, batch=4)
@@ -346,8 +348,8 @@ def test_every_change_is_told_and_nothing_else():
 
 
 def test_the_trace_ends_somewhere():
-    depth = AdaptiveDepth(make_times(TIMES))
+    depth = AdaptiveK(make_times(TIMES))
     ask_often(depth, [row(HOPELESS)], 60000)
     assert len(depth.decisions) == 512
     assert depth.decisions[-1].round > depth.decisions[0].round > 1
-    assert FixedDepth(3).decisions == ()
+    assert FixedK(3).decisions == ()

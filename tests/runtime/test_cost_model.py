@@ -6,19 +6,19 @@ import random
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.cost_model import ServiceTimes
+from dflash_aot.runtime.speculation.cost_model import CostModel
 
 PLAIN, DEEP = (Bucket(1, 64, 0), False), (Bucket(1, 64, 7), False)
 
 
 def test_at_first_they_are_those_at_load():
-    times = ServiceTimes({PLAIN: 1.0, DEEP: 3.0})
+    times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     assert (times[PLAIN], times[DEEP]) == (1.0, 3.0)
 
 
 def test_one_round_by_hand():
     """Half of the difference, as a ratio, is put down to the kind, a sixteenth to the pace of all kinds."""
-    times = ServiceTimes({PLAIN: 1.0, DEEP: 3.0})
+    times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     times.note(PLAIN, 1.5)
     assert times[PLAIN] == pytest.approx(1.5 ** (1 / 2 + 1 / 16))
     assert times[DEEP] == pytest.approx(3.0 * 1.5 ** (1 / 16))
@@ -26,14 +26,14 @@ def test_one_round_by_hand():
 
 def test_an_error_at_load_is_mended_by_ten_rounds():
     """K = 7 takes twice as long as K = 0, and was measured in a bad moment."""
-    times = ServiceTimes({PLAIN: 1.0, DEEP: 4.0})
+    times = CostModel({PLAIN: 1.0, DEEP: 4.0})
     for turn in range(120):
         times.note(*((DEEP, 2.0) if turn % 12 == 0 else (PLAIN, 1.0)))
     assert times[DEEP] / times[PLAIN] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
-    times = ServiceTimes({PLAIN: 1.0, DEEP: 2.0})
+    times = CostModel({PLAIN: 1.0, DEEP: 2.0})
     for seconds in [1.0] * 300 + [1.6] * 300:
         times.note(PLAIN, seconds)
     assert times[PLAIN] == pytest.approx(1.6, rel=0.01)
@@ -42,7 +42,7 @@ def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
 
 @pytest.mark.parametrize("seconds", [1e-6, 1e3])
 def test_one_round_that_is_far_off_says_little(seconds):
-    times = ServiceTimes({PLAIN: 1.0})
+    times = CostModel({PLAIN: 1.0})
     for _ in range(100):
         times.note(PLAIN, 1.0)
     times.note(PLAIN, seconds)
@@ -50,7 +50,7 @@ def test_one_round_that_is_far_off_says_little(seconds):
 
 
 def test_noise_is_averaged():
-    rng, times = random.Random(2), ServiceTimes({PLAIN: 1.0, DEEP: 1.0})
+    rng, times = random.Random(2), CostModel({PLAIN: 1.0, DEEP: 1.0})
     ratios = []
     for turn in range(4000):
         kind, truth = (DEEP, 2.0) if turn % 8 == 0 else (PLAIN, 1.0)
@@ -61,7 +61,7 @@ def test_noise_is_averaged():
 
 
 def test_a_kind_without_times_is_not_guessed():
-    times = ServiceTimes({PLAIN: 1.0})
+    times = CostModel({PLAIN: 1.0})
     with pytest.raises(KeyError):
         times.note(DEEP, 1.0)
     with pytest.raises(KeyError):
@@ -76,7 +76,7 @@ ESTIMATES = {PLAIN: 10.0, SHORT: 20.0, LONG_ONE: 30.0, FOUR: 60.0}
 
 
 def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured():
-    times = ServiceTimes({}, ESTIMATES)
+    times = CostModel({}, ESTIMATES)
     assert [times[kind] for kind in ESTIMATES] == [10.0, 20.0, 30.0, 60.0]
     times.measure(SHORT, 2.0)
     assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.0, 2.0, 3.0, 6.0])
@@ -88,7 +88,7 @@ def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured
 
 def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
     """It may have been an executable's first."""
-    times = ServiceTimes({}, ESTIMATES)
+    times = CostModel({}, ESTIMATES)
     times.note(SHORT, 99.0)
     assert times[SHORT] == 20.0 and not times.is_measured(SHORT)
     times.note(SHORT, 2.0)
@@ -98,7 +98,7 @@ def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
 
 
 def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
-    times = ServiceTimes({PLAIN: 1.0}, ESTIMATES)
+    times = CostModel({PLAIN: 1.0}, ESTIMATES)
     for _ in range(300):
         times.note(PLAIN, 1.6)
     times.measure(SHORT, 3.2)
@@ -108,15 +108,15 @@ def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
 
 
 def test_a_guess_is_what_was_measured_at_no_length():
-    times = ServiceTimes({}, ESTIMATES)
+    times = CostModel({}, ESTIMATES)
     assert all(map(times.is_guess, ESTIMATES))
     times.measure(SHORT, 2.0)
     assert [times.is_guess(kind) for kind in ESTIMATES] == [True, False, False, True]
-    assert not ServiceTimes({PLAIN: 1.0}).is_guess(PLAIN)
+    assert not CostModel({PLAIN: 1.0}).is_guess(PLAIN)
 
 
 def test_what_is_not_estimated_either_is_not_guessed():
-    times = ServiceTimes({PLAIN: 1.0}, {PLAIN: 2.0})
+    times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
     for ask in (lambda: times[DEEP], lambda: times.note(DEEP, 1.0)):
         with pytest.raises(KeyError):
             ask()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.acceptance import Acceptance
-from dflash_aot.runtime.speculation.controller import AdaptiveDepth, Depth, FixedDepth
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, SpeculationController
 
 # Seconds per round by K: a CPU's, where each token costs, idle or busy; an accelerator's, where they are nearly free.
 CPU = {0: 1.0, 1: 1.5, 3: 1.9, 7: 2.6}
@@ -26,7 +26,7 @@ Phases = Sequence[tuple[int, float]]  # tokens, and how often a drafted one stan
 
 @dataclass(eq=False)
 class Row:
-    acceptance: Acceptance
+    acceptance: AcceptanceEstimate
     phases: Phases
     done: int = 0
     wanted_k: int | None = None
@@ -53,7 +53,7 @@ class Row:
 
 
 def simulate(
-    depth: Depth, times: Mapping[int, float], texts: Sequence[Phases], batch: int, seed: int = 3
+    depth: SpeculationController, times: Mapping[int, float], texts: Sequence[Phases], batch: int, seed: int = 3
 ) -> dict[float, float]:
     """Seconds by the share that the first row of a round has; rows are served as they come, `batch` at a time."""
     rng, line, rows, unread = random.Random(seed), [*texts], [], []
@@ -72,12 +72,12 @@ def simulate(
     return spent
 
 
-def adaptive(times: Mapping[int, float], batch: int) -> Depth:
-    return AdaptiveDepth({(Bucket(batch, 256, k), False): seconds for k, seconds in times.items()})
+def adaptive(times: Mapping[int, float], batch: int) -> SpeculationController:
+    return AdaptiveK({(Bucket(batch, 256, k), False): seconds for k, seconds in times.items()})
 
 
 def best_fixed(times: Mapping[int, float], texts: Sequence[Phases], batch: int) -> float:
-    return min(sum(simulate(FixedDepth(k), times, texts, batch).values()) for k in times)
+    return min(sum(simulate(FixedK(k), times, texts, batch).values()) for k in times)
 
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
@@ -126,4 +126,4 @@ def test_the_limit_tells_a_bad_choice():
     """The best K of easy text costs hard text far more than the limit, and the other way round."""
     for share, other in ((EASY, 0), (HARD, 7)):
         texts = [[(256, share)]] * 8
-        assert sum(simulate(FixedDepth(other), CPU, texts, 1).values()) > 1.5 * best_fixed(CPU, texts, 1)
+        assert sum(simulate(FixedK(other), CPU, texts, 1).values()) > 1.5 * best_fixed(CPU, texts, 1)

@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from tests.runtime.stepper import hold, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
@@ -545,7 +545,7 @@ def test_closing_ends_what_is_running_and_what_is_waiting(bundle, cases):
         streams[-1].result()
 
 
-SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, WaitingLine)}
+SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}
 
 
 @pytest.mark.slow

@@ -7,14 +7,20 @@ import pytest
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
-from dflash_aot.runtime.executables.execution_plan import list_kinds, list_needs, name_chunk, name_kind, name_round
+from dflash_aot.runtime.executables.execution_plan import (
+    list_chunk_executables,
+    list_round_executables,
+    list_round_shapes,
+    list_shape_executables,
+    order_loading,
+)
 
 BLOCK = 8
 
 
 def order(buckets: str, ks: list[int], sampling: tuple[str, ...] = ("greedy",)) -> list[str]:
     """Each once, as "program sizes"."""
-    needs = itertools.chain.from_iterable(list_needs(parse_grid(buckets, BLOCK), sampling, ks))
+    needs = itertools.chain.from_iterable(order_loading(parse_grid(buckets, BLOCK), sampling, ks))
     return [f"{program} {','.join(map(str, sizes))}".strip() for program, sizes in dict.fromkeys(needs)]
 
 
@@ -50,15 +56,20 @@ def test_where_several_rounds_run_in_one_call_that_comes_first():
 
 def test_the_names_of_a_round():
     bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=4 rounds=8", BLOCK)
-    assert name_round(bucket, True, drafts=True) == [
+    assert list_round_executables(bucket, True, drafts=True) == [
         ("draft", (2, 16, 3)),
         ("sampled_verify", (2, 16, 3)),
         ("kv_write", (2, 4)),
     ]
-    assert name_round(Bucket(2, 16, 0), False, drafts=False) == [("verify", (2, 16, 0))]
-    assert name_kind((bucket, False), grid, drafts=True) == name_round(bucket, False, drafts=True)
-    assert name_kind((bucket, True), grid, drafts=True) == [("admit", ()), *name_round(bucket, True, drafts=True)]
-    assert name_chunk(Chunk(4, 16), drafts=False) == [("prefill", (4, 16))]
+    assert list_round_executables(Bucket(2, 16, 0), False, drafts=False) == [("verify", (2, 16, 0))]
+    assert list_shape_executables((bucket, False), grid, drafts=True) == list_round_executables(
+        bucket, False, drafts=True
+    )
+    assert list_shape_executables((bucket, True), grid, drafts=True) == [
+        ("admit", ()),
+        *list_round_executables(bucket, True, drafts=True),
+    ]
+    assert list_chunk_executables(Chunk(4, 16), drafts=False) == [("prefill", (4, 16))]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tied"])
@@ -66,9 +77,9 @@ def test_everything_in_a_bundle_is_needed(bundle, name):
     """And nothing else, but what moves rows where there is one slot."""
     manifest = read_manifest(bundle(name))
     grid = manifest.grid
-    needed = set(itertools.chain.from_iterable(list_needs(grid, manifest.sampling, grid.k)))
+    needed = set(itertools.chain.from_iterable(order_loading(grid, manifest.sampling, grid.k)))
     there = {name_executable(entry.signature) for entry in manifest.entries}
     assert there <= needed
     assert needed - there <= {("move", ())}
-    kinds = list_kinds(grid, manifest.sampling, grid.k[-1])
+    kinds = list_round_shapes(grid, manifest.sampling, grid.k[-1])
     assert len(kinds) == len(set(kinds)) == len(grid.buckets()) * len(manifest.sampling)

@@ -13,7 +13,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
-from dflash_aot.runtime.executables.execution_plan import list_kinds
+from dflash_aot.runtime.executables.execution_plan import list_round_shapes
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
 
@@ -34,7 +34,7 @@ def test_it_serves_at_once_and_has_everything_loaded_called_and_timed_in_the_end
         wait_until(lambda: engine.stats().loaded == engine.executables)
         wait_until(lambda: all(one.called for one in engine._bundle.executables))
         manifest = engine.manifest
-        kinds = list_kinds(manifest.grid, manifest.sampling, engine.k)
+        kinds = list_round_shapes(manifest.grid, manifest.sampling, engine.k)
         wait_until(lambda: all(map(engine._depth.is_measured, kinds)))
         assert engine.generate(cases["len5"].prompt, up_to(20)).token_ids == cases["len5"].answer[:20]
         assert (engine.stats().failures, engine.stats().compile_events) == (0, 0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.runtime.requests.logprobs import TokenLogprob
-from dflash_aot.runtime.requests.request import Delta, Drafting, Request
+from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
 from tests.runtime.tokenizer_kinds import END, byte_level
@@ -38,7 +38,7 @@ def test_tokens_are_kept_up_to_the_first_stop_or_the_limit_however_they_come(rou
 def test_a_result_tells_how_often_what_was_drafted_stood():
     request = make(4)
     request.take([7])
-    request.take([8, 9, 10], rounds=[Drafting(3, 2)])
+    request.take([8, 9, 10], rounds=[RoundOutcome(3, 2)])
     result = request.result()
     assert (result.token_ids, result.accepted, result.finish_reason) == ([7, 8, 9, 10], [2], "length")
     assert (result.prompt_tokens, result.text, result.error) == (1, None, None)

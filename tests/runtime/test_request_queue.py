@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from dflash_aot.cache.errors import EngineFailed, QueueFull
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 
 LONG = 120.0  # seconds: longer than anything takes that does not hang
 
 
 def request(
-    line: WaitingLine | None = None, priority: int = 0, deadline: float | None = None, name: int = 0
+    line: RequestQueue | None = None, priority: int = 0, deadline: float | None = None, name: int = 0
 ) -> Request:
     return Request(
         prompt=[name],
@@ -36,14 +36,14 @@ def request(
     )
 
 
-def joined(line: WaitingLine, *priorities: int) -> list[Request]:
+def joined(line: RequestQueue, *priorities: int) -> list[Request]:
     requests = [request(line, priority) for priority in priorities]
     for one in requests:
         line.join(one)
     return requests
 
 
-def take_all(line: WaitingLine) -> list[Request]:
+def take_all(line: RequestQueue) -> list[Request]:
     return list(iter(line.take, None))
 
 
@@ -64,7 +64,7 @@ def finish(threads: list[threading.Thread]) -> None:
 
 
 def test_the_line_is_first_come_first_served():
-    line = WaitingLine(5)
+    line = RequestQueue(5)
     requests = joined(line, 0, 0, 0)
     assert len(line) == 3
     assert take_all(line) == requests
@@ -72,13 +72,13 @@ def test_the_line_is_first_come_first_served():
 
 
 def test_a_lower_priority_goes_first_and_equal_ones_keep_their_order():
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     a, b, c, d, e = joined(line, 1, 0, -3, 0, 1)
     assert take_all(line) == [c, b, d, a, e]
 
 
 def test_a_full_line_refuses_in_words_and_counts_it():
-    line = WaitingLine(2)
+    line = RequestQueue(2)
     a, b = joined(line, 0, 0)
     with pytest.raises(QueueFull, match="2 requests are waiting, and no more than 2 may.*larger max_waiting"):
         line.join(request())
@@ -95,14 +95,14 @@ def test_a_full_line_refuses_in_words_and_counts_it():
 
 
 def test_who_asks_where_there_is_room_has_a_place_at_once():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     one = request()
     assert line.ask(one).result(0) is None
     assert take_all(line) == [one]
 
 
 def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     (inside,) = joined(line, 0)
     outside = [request(name=number, priority=-number) for number in range(3)]
     places = [line.ask(one) for one in outside]
@@ -114,7 +114,7 @@ def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
 
 
 def test_nobody_joins_past_those_outside():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     place = line.ask(request())
     line.take()
@@ -124,7 +124,7 @@ def test_nobody_joins_past_those_outside():
 
 
 def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     gone, kept = request(line), request(line)
     given_up, place = line.ask(gone), line.ask(kept)
@@ -136,7 +136,7 @@ def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
 
 
 def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     one = request(line)
     assert line.ask(one).done()
     line.withdraw(one)
@@ -146,7 +146,7 @@ def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
 
 def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
     """As an event loop does it, before it withdraws."""
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     places = [line.ask(request(name=number)) for number in range(2)]
     assert places[0].cancel()
@@ -159,7 +159,7 @@ def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
 
 
 def test_whoever_cancels_is_dropped_with_the_next_look_and_the_others_keep_their_order():
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     a, b, c, d = joined(line, 1, 0, 0, 1)
     assert line.drop_ended(0.0) == []
     c.cancel()
@@ -173,7 +173,7 @@ def test_whoever_cancels_is_dropped_with_the_next_look_and_the_others_keep_their
 
 @pytest.mark.parametrize("gone", range(9))
 def test_the_order_holds_whoever_leaves(gone):
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     requests = joined(line, 0, 5, 1, 6, 7, 2, 3, 8, 4)
     requests[gone].cancel()
     line.drop_ended(0.0)
@@ -182,7 +182,7 @@ def test_the_order_holds_whoever_leaves(gone):
 
 
 def test_whose_deadline_has_passed_is_dropped_with_the_reason():
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     late, later, never = (request(deadline=deadline) for deadline in (1.5, 2.5, None))
     for one in (later, never, late):
         line.join(one)
@@ -196,14 +196,14 @@ def test_whose_deadline_has_passed_is_dropped_with_the_reason():
 
 def test_the_earliest_deadline_holds_in_whatever_order_they_come():
     for deadlines in itertools.permutations((1.0, 2.0, 3.0)):
-        line = WaitingLine(9)
+        line = RequestQueue(9)
         for deadline in deadlines:
             line.join(request(deadline=deadline))
         assert [[one.deadline for one, _ in line.drop_ended(now)] for now in (1.0, 2.0, 3.0)] == [[1.0], [2.0], [3.0]]
 
 
 def test_a_deadline_that_left_the_line_leaves_the_others():
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     early, late = request(deadline=1.0), request(deadline=3.0)
     line.join(early)
     line.join(late)
@@ -213,7 +213,7 @@ def test_a_deadline_that_left_the_line_leaves_the_others():
 
 
 def test_who_stood_outside_is_held_to_its_deadline_inside():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     late = request(deadline=1.0)
     line.ask(late)
@@ -223,7 +223,7 @@ def test_who_stood_outside_is_held_to_its_deadline_inside():
 
 
 def test_who_cancelled_outside_is_dropped_inside():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     gone = request(line)
     line.ask(gone)
@@ -234,7 +234,7 @@ def test_who_cancelled_outside_is_dropped_inside():
 
 
 def test_whoever_is_dropped_leaves_a_place_to_those_outside():
-    line = WaitingLine(2)
+    line = RequestQueue(2)
     a, b = joined(line, 0, 0)
     places = [line.ask(request()) for _ in range(3)]
     a.cancel()
@@ -247,7 +247,7 @@ def test_whoever_is_dropped_leaves_a_place_to_those_outside():
 
 
 def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     (a,) = joined(line, 0)
     one = request()
     outside = line.ask(one)
@@ -267,14 +267,14 @@ def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
 
 
 def test_who_is_left_is_handed_back_in_order():
-    line = WaitingLine(9)
+    line = RequestQueue(9)
     a, b, c = joined(line, 1, 0, 0)
     assert list(line.empty()) == [b, c, a]
 
 
 def test_a_line_can_be_closed_while_an_asker_gives_up():
     """An event loop cancels the place first and withdraws when the task runs again: a close may come between."""
-    line = WaitingLine(1)
+    line = RequestQueue(1)
     joined(line, 0)
     given_up, kept = line.ask(request()), line.ask(request())
     given_up.cancel()
@@ -336,7 +336,7 @@ events = st.tuples(
 @settings(derandomize=True, max_examples=300)
 @given(limit=st.sampled_from([1, 2, 9]), happening=st.lists(events, max_size=50))
 def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
-    line, plain, known = WaitingLine(limit), PlainLine(limit), []
+    line, plain, known = RequestQueue(limit), PlainLine(limit), []
     for now, (what, priority, deadline, whom) in enumerate(happening):
         one = request(line, priority, deadline)
         match what:
@@ -366,14 +366,14 @@ def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
 # -- threads
 
 
-def comes(line: WaitingLine) -> bool:
+def comes(line: RequestQueue) -> bool:
     """Whether somebody does, before it is shut."""
     line.wait()
     return len(line) > 0
 
 
 def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed():
-    line, one = WaitingLine(1), request()
+    line, one = RequestQueue(1), request()
     seen: list[object] = []
 
     def serve() -> None:
@@ -388,7 +388,7 @@ def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed()
 
 
 def test_the_engine_s_thread_is_woken_for_something_else_once():
-    line, woken = WaitingLine(1), threading.Semaphore(0)
+    line, woken = RequestQueue(1), threading.Semaphore(0)
 
     def wait() -> None:
         while line.closed is None:
@@ -407,7 +407,7 @@ def test_the_engine_s_thread_is_woken_for_something_else_once():
 
 
 def test_closing_wakes_every_thread_that_waits_for_a_place():
-    line, ready = WaitingLine(1), threading.Barrier(9)
+    line, ready = RequestQueue(1), threading.Barrier(9)
     joined(line, 0)
     refused: list[str] = []
 
@@ -431,7 +431,7 @@ CALLERS, EACH = 8, 500
 @pytest.mark.parametrize("waits", [False, True], ids=["join", "ask"])
 def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(waits):
     """One thread takes; who is refused comes again. Those of one thread and one priority stay in their order."""
-    line, ready = WaitingLine(16), threading.Barrier(CALLERS + 1)
+    line, ready = RequestQueue(16), threading.Barrier(CALLERS + 1)
     taken: list[Request] = []
     refused = itertools.count()
 
@@ -471,7 +471,7 @@ def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(
 
 def test_whatever_threads_ask_cancel_and_withdraw_each_request_has_one_end():
     """Taken, dropped, or never let in because its asker had withdrawn before."""
-    line, ready = WaitingLine(4), threading.Barrier(CALLERS + 1)
+    line, ready = RequestQueue(4), threading.Barrier(CALLERS + 1)
     requests: list[list[Request]] = [[] for _ in range(CALLERS)]
     taken: list[Request] = []
     dropped: list[Request] = []

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
-from dflash_aot.runtime.executables.sampling_state import Admission, split_seed
+from dflash_aot.runtime.executables.sampling_state import SamplingStateWriter, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.slots import Row
+from dflash_aot.runtime.scheduler.slots import RunningRequest
 from tests.runtime.toy import VOCAB, OnDevice, ToyEngine, ToyState, Wish
 
 PROMPT = [7, 5, 5, 96]
@@ -29,15 +29,15 @@ class Recorder:
         return ()
 
 
-def row(sampled: bool = True, **params: object) -> Row:
+def row(sampled: bool = True, **params: object) -> RunningRequest:
     request = Request(PROMPT, SamplingParams(**params), 9, frozenset(), None, lambda delta: None)  # type: ignore[arg-type]
-    return Row(request, sampled=sampled)
+    return RunningRequest(request, sampled=sampled)
 
 
-def admit(*rows: Row) -> Recorder:
+def admit(*rows: RunningRequest) -> Recorder:
     """Each into slot 3."""
     recorder, state = Recorder(), ToyEngine().state
-    admission = Admission(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
+    admission = SamplingStateWriter(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
     for one in rows:
         admission.admit(one, 3)
     return recorder
@@ -160,7 +160,7 @@ def test_a_row_that_was_admitted_says_so():
 
 def test_an_admission_reaches_its_slot_and_no_other():
     engine = ToyEngine()
-    admission = Admission(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
+    admission = SamplingStateWriter(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
     slots = engine.state.slots
     slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
     before = [slot.copy() for slot in slots]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.speculation.acceptance import Acceptance
-from dflash_aot.runtime.speculation.controller import Decision, Voter
+from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import Decision, RoundMember
 from tests.runtime.toy import (
     CHUNK,
     COSTS,
@@ -42,10 +42,10 @@ class AnyDepth:
     def __init__(self, choices: Sequence[int]):
         self._choices = itertools.cycle(choices)
 
-    def start(self) -> Acceptance:
-        return Acceptance()
+    def start(self) -> AcceptanceEstimate:
+        return AcceptanceEstimate()
 
-    def note(self, acceptance: Acceptance, k: int, accepted: int) -> None:
+    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         """It learns nothing."""
 
     def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
@@ -54,7 +54,7 @@ class AnyDepth:
     def repeat(self, rounds: int) -> None:
         raise AssertionError("nothing runs several rounds here")
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[Voter], sampled: bool) -> Bucket:
+    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
 
 

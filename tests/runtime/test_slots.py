@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.slots import Row, Slots
+from dflash_aot.runtime.scheduler.slots import RunningRequest, Slots
 
 
 def request(
@@ -27,8 +27,8 @@ def request(
     )
 
 
-def filled(count: int, of: int) -> tuple[Slots, list[Row]]:
-    slots, rows = Slots(of), [Row(request()) for _ in range(count)]
+def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
+    slots, rows = Slots(of), [RunningRequest(request()) for _ in range(count)]
     for row in rows:
         slots.add(row)
     return slots, rows
@@ -40,7 +40,7 @@ def test_requests_take_the_first_free_slot():
     slots.free(b)
     for slot in (1, 3):
         assert not slots.full
-        row = Row(request())
+        row = RunningRequest(request())
         slots.add(row)
         assert slots.slot_of(row) == slot
     assert slots.full
@@ -49,7 +49,7 @@ def test_requests_take_the_first_free_slot():
 def test_whoever_has_no_slot_has_left_it_and_a_full_house_takes_nobody():
     slots, (a, _) = filled(2, of=2)
     with pytest.raises(ValueError):
-        slots.add(Row(request()))
+        slots.add(RunningRequest(request()))
     slots.free(a)
     with pytest.raises(ValueError):
         slots.free(a)
@@ -103,7 +103,7 @@ def test_moves_leave_a_prefix_and_every_row(freed):
 
 
 def test_a_row_decodes_when_its_prompt_is_in_and_tokens_are_wanted():
-    row = Row(request(prompt=4, limit=3))
+    row = RunningRequest(request(prompt=4, limit=3))
     row.written = 3
     assert not row.prefilled and not row.decoding
     row.written = 4
@@ -112,7 +112,7 @@ def test_a_row_decodes_when_its_prompt_is_in_and_tokens_are_wanted():
 
 def test_tokens_that_are_certain_to_come_are_not_asked_for_again():
     """Every round on its way brings at least one."""
-    row = Row(request(prompt=4, limit=3), written=4)
+    row = RunningRequest(request(prompt=4, limit=3), written=4)
     row.first_in_flight = True  # 1 is certain
     assert row.decoding
     row.rounds_in_flight = 1  # 2
@@ -125,12 +125,12 @@ def test_tokens_that_are_certain_to_come_are_not_asked_for_again():
 
 
 def test_a_request_for_one_token_never_decodes():
-    row = Row(request(limit=1), written=4, first_in_flight=True)
+    row = RunningRequest(request(limit=1), written=4, first_in_flight=True)
     assert not row.decoding
 
 
 def test_the_length_is_at_most_what_is_known_and_all_that_is_on_its_way():
-    row = Row(request(prompt=4), written=4, length=4)
+    row = RunningRequest(request(prompt=4), written=4, length=4)
     row.in_flight += 8  # K = 7
     row.in_flight += 4  # K = 3
     assert row.longest == 16
@@ -151,7 +151,7 @@ def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
 
 def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
     slots = Slots(4)
-    rows = [Row(request(priority=priority)) for priority in (0, 0, -1, 1)]
+    rows = [RunningRequest(request(priority=priority)) for priority in (0, 0, -1, 1)]
     for row in rows:
         slots.add(row)
     for slot in (2, 2):
@@ -160,7 +160,7 @@ def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
     for slot in (0, 1, 0):
         assert slots.take_prefill() is rows[slot]
     rows[0].written = 4
-    late = Row(request())
+    late = RunningRequest(request())
     slots.free(rows[0])
     slots.add(late)
     assert [slots.take_prefill() for _ in range(3)] == [rows[1], late, rows[1]]
@@ -171,11 +171,11 @@ def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
 
 
 def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
-    row = Row(request(prompt=4), sampled=True)
+    row = RunningRequest(request(prompt=4), sampled=True)
     assert (row.unwritten, row.prefilled) == (3, False)
     row.written = 3
     assert row.prefilled and row.decoding
-    one = Row(request(prompt=1), sampled=True)
+    one = RunningRequest(request(prompt=1), sampled=True)
     assert one.prefilled and one.decoding
     slots = Slots(1)
     slots.add(one)
@@ -183,7 +183,7 @@ def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
 
 
 def test_a_sampled_row_has_no_first_token_on_its_way():
-    row = Row(request(limit=2), sampled=True, written=3, rounds_in_flight=1)
+    row = RunningRequest(request(limit=2), sampled=True, written=3, rounds_in_flight=1)
     assert row.decoding
     row.rounds_in_flight = 2
     assert not row.decoding
@@ -191,7 +191,7 @@ def test_a_sampled_row_has_no_first_token_on_its_way():
 
 @pytest.mark.parametrize("k", [None, 0, 7])
 def test_a_row_wants_the_k_of_its_request(k):
-    assert Row(request(k=k)).wanted_k == k
+    assert RunningRequest(request(k=k)).wanted_k == k
 
 
 def test_every_row_has_an_acceptance_of_its_own():
@@ -207,7 +207,7 @@ def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
     for what, number in events:
         here = [row for row in expected if row]
         if what == "add" and len(here) < 4:
-            row = Row(request())
+            row = RunningRequest(request())
             slots.add(row)
             expected[expected.index(None)] = row
         elif what == "free" and here:
@@ -233,7 +233,7 @@ def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
 )
 def test_rounds_on_their_way_never_leave_a_row_short_and_its_bound_holds(limit, sampled, verdicts, late):
     """A device that accepts as it likes and is read `late` rounds late: all that is wanted is asked for."""
-    row, rounds = Row(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
+    row, rounds = RunningRequest(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
     row.written = row.length = length = row.unwritten
     row.first_in_flight = not sampled
     unread: deque[tuple[int, int]] = deque()  # K, tokens

@@ -18,12 +18,12 @@ import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS, count_tops
-from dflash_aot.runtime.engine_loop import Loop
+from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.request_queue import WaitingLine
-from dflash_aot.runtime.speculation.controller import Depth, FixedDepth
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
 
 VOCAB = 97
 STALE = -1  # nobody's text
@@ -468,15 +468,15 @@ class ToyEngine:
         buckets: str = GRID,
         k: int = BLOCK - 1,
         pick: int | None = None,
-        depth: Depth | None = None,
+        depth: SpeculationController | None = None,
         max_waiting: int = 1024,
         **device: Any,
     ):
         self.grid = parse_grid(buckets, BLOCK)
         self.bundle, self.state = ToyBundle(self.grid, k, **device), ToyState(self.grid)
-        self.line, self.counters = WaitingLine(max_waiting), Counters()
-        depth = depth or FixedDepth(k if pick is None else pick)
-        self.loop = Loop(self.bundle, self.state, self.counters, self.line, depth)
+        self.line, self.counters = RequestQueue(max_waiting), Counters()
+        depth = depth or FixedK(k if pick is None else pick)
+        self.loop = EngineLoop(self.bundle, self.state, self.counters, self.line, depth)
         self.news: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
         self.asked_at: dict[Request, float] = {}  # the host's time
         self.requests: list[Request] = []

@@ -11,7 +11,7 @@ LARGEST = 1e30
 
 
 @dataclass(eq=False)
-class Acceptance:
+class AcceptanceEstimate:
     """Running acceptance per position of one request (or of all).
 
     `shares[i]`: given that all drafted tokens before it stood, how often the one at position i does. Verdicts lose

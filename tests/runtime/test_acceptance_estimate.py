@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.acceptance import LEAST, PRIOR, Acceptance
+from dflash_aot.runtime.speculation.acceptance_estimate import LEAST, PRIOR, AcceptanceEstimate
 
 rounds = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
@@ -24,15 +24,15 @@ def decay(verdicts: list[tuple[int, int]], start: list[float], window: float) ->
 
 
 def test_the_tokens_of_a_round_are_counted_by_hand():
-    assert Acceptance([0.5, 0.5, 0.0]).expected_tokens(3) == [1.0, 1.5, 1.75, 1.75]
+    assert AcceptanceEstimate([0.5, 0.5, 0.0]).expected_tokens(3) == [1.0, 1.5, 1.75, 1.75]
 
 
 def test_what_was_never_verified_is_thought_well_of():
-    assert Acceptance().expected_tokens(2) == pytest.approx([1, 1 + PRIOR, 1 + PRIOR + PRIOR**2])
+    assert AcceptanceEstimate().expected_tokens(2) == pytest.approx([1, 1 + PRIOR, 1 + PRIOR + PRIOR**2])
 
 
 def test_a_verdict_counts_up_to_the_first_token_that_falls():
-    acceptance = Acceptance([0.5, 0.5, 0.5])
+    acceptance = AcceptanceEstimate([0.5, 0.5, 0.5])
     acceptance.note(3, 1)
     step = 0.5 / (LEAST + 1)
     assert acceptance.shares == pytest.approx([0.5 + step, 0.5 - step, 0.5])
@@ -40,14 +40,14 @@ def test_a_verdict_counts_up_to_the_first_token_that_falls():
 
 
 def test_without_drafts_nothing_is_learnt_and_nothing_forgotten():
-    acceptance = Acceptance([0.25])
+    acceptance = AcceptanceEstimate([0.25])
     for _ in range(1000):
         acceptance.note(0, 0)
     assert (acceptance.shares, acceptance.rounds) == ([0.25], 0)
 
 
 def test_what_was_long_ago_is_soon_overturned():
-    acceptance = Acceptance([0.5])
+    acceptance = AcceptanceEstimate([0.5])
     for _ in range(100):
         acceptance.note(1, 0)
     lately, long_ago = acceptance.shares[0], 0.0
@@ -63,7 +63,7 @@ def test_what_was_long_ago_is_soon_overturned():
 
 @given(st.lists(rounds, max_size=60), st.lists(st.floats(0, 1), min_size=5, max_size=5))
 def test_it_is_the_slow_way_and_a_share_stays_a_share(verdicts, start):
-    acceptance = Acceptance([*start], window=8)
+    acceptance = AcceptanceEstimate([*start], window=8)
     for verdict in verdicts:
         acceptance.note(*verdict)
     assert acceptance.shares == pytest.approx(decay(verdicts, start, 8))
@@ -73,14 +73,14 @@ def test_it_is_the_slow_way_and_a_share_stays_a_share(verdicts, start):
 def test_it_lasts():
     """Weights grow by a third each round: they are brought down many times here."""
     verdicts = [(2, turn % 3) for turn in range(3000)]
-    acceptance = Acceptance([0.5, 0.5], window=3)
+    acceptance = AcceptanceEstimate([0.5, 0.5], window=3)
     for verdict in verdicts:
         acceptance.note(*verdict)
     assert acceptance.shares == pytest.approx(decay(verdicts, [0.5, 0.5], 3))
 
 
 def test_it_finds_what_is_there():
-    rng, acceptance, found = random.Random(1), Acceptance(), []
+    rng, acceptance, found = random.Random(1), AcceptanceEstimate(), []
     for _ in range(2000):
         first, second = rng.random() < 0.7, rng.random() < 0.3
         acceptance.note(2, first + (first and second))
