@@ -224,7 +224,7 @@ def _locate_bundle() -> Path:
     """Its directory, which is a copy of what lies behind a URL."""
     bundle = _SERVED.bundle
     if is_url(bundle):
-        from dflash_aot.bin.bundle_fetch import fetch_with_progress  # noqa: PLC0415  progress bars take 40 ms to load
+        from dflash_aot.bin.bundle_changes import fetch_with_progress  # noqa: PLC0415  most runs need no fetch
 
         return fetch_with_progress(bundle, _SERVED.signed_by)
     return Path(bundle)

@@ -1,4 +1,4 @@
-"""dflash-bundle: what it says of a bundle, what it changes about it, and how it ends."""
+"""The dflash-bundle command: reports, changes to a bundle, refusals and exit codes."""
 
 import json
 import os
@@ -35,27 +35,27 @@ print([name for name in slow if name in sys.modules])
 
 @pytest.fixture
 def copy(bundle, tmp_path):
-    """A bundle of its own, to be damaged: what the manifest refers to, and nothing that earlier builds left over."""
-    source, place = bundle("tiny"), tmp_path / "bundle"
+    """A bundle that a test may damage: the files that the manifest refers to, without leftovers of earlier builds."""
+    source, destination = bundle("tiny"), tmp_path / "bundle"
     manifest = read_manifest(source)
     paths = [source / "manifest.json", *(promise.path for promise in list_promises(source, manifest))]
     for path in [*paths, *(source / "entries" / f"{entry.key}.json" for entry in manifest.entries)]:
-        target = place / path.relative_to(source)
+        target = destination / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    (place / ".lock").touch()
-    return place
+    (destination / ".lock").touch()
+    return destination
 
 
 @pytest.fixture
 def manage(command):
-    """Sub-command and arguments → what it leaves behind."""
+    """Runs a sub-command with its arguments."""
     return lambda *arguments: command(dflash_bundle, *arguments)
 
 
 @pytest.fixture
 def report(manage):
-    """The same as JSON, and its exit code."""
+    """Runs a sub-command with --json: the parsed report and the exit code."""
 
     def run(*arguments):
         done = manage(*arguments, "--json")
@@ -74,32 +74,32 @@ def cut(path):
 
 
 def rewrite(copy, **fields):
-    """Another environment under a right digest, as somebody with the tools would write it."""
+    """Changes the environment in the manifest and recomputes the digest."""
     manifest = read_manifest(copy)
     environment = structs.replace(manifest.environment, **fields)
     (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, environment=environment)))
 
 
 def snapshot(directory):
-    """Everything that is there, and what it holds."""
+    """Content of every file; None for directories."""
     return {path: path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
 
 
 # -- inspect
 
 
-def test_a_bundle_is_described_from_its_manifest(manage, copy):
+def test_inspect_shows_what_the_manifest_says(manage, copy):
     done = manage("inspect", copy)
     manifest = read_manifest(copy)
     assert done.code == 0 and done.err == ""
     assert f"{copy}: schema {manifest.schema}, {len(manifest.entries)} executables" in done.out
-    for told in (str(manifest.grid), manifest.dtype, manifest.environment.jaxlib, manifest.target.reference):
-        assert told in done.out
-    assert "here: nothing known speaks against serving it" in done.out
+    for value in (str(manifest.grid), manifest.dtype, manifest.environment.jaxlib, manifest.target.reference):
+        assert value in done.out
+    assert "this machine: compatible, as far as can be checked without starting JAX" in done.out
     assert "signed    no" in done.out
 
 
-def test_the_description_is_json_for_machines(report, copy):
+def test_inspect_json_has_every_field(report, copy):
     told, code = report("inspect", copy)
     manifest = read_manifest(copy)
     assert code == 0
@@ -122,18 +122,18 @@ def test_the_description_is_json_for_machines(report, copy):
     }
 
 
-def test_what_does_not_fit_is_told_field_by_field_with_the_command_that_mends_it(manage, report, copy):
+def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, report, copy):
     rewrite(copy, jaxlib="0.9.9", machine="pdp11")
     done = manage("inspect", copy)
     assert done.code == 4
     assert "  jaxlib: built for '0.9.9', here" in done.out and "  machine: built for 'pdp11', here" in done.out
-    assert f"Build it for this machine: {mend_command(copy)}" in done.out
-    assert f"or, from its checkpoints: {read_manifest(copy).rebuild_command(copy)}" in done.out
+    assert f"Rebuild for this machine from the bundle's programs: {mend_command(copy)}" in done.out
+    assert f"or from its checkpoints: {read_manifest(copy).rebuild_command(copy)}" in done.out
     told, code = report("inspect", copy)
     assert code == 4 and [one["field"] for one in told["verdict"]["differences"]] == ["jaxlib", "machine"]
 
 
-def test_what_only_jax_can_tell_is_left_to_it(manage, copy):
+def test_inspect_lists_fields_known_only_when_jax_starts(manage, copy):
     rewrite(copy, platform="gpu", platform_version="cuda 13", device_kind="NVIDIA H100", cpu_features=())
     done = manage("inspect", copy)
     assert done.code == 0
@@ -144,19 +144,19 @@ def test_what_only_jax_can_tell_is_left_to_it(manage, copy):
 @pytest.mark.parametrize(
     ("before", "loaded"), [("", "[]"), ("import dflash_aot.cache.devices", "['jax', 'jaxlib', 'numpy', 'ml_dtypes']")]
 )
-def test_it_starts_without_jax_from_anywhere(copy, tmp_path, before, loaded):
-    place = tmp_path / "ein Pfad mit Leerzeichen, ünïcödé ☃" / "bundle"
-    shutil.copytree(copy, place, copy_function=shutil.copyfile)
-    for path in (place, *place.rglob("*")):
+def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path, before, loaded):
+    directory = tmp_path / "ein Pfad mit Leerzeichen, ünïcödé ☃" / "bundle"
+    shutil.copytree(copy, directory, copy_function=shutil.copyfile)
+    for path in (directory, *directory.rglob("*")):
         os.utime(path, (0, 0))
     command = [sys.executable, "-c", INSPECT.format(before=before), "inspect", "bundle"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=place.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory.parent)
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout.splitlines()[-2:] == ["0", loaded]
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "gc", "sign"])
-def test_without_a_bundle_the_command_that_builds_it_is_named_and_nothing_is_made(manage, tmp_path, make_key, name):
+def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path, make_key, name):
     key = ["--key", make_key("ours")[0]] if name == "sign" else []
     done = manage(name, tmp_path / "nowhere", *key)
     assert done.code == 2 and done.out == ""
@@ -165,7 +165,7 @@ def test_without_a_bundle_the_command_that_builds_it_is_named_and_nothing_is_mad
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "gc", "sign", "diff"])
-def test_a_broken_manifest_is_corrupt_for_every_command(manage, copy, make_key, name):
+def test_corrupt_manifest_is_refused_by_every_command(manage, copy, make_key, name):
     (copy / "manifest.json").write_bytes((copy / "manifest.json").read_bytes()[:-9])
     more = {"sign": ["--key", make_key("ours")[0]], "diff": [copy]}.get(name, [])
     before = snapshot(copy)
@@ -175,7 +175,7 @@ def test_a_broken_manifest_is_corrupt_for_every_command(manage, copy, make_key, 
     assert snapshot(copy) == before
 
 
-def test_a_grid_that_lacks_an_executable_is_corrupt(manage, copy):
+def test_manifest_without_an_executable_of_the_grid_is_corrupt(manage, copy):
     manifest = read_manifest(copy)
     (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=manifest.entries[1:])))
     for name in ("inspect", "verify"):
@@ -186,14 +186,14 @@ def test_a_grid_that_lacks_an_executable_is_corrupt(manage, copy):
 # -- verify
 
 
-def test_a_whole_bundle_is_verified_and_nothing_is_written(manage, copy):
+def test_verify_passes_a_sound_bundle_and_writes_nothing(manage, copy):
     before = snapshot(copy)
     done = manage("verify", copy)
-    assert done.code == 0 and "as the manifest promises" in done.out
+    assert done.code == 0 and "all match the manifest" in done.out
     assert snapshot(copy) == before
 
 
-def test_all_that_is_broken_is_told_at_once_and_moved(manage, report, copy):
+def test_verify_reports_and_quarantines_all_broken_files(manage, report, copy):
     first, second = blob(copy, "verify"), blob(copy, "draft")
     whole = first.read_bytes()
     cut(first)
@@ -202,19 +202,19 @@ def test_all_that_is_broken_is_told_at_once_and_moved(manage, report, copy):
     done = manage("verify", copy)
     assert done.code == 3
     assert (
-        f"bytes is {len(whole) - 1}, the manifest promises {len(whole)}; now {copy}/set-aside/{first.name}.0"
+        f"bytes is {len(whole) - 1}, the manifest says {len(whole)}; moved to {copy}/set-aside/{first.name}.0"
         in done.out
     )
     assert f"{second} (draft" in done.out and "file is missing" in done.out
     assert f"{copy / 'notes.txt'}: unknown" in done.out
-    assert f"Mend it: {mend_command(copy)}" in done.out
+    assert f"Rebuild: {mend_command(copy)}" in done.out
     assert (copy / "set-aside" / f"{first.name}.0").read_bytes() == whole[:-1]
     told, code = report("verify", copy)
     assert code == 3
     assert {(flaw["path"], flaw["field"]) for flaw in told["flaws"]} == {(str(first), "file"), (str(second), "file")}
 
 
-def test_what_is_broken_stays_where_the_user_wants_it(report, copy):
+def test_verify_noset_aside_leaves_broken_files_in_place(report, copy):
     path = blob(copy)
     cut(path)
     told, code = report("verify", copy, "--noset_aside")
@@ -222,35 +222,35 @@ def test_what_is_broken_stays_where_the_user_wants_it(report, copy):
     assert path.exists() and not (copy / "set-aside").exists()
 
 
-def test_where_nothing_can_be_moved_that_is_said(manage, copy):
+def test_verify_says_why_broken_files_were_left(manage, copy):
     cut(blob(copy))
     (copy / "set-aside").touch()
     done = manage("verify", copy)
-    assert done.code == 3 and "nothing more is set aside" in done.out
+    assert done.code == 3 and "broken files were left in place" in done.out
     assert blob(copy).exists()
 
 
-def test_files_that_nobody_promised_are_no_fault(report, copy):
+def test_verify_lists_unexpected_files_and_passes(report, copy):
     (copy / "notes.txt").touch()
     told, code = report("verify", "--bundle", copy)
     assert code == 0 and [stray["what"] for stray in told["strays"]] == ["unknown"]
 
 
-# -- sign, and who asks for signatures
+# -- sign, and verification of signatures
 
 
-def test_who_signed_is_verified_by_the_public_key_alone(manage, report, copy, make_key):
+def test_signature_is_verified_by_the_public_key(manage, report, copy, make_key):
     private, public = make_key("ours")
     signed, code = report("sign", copy, "--key", private)
     assert code == 0 and signed["key"] == read_public_key(public).id and signed["signers"] == [signed["key"]]
     told, code = report("verify", copy, "--key", public)
     assert code == 0 and told["verified_key"] == signed["key"] and told["strays"] == []
-    assert f"signed    by {signed['key']}, says its file" in manage("inspect", copy).out
+    assert f"signed    by {signed['key']}, not verified" in manage("inspect", copy).out
     moved = shutil.move(copy, copy.with_name("moved"))
     assert manage("verify", moved, "--key", public).code == 0
 
 
-def test_several_sign_one_after_the_other(report, copy, make_key):
+def test_second_signature_is_added_to_the_first(report, copy, make_key):
     keys = [make_key(name) for name in ("ours", "theirs")]
     for private, _ in keys:
         told, _ = report("sign", copy, "--key", private)
@@ -259,7 +259,7 @@ def test_several_sign_one_after_the_other(report, copy, make_key):
 
 
 @pytest.mark.parametrize("case", ["unsigned", "another key", "changed since"])
-def test_what_was_not_signed_by_the_key_is_refused_before_it_is_parsed(manage, command, copy, make_key, case):
+def test_manifest_without_a_valid_signature_is_refused_before_parsing(manage, command, copy, make_key, case):
     private, public = make_key("ours")
     words = {"unsigned": "is not signed", "another key": "not by", "changed since": "since it was signed"}[case]
     if case != "unsigned":
@@ -271,20 +271,20 @@ def test_what_was_not_signed_by_the_key_is_refused_before_it_is_parsed(manage, c
         assert done.code == 3 and words in done.err and "manifest.sig.json" in done.err and done.out == ""
 
 
-def test_signatures_of_a_manifest_that_is_gone_are_told_as_such(manage, copy, make_key):
+def test_inspect_says_that_a_signature_is_of_another_manifest(manage, copy, make_key):
     manage("sign", copy, "--key", make_key("ours")[0])
     rewrite(copy, xla_flags="--xla_other=1")
-    assert "signed    not this manifest but another one" in manage("inspect", copy).out
+    assert "but for another manifest: the bundle was rebuilt or changed since" in manage("inspect", copy).out
 
 
-def test_a_broken_bundle_is_not_signed(manage, copy, make_key):
+def test_sign_refuses_a_bundle_with_a_broken_file(manage, copy, make_key):
     cut(blob(copy))
     done = manage("sign", copy, "--key", make_key("ours")[0])
     assert done.code == 3 and "nothing is signed" in done.err and f"dflash-bundle verify {copy}" in done.err
     assert not (copy / "manifest.sig.json").exists()
 
 
-def test_keys_that_are_none_are_bad_input(manage, command, copy, make_key):
+def test_wrong_or_missing_key_is_bad_input(manage, command, copy, make_key):
     private, public = make_key("ours")
     assert manage("sign", copy).code == 2
     assert manage("sign", copy, "--key", public).code == 2
@@ -297,12 +297,12 @@ def test_keys_that_are_none_are_bad_input(manage, command, copy, make_key):
 # -- diff
 
 
-def test_a_copy_is_the_same(report, copy, bundle):
+def test_diff_of_a_copy_is_empty(report, copy, bundle):
     told, code = report("diff", copy, bundle("tiny"))
     assert (code, told["equal"], told["changes"], told["executables"]) == (0, True, [], [])
 
 
-def test_what_differs_is_told_and_the_code_is_that_of_diff(manage, report, copy, bundle):
+def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     manifest = read_manifest(copy)
     others = structs.replace(manifest, dtype="bfloat16", entries=manifest.entries[:-1])
     (copy / "manifest.json").write_bytes(encode_manifest(others))
@@ -318,7 +318,7 @@ def test_what_differs_is_told_and_the_code_is_that_of_diff(manage, report, copy,
 # -- gc
 
 
-def test_only_what_has_been_left_over_for_long_is_removed(manage, report, copy):
+def test_gc_removes_only_old_unreferenced_files(manage, report, copy):
     left = copy / "executables" / ("0" * 64)
     left.write_bytes(b"12345")
     future = left.stat().st_mtime + 10**6
@@ -335,7 +335,7 @@ def test_only_what_has_been_left_over_for_long_is_removed(manage, report, copy):
     assert snapshot(copy) == before
 
 
-def test_nothing_is_removed_or_signed_while_a_builder_is_at_work(manage, copy, make_key):
+def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
     with Store(copy).open_for_building():
         for arguments in (["gc", copy], ["sign", copy, "--key", make_key("ours")[0]]):
             done = manage(*arguments)
@@ -349,8 +349,8 @@ def test_nothing_is_removed_or_signed_while_a_builder_is_at_work(manage, copy, m
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no such command; there are inspect, verify, diff, sign, gc"),
-        (["mend", "x"], "mend: no such command"),
+        ([], "no command given; the commands are inspect, verify, diff, sign, gc"),
+        (["repair", "x"], "repair: no such command"),
         (["inspect"], "inspect takes one bundle; given: none"),
         (["inspect", "a", "b"], "inspect takes one bundle; given: a b"),
         (["inspect", "a", "--bundle", "b"], "inspect takes one bundle; given: b a"),
@@ -361,7 +361,7 @@ def test_nothing_is_removed_or_signed_while_a_builder_is_at_work(manage, copy, m
         (["verify", "a", "--deeper"], "deeper"),
     ],
 )
-def test_what_a_command_does_not_take_is_refused(manage, arguments, words):
+def test_wrong_arguments_are_refused(manage, arguments, words):
     done = manage(*arguments)
     assert done.code == 2 and words in done.err and done.out == ""
 
@@ -372,10 +372,10 @@ def test_help_names_every_command(manage):
     assert all(f"dflash-bundle {name}" in done.out for name in dflash_bundle.COMMANDS)
 
 
-# -- calling executables
+# -- verify --deep
 
 
-def test_all_executables_are_called_and_compared(manage, report, copy):
+def test_verify_deep_calls_and_compares_every_executable(manage, report, copy):
     count = len(read_manifest(copy).entries)
     done = manage("verify", copy, "--deep")
     assert done.code == 0 and f"{count} executables called, {count} compute what they did before" in done.out
@@ -383,17 +383,17 @@ def test_all_executables_are_called_and_compared(manage, report, copy):
     assert (told["calls"]["called"], told["calls"]["compared"], told["calls"]["faults"]) == (count, count, [])
 
 
-def test_what_crashes_or_computes_something_else_is_named_moved_and_not_made_again(manage, report, copy):
-    """Machine code with instructions that no processor has, all hashes right; and a canary of another program."""
+def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(manage, report, copy):
+    """The hashes are right, but one executable has illegal instructions and one has other recorded outputs."""
     manifest, store = read_manifest(copy), Store(copy)
     by_program = {entry.signature.program: entry for entry in manifest.entries}
     crashing, wrong = by_program["draft"], by_program["verify"]
-    ends, content = pack(store.read(crashing).replace(b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"))
-    (copy / "executables" / ends.sha256).write_bytes(content)
+    blob_facts, content = pack(store.read(crashing).replace(b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"))
+    (copy / "executables" / blob_facts.sha256).write_bytes(content)
     first, *rest = wrong.canary.outputs
     canary = structs.replace(wrong.canary, outputs=(structs.replace(first, mean=9.0), *rest))
     changed = {
-        crashing.key: structs.replace(crashing, **structs.asdict(ends)),
+        crashing.key: structs.replace(crashing, **structs.asdict(blob_facts)),
         wrong.key: structs.replace(wrong, canary=canary),
     }
     entries = tuple(changed.get(entry.key, entry) for entry in manifest.entries)
@@ -411,7 +411,7 @@ def test_what_crashes_or_computes_something_else_is_named_moved_and_not_made_aga
         store.add(changed[crashing.key], content, b"")
 
 
-def test_what_is_not_known_yet_is_recorded_when_asked(manage, report, copy):
+def test_verify_record_adds_missing_self_test_results(manage, report, copy):
     manifest = read_manifest(copy)
     entries = tuple(structs.replace(entry, canary=None) for entry in manifest.entries)
     Store(copy).publish(structs.replace(manifest, entries=entries))
@@ -420,7 +420,7 @@ def test_what_is_not_known_yet_is_recorded_when_asked(manage, report, copy):
     assert [one.canary for one in read_manifest(copy).entries] == [one.canary for one in manifest.entries]
 
 
-def test_on_another_machine_no_executable_is_called_or_moved(manage, copy):
+def test_verify_deep_of_a_foreign_bundle_calls_nothing(manage, copy):
     manifest, store = read_manifest(copy), Store(copy)
     there = structs.replace(manifest.environment, jaxlib="0.9.9")
     entries = tuple(

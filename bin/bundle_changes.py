@@ -1,0 +1,260 @@
+"""`dflash-bundle verify`, `sign`, `gc`, `push` and `fetch`: the sub-commands that check, change or copy a bundle."""
+
+import json
+import shlex
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+from tqdm import tqdm
+
+from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
+from dflash_aot.bin.bundle_reports import format_signers
+from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove
+from dflash_aot.cache.bundle.manifest import Manifest, mend_command, parse_manifest, read_content, read_manifest
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import (
+    Flaw,
+    Stray,
+    find_flaws,
+    find_strays,
+    list_promises,
+    set_flaws_aside,
+)
+from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.remote.fetch import fetch_bundle
+from dflash_aot.cache.remote.push import push_bundle
+from dflash_aot.cache.signing import signatures
+from dflash_aot.cache.signing.signatures import Signers, check_signature, list_signers
+
+HOUR = 3600.0  # seconds
+
+
+# -- verify
+
+
+class VerificationReport(msgspec.Struct, frozen=True):
+    """The report of `verify`.
+
+    Attributes:
+        bundle: its directory, as given.
+        files: how many files the manifest lists.
+        bytes: their size.
+        flaws: listed files that are missing or differ from the manifest.
+        strays: files that the manifest does not list.
+        signers: keys named in the signature file; None without such a file.
+        verified_key: the key whose signature was verified; None where --key was not given.
+        quarantined: where each broken file was moved to.
+        not_quarantined: why broken files were left in place; None where none was left.
+        rebuild: command that replaces the broken files.
+        calls: what calling the executables showed; None without --deep, or where a file is broken.
+    """
+
+    bundle: str
+    files: int
+    bytes: int
+    flaws: tuple[Flaw, ...]
+    strays: tuple[Stray, ...]
+    signers: Signers | None
+    verified_key: str | None
+    quarantined: dict[str, str] = msgspec.field(name="set_aside")  # the names in --json
+    not_quarantined: str | None = msgspec.field(name="not_set_aside")
+    rebuild: str = msgspec.field(name="mend")
+    calls: Calls | None = None
+
+
+def report_verification(
+    bundle: Path, key: Path | None, quarantine: bool, as_json: bool, deep: bool = False, record: bool = False
+) -> int:
+    """Prints the report of `verify`; returns 0 if nothing is wrong, else the exit code of a corrupt bundle."""
+    report = verify_bundle(bundle, key, quarantine, deep, record)
+    print(msgspec.json.encode(report, enc_hook=str).decode() if as_json else format_verification(report))
+    broken = report.flaws or (report.calls and report.calls.faults)
+    return CorruptBundle.exit_code if broken else 0
+
+
+def verify_bundle(
+    bundle: Path, key: Path | None, quarantine: bool, deep: bool = False, record: bool = False
+) -> VerificationReport:
+    """Compares every file of a bundle with its manifest; moves broken files away if `quarantine` is set.
+
+    With a public `key` the signature is verified first: an unsigned manifest is not parsed. `deep` also calls every
+    executable, if all files are sound; `record` adds missing self-test results to the manifest. Raises MissingBundle,
+    CorruptBundle, BadInput, and what `call_executables` raises.
+    """
+    content = read_content(bundle)
+    signer = check_signature(bundle, content, key) if key is not None else None
+    manifest = parse_manifest(bundle, content)
+    check_consistent(bundle, manifest)
+    promises, flaws = list_promises(bundle, manifest), find_flaws(bundle, manifest)
+    moved, left = set_flaws_aside(bundle, manifest, flaws) if quarantine else ({}, None)
+    return VerificationReport(
+        bundle=str(bundle),
+        files=len(promises),
+        bytes=sum(promise.blob.bytes for promise in promises),
+        flaws=tuple(flaws),
+        strays=tuple(find_strays(bundle, manifest)),
+        signers=list_signers(bundle, content),
+        verified_key=signer.id if signer else None,
+        quarantined={str(path): str(place) for path, place in moved.items()},
+        not_quarantined=left,
+        rebuild=_choose_rebuild(bundle, manifest, flaws),
+        calls=call_executables(bundle, manifest, quarantine, record) if deep and not flaws else None,
+    )
+
+
+def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[Flaw]) -> str:
+    """The command that replaces broken files: from the bundle's programs, or from the checkpoints if one is broken."""
+    programs = {promise.path for promise in list_promises(bundle, manifest) if not promise.pickled}
+    lost = any(flaw.path in programs for flaw in flaws)
+    return manifest.rebuild_command(bundle) if lost else mend_command(bundle)
+
+
+def format_verification(report: VerificationReport) -> str:
+    """The report of `verify` as text."""
+    lines = [
+        f"{flaw.path} ({flaw.label}): {flaw.field} is {flaw.found}, the manifest says {flaw.promised}"
+        + (f"; moved to {report.quarantined[str(flaw.path)]}" if str(flaw.path) in report.quarantined else "")
+        for flaw in report.flaws
+    ]
+    lines += [f"{stray.path}: {stray.what}, {format_bytes(stray.bytes)}; never read" for stray in report.strays]
+    if report.not_quarantined:
+        lines.append(f"broken files were left in place: {report.not_quarantined}")
+    signed = f"by {report.verified_key}, verified" if report.verified_key else format_signers(report.signers)
+    lines.append(f"signed: {signed}")
+    if report.flaws:
+        broken = f"{len(report.flaws)} of {report.files} files differ from the manifest"
+        return "\n".join([*lines, f"{broken}. Rebuild: {report.rebuild}"])
+    lines.append(f"{report.files} files, {format_bytes(report.bytes)}: all match the manifest")
+    if report.calls:
+        lines.append(format_calls(report.calls))
+    return "\n".join(lines)
+
+
+# -- sign
+
+
+def report_signing(bundle: Path, key: Path | None, as_json: bool) -> int:
+    """Signs a bundle and prints the signers."""
+    if key is None:
+        raise BadInput("sign needs --key PRIVATE.pem. Make one: openssl genpkey -algorithm ed25519 -out private.pem")
+    signer, signers = sign_bundle(bundle, key)
+    path = bundle / signatures.FILE
+    if as_json:
+        print(json.dumps({"bundle": str(bundle), "file": str(path), "key": signer, "signers": signers}))
+    else:
+        print(f"signed by {signer}: {path}, {len(signers)} signature{'s' * (len(signers) > 1)}")
+    return 0
+
+
+def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
+    """Signs a bundle whose files all match its manifest; returns the id of the key and the ids of all signers.
+
+    Raises MissingBundle, CorruptBundle, BadInput, and BuildFailed while another process builds in the bundle.
+    """
+    # Imports `cryptography`, which only signing and verifying need.
+    from dflash_aot.cache.signing.ed25519 import read_private_key  # noqa: PLC0415
+
+    signer = read_private_key(key)
+    read_content(bundle)  # taking the lock would create a missing directory
+    with Store(bundle).hold_lock():
+        content = read_content(bundle)
+        manifest = parse_manifest(bundle, content)
+        check_consistent(bundle, manifest)
+        if flaws := find_flaws(bundle, manifest):
+            raise CorruptBundle(
+                f"{bundle}: nothing is signed, because {len(flaws)} files differ from the manifest, for example "
+                f"{flaws[0].path}. dflash-bundle verify {shlex.quote(str(bundle))} lists them"
+            )
+        envelope = signatures.sign(bundle, content, signer)
+    return signer.public.id, [signature.keyid for signature in envelope.signatures]
+
+
+# -- gc
+
+
+class GarbageReport(msgspec.Struct, frozen=True):
+    """The report of `gc`.
+
+    Attributes:
+        bundle: its directory, as given.
+        dry_run: nothing was removed.
+        removed: files that were removed, or would be.
+        kept: unreferenced files that are younger than --keep_hours.
+        bytes: size of `removed`.
+    """
+
+    bundle: str
+    dry_run: bool
+    removed: tuple[Garbage, ...]
+    kept: tuple[Garbage, ...]
+    bytes: int
+
+
+def report_garbage(bundle: Path, keep_hours: float, dry_run: bool, as_json: bool) -> int:
+    """Removes unreferenced files of a bundle and prints them."""
+    report = collect_garbage(bundle, keep_hours, dry_run, time.time())
+    print(msgspec.json.encode(report, enc_hook=str).decode() if as_json else format_garbage(report, keep_hours))
+    return 0
+
+
+def collect_garbage(bundle: Path, keep_hours: float, dry_run: bool, now: float) -> GarbageReport:
+    """Removes files that the manifest does not refer to and that did not change for `keep_hours`; 0 means any age.
+
+    Holds the builders' lock, except for a dry run. Raises MissingBundle, CorruptBundle, BadInput where the bundle
+    cannot be written, and BuildFailed while another process builds in it.
+    """
+    read_manifest(bundle)  # taking the lock would create a missing directory
+    with nullcontext() if dry_run else Store(bundle).hold_lock():
+        garbage = find_garbage(bundle, read_manifest(bundle), now)
+        removed = [item for item in garbage if not keep_hours or item.age >= keep_hours * HOUR]
+        if not dry_run:
+            remove(removed)
+    kept = [item for item in garbage if item not in removed]
+    return GarbageReport(str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed))
+
+
+def format_garbage(report: GarbageReport, keep_hours: float) -> str:
+    """The report of `gc` as text."""
+    lines = [f"{item.path}: {item.why}, {format_bytes(item.bytes)}" for item in report.removed]
+    if report.kept:
+        young = f"they, or the manifest, changed less than {keep_hours:g} hours ago"
+        lines.append(f"{len(report.kept)} unreferenced files are kept: {young}. --keep_hours 0 removes them too")
+    done = "would be removed" if report.dry_run else "removed"
+    count = f"{len(report.removed)} file{'s' * (len(report.removed) != 1)}"
+    return "\n".join([*lines, f"{count}, {format_bytes(report.bytes)} {done}"])
+
+
+# -- push and fetch
+
+
+def report_push(bundle: Path, url: str, as_json: bool) -> int:
+    """Copies a bundle to a URL and prints how many files were sent."""
+    pushed = push_bundle(bundle, url)
+    if as_json:
+        print(json.dumps({"bundle": str(bundle), **msgspec.to_builtins(pushed)}))
+    else:
+        print(f"{pushed.url}: {pushed.sent} files sent, {format_bytes(pushed.bytes)}; {pushed.kept} existed already")
+    return 0
+
+
+def report_fetch(url: str, key: Path | None, as_json: bool) -> int:
+    """Fetches a bundle and prints the directory of the local copy."""
+    bundle = fetch_with_progress(url, key)
+    print(json.dumps({"bundle": str(bundle)}) if as_json else bundle)
+    return 0
+
+
+def fetch_with_progress(url: str, signed_by: Path | None) -> Path:
+    """Fetches a bundle as `fetch_bundle` does, with a progress bar if that takes longer than a second."""
+    with tqdm(desc="fetching", unit="B", unit_scale=True, delay=1, leave=False, file=sys.stderr) as bar:
+
+        def observe(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return fetch_bundle(url, signed_by, observe)

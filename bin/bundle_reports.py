@@ -1,0 +1,301 @@
+"""`dflash-bundle inspect` and `diff`: what a bundle holds, and how two bundles differ. JAX is not imported."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflash_aot.bin.command_line import format_bytes, format_table
+from dflash_aot.cache.bundle.manifest import (
+    Blob,
+    DraftModel,
+    Manifest,
+    TargetModel,
+    mend_command,
+    parse_manifest,
+    read_content,
+    read_manifest,
+)
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.manifest_diff import Change, Comparison, ExecutableChange, compare_manifests
+from dflash_aot.cache.environment import Difference, Environment, compare_host
+from dflash_aot.cache.errors import IncompatibleBundle
+from dflash_aot.cache.model_config.architecture import Decoder
+from dflash_aot.cache.signing.signatures import Signers, list_signers
+
+PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
+DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it
+LONGEST_VALUE = 200  # characters of a value in the text report of `diff`; --json has the whole value
+
+
+class ProgramSummary(msgspec.Struct, frozen=True):
+    """All executables of one program.
+
+    Attributes:
+        program: name of the program.
+        executables: how many executables it has.
+        bytes: size of all their files.
+        largest: size of the largest file.
+        temporaries: most bytes of temporary buffers that one of them allocates on a device.
+    """
+
+    program: str
+    executables: int
+    bytes: int
+    largest: int
+    temporaries: int
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes that a bundle takes on each device.
+
+    Attributes:
+        weights: the weights of both models.
+        state: the state arrays of all slots (kv, sampling state).
+        temporaries: the temporary buffers of the executable that needs most.
+    """
+
+    weights: int
+    state: int
+    temporaries: int
+
+
+class Compatibility(msgspec.Struct, frozen=True):
+    """Whether this machine can serve the bundle, as far as that is known before JAX starts.
+
+    Attributes:
+        fits: no difference was found.
+        differences: fields of the environment that differ here.
+        known_only_when_jax_starts: fields that could not be compared.
+        rebuild_from_programs: command that recompiles the bundle's own programs for this machine.
+        rebuild_from_checkpoints: command that builds the bundle anew.
+    """
+
+    fits: bool
+    differences: tuple[Difference, ...]
+    known_only_when_jax_starts: tuple[str, ...]
+    rebuild_from_programs: str = msgspec.field(name="mend")  # the names in --json
+    rebuild_from_checkpoints: str = msgspec.field(name="rebuild")
+
+
+class BundleInspection(msgspec.Struct, frozen=True):
+    """The report of `inspect`.
+
+    Attributes:
+        bundle: its directory, as given.
+        schema: version of the manifest's format.
+        target: reference and facts of the target.
+        draft: reference and facts of the draft.
+        grid: the grid, as --buckets takes it.
+        dtype: dtype of weights and arithmetic.
+        sampling: kinds of verification that were built.
+        programs: a summary for each program.
+        executables: how many executables there are.
+        bytes: size of the executables' files; a file that several executables share counts once.
+        program_bytes: size of the StableHLO programs that they were compiled from.
+        memory_per_device: what serving allocates on each device.
+        environment: machine and library versions that the bundle was built for.
+        signers: keys named in the signature file, not verified; None without such a file.
+        compatibility: whether this machine can serve the bundle.
+    """
+
+    bundle: str
+    schema: int
+    target: TargetModel
+    draft: DraftModel
+    grid: str
+    dtype: str
+    sampling: tuple[str, ...]
+    programs: tuple[ProgramSummary, ...]
+    executables: int
+    bytes: int
+    program_bytes: int
+    memory_per_device: DeviceMemory
+    environment: Environment
+    signers: Signers | None
+    compatibility: Compatibility = msgspec.field(name="verdict")  # the name in --json
+
+
+# -- inspect
+
+
+def report_inspection(bundle: Path, as_json: bool) -> int:
+    """Prints the report of `inspect`; returns 0 if this machine can serve the bundle, else the exit code for that."""
+    content = read_content(bundle)
+    manifest = parse_manifest(bundle, content)
+    check_consistent(bundle, manifest)
+    inspection = inspect_bundle(bundle, manifest, list_signers(bundle, content))
+    print(msgspec.json.encode(inspection).decode() if as_json else format_inspection(inspection))
+    return 0 if inspection.compatibility.fits else IncompatibleBundle.exit_code
+
+
+def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) -> BundleInspection:
+    """Summarizes a manifest. No other file is read."""
+    programs = summarize_programs(manifest)
+    differences, unknown = compare_host(manifest.environment)
+    return BundleInspection(
+        bundle=str(bundle),
+        schema=manifest.schema,
+        target=manifest.target,
+        draft=manifest.draft,
+        grid=str(manifest.grid),
+        dtype=manifest.dtype,
+        sampling=manifest.sampling,
+        programs=programs,
+        executables=sum(program.executables for program in programs),
+        bytes=_count_bytes(manifest.entries),
+        program_bytes=_count_bytes(entry.program for entry in manifest.entries),
+        memory_per_device=sum_device_memory(manifest),
+        environment=manifest.environment,
+        signers=signers,
+        compatibility=Compatibility(
+            fits=not differences,
+            differences=tuple(differences),
+            known_only_when_jax_starts=tuple(unknown),
+            rebuild_from_programs=mend_command(bundle),
+            rebuild_from_checkpoints=manifest.rebuild_command(bundle),
+        ),
+    )
+
+
+def summarize_programs(manifest: Manifest) -> tuple[ProgramSummary, ...]:
+    """A summary for each program, in the order in which the manifest names them first."""
+    summaries = []
+    for program in dict.fromkeys(entry.signature.program for entry in manifest.entries):
+        entries = [entry for entry in manifest.entries if entry.signature.program == program]
+        sizes, temporaries = [entry.bytes for entry in entries], max(entry.memory.temporaries for entry in entries)
+        summaries.append(ProgramSummary(program, len(entries), sum(sizes), max(sizes), temporaries))
+    return tuple(summaries)
+
+
+def sum_device_memory(manifest: Manifest) -> DeviceMemory:
+    """Adds up what the manifest says of arrays and executables."""
+    devices, state = manifest.environment.device_count, {array.name for array in manifest.state}
+    arrays = manifest.known_arrays().values()
+    return DeviceMemory(
+        weights=sum(array.shard_bytes(devices) for array in arrays if array.name not in state),
+        state=sum(array.shard_bytes(devices) for array in manifest.state),
+        temporaries=max((entry.memory.temporaries for entry in manifest.entries), default=0),
+    )
+
+
+def format_inspection(inspection: BundleInspection) -> str:
+    """The report of `inspect` as text."""
+    memory, devices = inspection.memory_per_device, inspection.environment.device_count
+    target, draft = inspection.target, inspection.draft
+    facts = {
+        "target": f"{target.reference} ({_format_decoder(target.facts.decoder)})",
+        "draft": f"{draft.reference} ({draft.facts.dialect} format, {_format_decoder(draft.facts.decoder)})",
+        "grid": inspection.grid,
+        "dtype": inspection.dtype,
+        "sampling": ", ".join(inspection.sampling),
+        "memory": f"on each of {devices} device{'s' * (devices > 1)}: {format_bytes(memory.weights)} weights, "
+        f"{format_bytes(memory.state)} state, up to {format_bytes(memory.temporaries)} temporaries",
+        "signed": format_signers(inspection.signers),
+    }
+    rows = [
+        (row.program, str(row.executables), *map(format_bytes, (row.bytes, row.largest, row.temporaries)))
+        for row in inspection.programs
+    ]
+    sizes = f"{format_bytes(inspection.bytes)}, and {format_bytes(inspection.program_bytes)} of StableHLO programs"
+    environment = msgspec.structs.asdict(inspection.environment)
+    sections = (
+        [f"{inspection.bundle}: schema {inspection.schema}, {inspection.executables} executables, {sizes}"],
+        _align(facts),
+        [format_table(PROGRAM_HEADER, rows)],
+        ["built for", *_align({f"  {name}": _join_words(value) for name, value in environment.items() if value})],
+        format_compatibility(inspection.compatibility),
+    )
+    return "\n".join(line for lines in sections for line in lines)
+
+
+def format_compatibility(compatibility: Compatibility) -> list[str]:
+    """Lines that name each difference, and the commands that rebuild the bundle for this machine."""
+    unknown = compatibility.known_only_when_jax_starts
+    later = [f"known only when JAX starts: {', '.join(unknown)}"] if unknown else []
+    if compatibility.fits:
+        return ["this machine: compatible, as far as can be checked without starting JAX", *later]
+    return [
+        "this machine: incompatible",
+        *(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in compatibility.differences),
+        *later,
+        f"Rebuild for this machine from the bundle's programs: {compatibility.rebuild_from_programs}",
+        f"or from its checkpoints: {compatibility.rebuild_from_checkpoints}",
+    ]
+
+
+def format_signers(signers: Signers | None) -> str:
+    """The keys that a signature file names, with the reminder that nothing was verified."""
+    if signers is None:
+        return "no"
+    names = ", ".join(key or "a key without a name" for key in signers.keys) or "no key"
+    if not signers.current:
+        return f"by {names}, but for another manifest: the bundle was rebuilt or changed since"
+    return f"by {names}, not verified; dflash-bundle verify --key PUBLIC.pem verifies the signature"
+
+
+def _count_bytes(blobs: Iterable[Blob]) -> int:
+    """Size of the blobs' files; a file that several entries share counts once."""
+    return sum({blob.sha256: blob.bytes for blob in blobs}.values())
+
+
+def _format_decoder(decoder: Decoder) -> str:
+    heads = f"{decoder.attention.heads} heads, {decoder.attention.kv_heads} kv heads"
+    return f"{decoder.layers} layers, hidden size {decoder.hidden}, {heads}, vocabulary {decoder.vocab}"
+
+
+def _join_words(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _align(facts: dict[str, str]) -> Sequence[str]:
+    """A line for each fact, with the values in one column."""
+    width = max(map(len, facts))
+    return [f"{name.ljust(width)}  {value}" for name, value in facts.items()]
+
+
+# -- diff
+
+
+def report_diff(a: Path, b: Path, as_json: bool) -> int:
+    """Prints how two bundles differ; returns 0 if they are equal, else 1."""
+    comparison = compare_manifests(read_manifest(a), read_manifest(b))
+    if as_json:
+        fields = msgspec.to_builtins(comparison)
+        print(json.dumps({"a": str(a), "b": str(b), "equal": comparison.equal, **fields}))
+    else:
+        print(format_comparison(comparison, str(a), str(b)))
+    return 0 if comparison.equal else DIFFERENT
+
+
+def format_comparison(comparison: Comparison, a: str, b: str) -> str:
+    """The report of `diff` as text. Lines with `-` show what `a` has, lines with `+` what `b` has."""
+    if comparison.equal:
+        return f"{a} and {b} hold the same executables for the same models and environment"
+    changes = [line for change in comparison.changes for line in _format_change(change)]
+    executables = [line for executable in comparison.executables for line in _format_executable(executable)]
+    return "\n".join([f"- {a}", f"+ {b}", *changes, *executables])
+
+
+def _format_change(change: Change, indent: str = "") -> list[str]:
+    return [
+        f"{indent}{change.field}",
+        f"{indent}  - {_shorten(change.a)}",
+        f"{indent}  + {_shorten(change.b)}",
+    ]
+
+
+def _format_executable(change: ExecutableChange) -> list[str]:
+    sign = {"only in a": "-", "only in b": "+"}.get(change.what, " ")
+    reason = f", because of {', '.join(change.parts)}" if change.parts else ""
+    return [
+        f"{sign} {change.label}: {change.what}{reason}",
+        *(line for field in change.changes for line in _format_change(field, "    ")),
+    ]
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}… (--json has the whole value)"
