@@ -109,7 +109,7 @@ def list_work(manifest: Manifest) -> Iterator[Sample]:
     roofline = Roofline(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.grid)
     for signature in (entry.signature for entry in manifest.entries):
         if signature.program in get_args(Program):
-            work, sizes = roofline.of(signature), signature.bucket
+            work, sizes = roofline.cost(signature), signature.bucket
             rows = sizes["prefill"] if signature.program == "prefill" else sizes["k"] + 1
             place = {"program": signature.program, "rows": rows, "length": sizes["length"]}
             facts = {"bytes": work.bytes, "flops": work.flops}

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.compile.models.matmul import multiply, multiply_rows_first, multiply_weight_first
+from dflash_aot.compile.models.matmul import matmul, matmul_rows_first, matmul_weight_first
 
 HIDDEN, WIDTH = 1024, 3072
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Call = Callable[[], object]
 WAYS: dict[str, Product] = {
-    "rows first": lambda weight, x: multiply_rows_first(weight, x).astype(x.dtype),
-    "weight first": lambda weight, x: multiply_weight_first(weight, x).astype(x.dtype),
-    "as chosen": multiply,
+    "rows first": lambda weight, x: matmul_rows_first(weight, x).astype(x.dtype),
+    "weight first": lambda weight, x: matmul_weight_first(weight, x).astype(x.dtype),
+    "as chosen": matmul,
 }
 
 

@@ -11,7 +11,13 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.analysis.memory_plan import Footprints, Measured, cut_grid, describe_proposal, describe_verdict
+from dflash_aot.compile.analysis.memory_plan import (
+    CompilerFigures,
+    MemoryPlanner,
+    cut_grid,
+    describe_proposal,
+    describe_verdict,
+)
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.programs.programs import Programs
 
@@ -69,11 +75,11 @@ def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:
         raise BadInput(f"--tau {tau:g}: times are predicted for TPUs, of whose chips the figures are known")
 
 
-def list_buckets(deployment: Deployment, chip: Chip, footprints: Footprints, tau: float | None) -> list[BucketRow]:
+def list_buckets(deployment: Deployment, chip: Chip, footprints: MemoryPlanner, tau: float | None) -> list[BucketRow]:
     """One row per bucket, in the grid's order. Without speculation a round yields one token, else `tau`."""
     roofline, grid, rows = deployment.roofline, deployment.grid, []
     for bucket in grid.buckets():
-        size = footprints.of(cut_grid(grid, bucket)).total
+        size = footprints.plan(cut_grid(grid, bucket)).total
         bound = roofline.bound_round(bucket, chip)
         yielded = tau if bucket.k else 1.0
         possible = yielded is not None and yielded <= bucket.k + 1
@@ -82,12 +88,12 @@ def list_buckets(deployment: Deployment, chip: Chip, footprints: Footprints, tau
     return rows
 
 
-def describe_memory(deployment: Deployment, tau: float | None, measured: Measured) -> dict[str, Any]:
+def describe_memory(deployment: Deployment, tau: float | None, measured: CompilerFigures) -> dict[str, Any]:
     """HBM and bounds as JSON; nothing for a chip without figures."""
     if (chip := deployment.chip) is None:
         return {}
     footprints = _footprints(deployment, measured)
-    footprint = footprints.of(deployment.grid)
+    footprint = footprints.plan(deployment.grid)
     proposal = footprints.propose(deployment.grid, chip.available_bytes, deployment.positions)
     hbm = {**msgspec.structs.asdict(footprint), "total": footprint.total, "available": chip.available_bytes}
     return {
@@ -100,13 +106,13 @@ def describe_memory(deployment: Deployment, tau: float | None, measured: Measure
     }
 
 
-def print_memory(deployment: Deployment, tau: float | None, measured: Measured) -> None:
+def print_memory(deployment: Deployment, tau: float | None, measured: CompilerFigures) -> None:
     """The same for people; nothing for a chip without figures."""
     if (chip := deployment.chip) is None:
         return
     footprints, grid = _footprints(deployment, measured), deployment.grid
     print(format_buckets(list_buckets(deployment, chip, footprints, tau), tau), NOTE, sep="\n", file=sys.stderr)
-    footprint, available = footprints.of(grid), chip.available_bytes
+    footprint, available = footprints.plan(grid), chip.available_bytes
     verdict = "fits" if footprint.total <= available else "does not fit"
     proposal = describe_proposal(footprints.propose(grid, available, deployment.positions), grid)
     print(f"{verdict} {chip.name}: {describe_verdict(footprint, available)}", proposal, sep="\n", file=sys.stderr)
@@ -131,5 +137,5 @@ def _format_row(row: BucketRow) -> list[str]:
     ]
 
 
-def _footprints(deployment: Deployment, measured: Measured) -> Footprints:
-    return Footprints(deployment.programs, deployment.devices, tiled=True, measured=measured)
+def _footprints(deployment: Deployment, measured: CompilerFigures) -> MemoryPlanner:
+    return MemoryPlanner(deployment.programs, deployment.devices, tiled=True, measured=measured)

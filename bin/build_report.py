@@ -13,8 +13,8 @@ from dflash_aot.bin.command_line import format_bytes, format_table
 from dflash_aot.bin.reproducibility import Comparison
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.remote.shared_store import StoreReport
-from dflash_aot.compile.analysis.executable_checks import find_flaws
-from dflash_aot.compile.analysis.memory_plan import read_measured
+from dflash_aot.compile.analysis.executable_checks import find_problems
+from dflash_aot.compile.analysis.memory_plan import read_compiler_figures
 from dflash_aot.compile.pipeline.compilation_manager import Report
 
 HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
@@ -37,7 +37,7 @@ def report_build(
     """
     entries, compiled = report.entries, report.compiled
     size = sum(entry.bytes for entry in entries)
-    measured = read_measured(entries)
+    measured = read_compiler_figures(entries)
     if as_json:
         summary = {
             "bundle": str(bundle),
@@ -85,13 +85,13 @@ def list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]
     return [
         flaw
         for entry in entries
-        for flaw in find_flaws(entry, known, deployment.devices, programs.collectives(entry.signature))
+        for flaw in find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
     ]
 
 
 def describe_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str, Any]:
     """One executable as JSON: what it is and took, its work from the facts and as the compiler counts it."""
-    work, chip = deployment.roofline.of(entry.signature), deployment.chip
+    work, chip = deployment.roofline.cost(entry.signature), deployment.chip
     return {
         "program": entry.signature.program,
         "bucket": entry.signature.bucket,
@@ -101,13 +101,13 @@ def describe_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict
         "code": entry.memory.code,
         "work": {"bytes": work.bytes, "flops": work.flops},
         "compiler": {"bytes": entry.cost.bytes_accessed, "flops": entry.cost.flops},
-        "bound_seconds": chip and work.bound(chip),
+        "bound_seconds": chip and work.bound_seconds(chip),
         "compiled": compiled,
     }
 
 
 def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple[str, ...]:
-    work, cost = deployment.roofline.of(entry.signature), entry.cost
+    work, cost = deployment.roofline.cost(entry.signature), entry.cost
     return (
         entry.signature.program,
         " ".join(f"{axis}={extent}" for axis, extent in entry.signature.bucket.items()),

@@ -20,11 +20,11 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.sampling_state import Sampling
-from dflash_aot.compile.analysis.build_estimate import estimate_effort
+from dflash_aot.compile.analysis.build_estimate import estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
-from dflash_aot.compile.analysis.memory_plan import Measured, check_fits, read_measured
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures, check_fits, read_compiler_figures
 from dflash_aot.compile.pipeline.compilation_manager import Progress, Report, Site, build
-from dflash_aot.compile.programs.program_source import Source
+from dflash_aot.compile.programs.program_source import ProgramSource
 from dflash_aot.compile.programs.programs import Programs
 
 
@@ -40,7 +40,7 @@ class Job:
     target: TargetModel
     draft: DraftModel
     deployment: Deployment
-    source: Source
+    source: ProgramSource
     place: Place
     store: Store
     jobs: int | None = None
@@ -73,7 +73,7 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
             report = _build_with_progress(job.source, site, job.store, shared)
         if conflicts := find_layout_conflicts(report.entries):
             raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
-        check_memory(job.deployment, read_measured(report.entries))
+        check_memory(job.deployment, read_compiler_figures(report.entries))
         manifest = _describe_bundle(job, site, report)
         check_consistent(job.store.bundle, manifest)
         entries = prove_executables(job.store, manifest, report.compiled, job.canaries, job.call_canaries)
@@ -87,7 +87,7 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
 def check_space(job: Job) -> None:
     """What is missing finds room on the disk, as far as is known what it takes. Raises BadInput."""
     signatures, pair = job.source.signatures, job.deployment.programs.pair
-    effort = estimate_effort(signatures, pair, job.deployment.platform)
+    effort = estimate_build(signatures, pair, job.deployment.platform)
     missing = effort.bytes - job.store.held_bytes(signatures) if effort else 0
     free = shutil.disk_usage(job.store.bundle).free
     if missing > free:
@@ -97,7 +97,7 @@ def check_space(job: Job) -> None:
         )
 
 
-def check_memory(deployment: Deployment, measured: Measured | None = None) -> None:
+def check_memory(deployment: Deployment, measured: CompilerFigures | None = None) -> None:
     """Before and after a build: see `check_fits`."""
     grid, chip = deployment.grid, deployment.chip
     if chip is None:
@@ -107,7 +107,7 @@ def check_memory(deployment: Deployment, measured: Measured | None = None) -> No
         print(f"WARNING: {doubt}", file=sys.stderr)
 
 
-def _build_with_progress(source: Source, site: Site, store: Store, shared: SharedStore | None) -> Report:
+def _build_with_progress(source: ProgramSource, site: Site, store: Store, shared: SharedStore | None) -> Report:
     """A bar with count, elapsed and remaining time and the bucket that was begun last."""
     with tqdm(total=len(source.signatures), unit="exe", file=sys.stderr, dynamic_ncols=True) as bar:
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from dflash_aot.bin.bucket_table import Deployment, describe_memory, print_memory
 from dflash_aot.bin.command_line import format_bytes, format_table
 from dflash_aot.cache.signature import state_arrays
-from dflash_aot.compile.analysis.build_estimate import Effort, estimate_effort
-from dflash_aot.compile.analysis.memory_plan import Measured
+from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures
 
 
 def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | None, as_json: bool) -> None:
@@ -20,7 +20,7 @@ def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | No
     counts = Counter(signature.program for signature in signatures)
     weights = sum(recipe.bytes for recipe in programs.recipes())
     state = sum(array.bytes for array in state_arrays(programs.pair, grid))
-    effort = estimate_effort(signatures, programs.pair, deployment.platform)
+    effort = estimate_build(signatures, programs.pair, deployment.platform)
     waste = {axis: worst_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")}
     if as_json:
         plan = {
@@ -36,7 +36,7 @@ def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | No
             "expected_bytes": effort and round(effort.bytes),
             "padding_waste": waste,
         }
-        print(json.dumps({**plan, **describe_memory(deployment, tau, Measured())}))
+        print(json.dumps({**plan, **describe_memory(deployment, tau, CompilerFigures())}))
         return
     counted = [(name, str(count)) for name, count in counts.items()]
     lines = [
@@ -48,10 +48,10 @@ def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | No
         f"kv and other state {format_bytes(state)}, and temporaries",
     ]
     print(*lines, sep="\n", file=sys.stderr)
-    print_memory(deployment, tau, Measured())
+    print_memory(deployment, tau, CompilerFigures())
 
 
-def describe_effort(effort: Effort | None, jobs: int) -> str:
+def describe_effort(effort: BuildEstimate | None, jobs: int) -> str:
     """For people."""
     if effort is None:
         return "how long this takes is not known for this platform"

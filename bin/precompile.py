@@ -41,7 +41,7 @@ from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.sampling_state import SAMPLINGS, check_sampling
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.ray_cluster import OWN
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 
 WITH_REBUILD = frozenset(
     {
@@ -179,7 +179,7 @@ def _plan_job() -> Job:
         target=TargetModel(_as_given(references[0]), target),
         draft=DraftModel(_as_given(references[1]), draft),
         deployment=deployment,
-        source=Traced(deployment.programs, grid, deployment.platform, deployment.devices),
+        source=TracedPrograms(deployment.programs, grid, deployment.platform, deployment.devices),
         place=place,
         store=Store(bundle),
         jobs=_JOBS.value,

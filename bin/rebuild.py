@@ -7,7 +7,7 @@ from dflash_aot.bin.place import recall_place
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.compile.programs.program_source import Stored
+from dflash_aot.compile.programs.program_source import BundledPrograms
 
 
 def plan_rebuild(bundle: Path, signed_by: Path | None, store: Store, jobs: int | None, call_canaries: bool) -> Job:
@@ -24,7 +24,7 @@ def plan_rebuild(bundle: Path, signed_by: Path | None, store: Store, jobs: int |
         target=manifest.target,
         draft=manifest.draft,
         deployment=describe_deployment(*facts, manifest.grid, manifest.dtype, manifest.sampling, place),
-        source=Stored(manifest, Store(bundle)),
+        source=BundledPrograms(manifest, Store(bundle)),
         place=place,
         store=store,
         jobs=jobs,

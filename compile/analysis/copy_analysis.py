@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from dflash_aot.cache.bundle.manifest import LargeCopy
-from dflash_aot.compile.analysis.hlo import Buffer, Instruction, Module, Type
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
 
 # The clean programs of Qwen3-4B copy nothing over 0.1 MB; a layer's smallest matrix is 1.3 MB on each of 8 devices,
 # its keys 2 MB per slot of 1024 positions on one. Less than this is read and written in under 3 µs.
-LARGE = 2**20
+LARGE_COPY_BYTES = 2**20
 
 # What moves elements and computes nothing; a gather looks rows up.
-MOVES = frozenset(
+MOVING_OPCODES = frozenset(
     {"copy", "transpose", "reshape", "convert", "bitcast-convert", "reverse", "pad", "concatenate", "select", "slice"}
     | {"dynamic-slice", "all-gather", "all-to-all", "collective-permute"}
 )
-SAME = frozenset({"parameter", "bitcast", "optimization-barrier"})
+ALIASING_OPCODES = frozenset({"parameter", "bitcast", "optimization-barrier"})
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,22 @@ class Origin:
 Value = Origin | None | tuple["Value", ...]  # as the type of its instruction is built
 
 
-def find_large_copies(module: Module, inputs: Sequence[str]) -> tuple[LargeCopy, ...]:
+def find_argument_copies(module: HloModule, inputs: Sequence[str]) -> tuple[LargeCopy, ...]:
     """In the order in which they run; `inputs` names the arguments. One in the body of a loop is found once."""
     arguments = [
-        Origin(name) if isinstance(one.type, Buffer) and one.type.bytes >= LARGE else None
+        Origin(name) if isinstance(one.type, Buffer) and one.type.bytes >= LARGE_COPY_BYTES else None
         for name, one in zip(inputs, module.entry.parameters, strict=True)
     ]
-    tracer = _Tracer(module)
+    tracer = _OriginTracker(module)
     if any(arguments):
         tracer.run(module.entry.name, arguments)
     return tuple(tracer.copies.values())
 
 
-class _Tracer:
+class _OriginTracker:
     """Runs computations on origins instead of arrays, and keeps the copies that it meets."""
 
-    def __init__(self, module: Module):
+    def __init__(self, module: HloModule):
         self._module = module
         self.copies: dict[str, LargeCopy] = {}
 
@@ -64,13 +64,13 @@ class _Tracer:
             value = self._follow(one, inputs)
             if not fused:
                 self._keep_copies(one, one.type, value)
-                value = _settle(value)
+                value = _clear_moved(value)
             values[one.name] = value
         return values[found.root.name]
 
     def _follow(self, one: Instruction, inputs: Sequence[Value]) -> Value:
         match one.opcode:
-            case same if same in SAME:
+            case same if same in ALIASING_OPCODES:
                 return inputs[0]
             case "tuple":
                 return tuple(inputs)
@@ -84,15 +84,15 @@ class _Tracer:
                 return self._follow_loop(one.called("body"), inputs[0])
             case "conditional":
                 taken = zip(one.branches, inputs[1:], strict=True)
-                return reduce(_join, (self.run(branch, [value]) for branch, value in taken))
+                return reduce(_merge, (self.run(branch, [value]) for branch, value in taken))
             case "dynamic-update-slice":  # in place; into a buffer that is none of the arguments, it makes a copy
-                return inputs[0] or _move(inputs[1])
+                return inputs[0] or _mark_moved(inputs[1])
             case started if started.endswith(("-start", "-update", "-done")):
                 return self._follow_started(one, inputs)
             case "custom-call" if one.target == "ConcatBitcast":  # slices that were prefetched side by side
-                return _first(inputs)
-            case moves if moves in MOVES:
-                return _move(_first(inputs))
+                return _first_known(inputs)
+            case moves if moves in MOVING_OPCODES:
+                return _mark_moved(_first_known(inputs))
         return None
 
     def _follow_started(self, one: Instruction, inputs: Sequence[Value]) -> Value:
@@ -109,34 +109,34 @@ class _Tracer:
 
     def _follow_loop(self, body: str, carry: Value) -> Value:
         """What goes round may come from the arguments only after the first turn."""
-        carry = _join(carry, self.run(body, [carry]))
-        return _join(carry, self.run(body, [carry]))
+        carry = _merge(carry, self.run(body, [carry]))
+        return _merge(carry, self.run(body, [carry]))
 
     def _keep_copies(self, one: Instruction, type_: Type, value: Value) -> None:
         if isinstance(type_, tuple):
             for part, inner in zip(type_, value if isinstance(value, tuple) else (), strict=False):
                 self._keep_copies(one, part, inner)
-        elif isinstance(value, Origin) and value.moved and type_.in_main_memory and type_.bytes >= LARGE:
+        elif isinstance(value, Origin) and value.moved and type_.in_main_memory and type_.bytes >= LARGE_COPY_BYTES:
             self.copies[one.name] = LargeCopy(value.argument, one.name, one.operation, str(type_), type_.bytes)
 
 
-def _first(values: Sequence[Value]) -> Value:
+def _first_known(values: Sequence[Value]) -> Value:
     """Of several operands the one that comes from an argument."""
     return next((value for value in values if value), None)
 
 
-def _move(value: Value) -> Value:
+def _mark_moved(value: Value) -> Value:
     return replace(value, moved=True) if isinstance(value, Origin) else None
 
 
-def _settle(value: Value) -> Value:
+def _clear_moved(value: Value) -> Value:
     """Behind its instruction every buffer lies where it lies."""
     if isinstance(value, tuple):
-        return tuple(map(_settle, value))
+        return tuple(map(_clear_moved, value))
     return replace(value, moved=False) if value else None
 
 
-def _join(one: Value, other: Value) -> Value:
+def _merge(one: Value, other: Value) -> Value:
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return tuple(map(_join, one, other))
+        return tuple(map(_merge, one, other))
     return one or other

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping
 
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.signature import Array, Signature
-from dflash_aot.compile.analysis.copy_analysis import LARGE
+from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
-TEMPORARIES = 0.02  # of weights and kv: what one executable may need beside them
-LEAN = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
-LOGITS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
+MAX_TEMPORARIES_SHARE = 0.02  # of weights and kv: what one executable may need beside them
+LEAN_PROGRAMS = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
+MAX_LOGITS_ARRAYS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
 
 
-def find_flaws(entry: Entry, known: Mapping[str, Array], devices: int, collectives: int) -> list[str]:
+def find_problems(entry: Entry, known: Mapping[str, Array], devices: int, collectives: int) -> list[str]:
     """For TPU executables only: on CPU XLA copies freely, and it costs little.
 
     `known` holds weights and state by name, `collectives` is what the program itself lets `devices` exchange. Every
@@ -45,11 +45,13 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
 
 def _check_temporaries(entry: Entry, known: Mapping[str, Array], devices: int) -> Iterable[str]:
     held, taken = sum(array.shard_bytes(devices) for array in known.values()), entry.memory.temporaries
-    allowed = max(TEMPORARIES * held, LARGE) + LOGITS * _logits_bytes(entry.signature, known, devices)
-    if entry.signature.program in LEAN and taken > allowed:
+    allowed = max(MAX_TEMPORARIES_SHARE * held, LARGE_COPY_BYTES) + MAX_LOGITS_ARRAYS * _logits_bytes(
+        entry.signature, known, devices
+    )
+    if entry.signature.program in LEAN_PROGRAMS and taken > allowed:
         yield (
             f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and kv, {_megabytes(held)}, "
-            f"more than {TEMPORARIES:.0%}: {entry.inspection.largest}"
+            f"more than {MAX_TEMPORARIES_SHARE:.0%}: {entry.inspection.largest}"
         )
 
 

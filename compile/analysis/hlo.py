@@ -100,7 +100,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     """A program after all of the compiler's passes; `donated` numbers the parameters that outputs are written over."""
 
     computations: dict[str, Computation]
@@ -113,7 +113,7 @@ class Module:
         return (one for computation in self.computations.values() for one in computation.instructions)
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """The whole program. Raises BuildFailed where something is not written as known."""
     computations: dict[str, Computation] = {}
     entry = None
@@ -124,7 +124,7 @@ def parse_module(text: str) -> Module:
             entry = computations[head[2]] if head[1] else entry
     if entry is None:
         raise _unreadable("there is no ENTRY")
-    return Module(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
+    return HloModule(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
 
 
 ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line

@@ -7,12 +7,12 @@ import jax
 
 from dflash_aot.cache.bundle.manifest import Cost, Inspection
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.compile.analysis.copy_analysis import find_large_copies
-from dflash_aot.compile.analysis.hlo import Buffer, Module, Type, parse_module
+from dflash_aot.compile.analysis.copy_analysis import find_argument_copies
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # What makes no array of its own.
-FORWARDING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+FORWARDING_OPCODES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
 def read_cost(compiled: jax.stages.Compiled) -> Cost:
@@ -21,15 +21,15 @@ def read_cost(compiled: jax.stages.Compiled) -> Cost:
     return Cost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
 
 
-def inspect(compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+def inspect_executable(compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
     """Of the optimized program, whose inputs and outputs are named in order; the same on every platform.
 
     Raises BuildFailed where the compiler's text cannot be read.
     """
-    return inspect_text(compiled.as_text() or "", inputs, outputs)
+    return inspect_hlo(compiled.as_text() or "", inputs, outputs)
 
 
-def inspect_text(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
     """Likewise, of optimized HLO as XLA writes it."""
     module = parse_module(text)
     results = module.entry.root.type
@@ -39,21 +39,21 @@ def inspect_text(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> In
         raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, returned in another")
     return Inspection(
         layouts=arguments | returned,
-        copies=find_large_copies(module, inputs),
+        copies=find_argument_copies(module, inputs),
         collectives=count_collectives(module),
         donated=tuple(name for number, name in enumerate(inputs) if number in module.donated),
-        largest=find_largest(module),
+        largest=describe_largest_array(module),
     )
 
 
-def count_collectives(module: Module) -> dict[str, int]:
+def count_collectives(module: HloModule) -> dict[str, int]:
     """By kind; what is started in one place and done in another counts once."""
     opcodes = (one.opcode for one in module.instructions)
     kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
     return dict(sorted(kinds.items()))
 
 
-def find_largest(module: Module) -> str:
+def describe_largest_array(module: HloModule) -> str:
     """What makes the largest array of a shape that no argument has: an array of such a shape may be in its place."""
     fused = {one.called("calls") for one in module.instructions if one.opcode == "fusion"}
     taken = {one.type.shape for one in module.entry.parameters if isinstance(one.type, Buffer)}
@@ -62,7 +62,7 @@ def find_largest(module: Module) -> str:
         for computation in module.computations.values()
         if computation.name not in fused
         for one in computation.instructions
-        if one.opcode not in FORWARDING
+        if one.opcode not in FORWARDING_OPCODES
         for leaf in _leaves(one.type)
         if leaf.in_main_memory and leaf.shape not in taken
     ]

@@ -15,14 +15,14 @@ from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
 
 LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
-LENGTH_STEP = 128  # lengths are proposed in these
-MOST_ROWS = 1 << 16
+PROPOSED_LENGTH_STEP = 128  # lengths are proposed in these
+MAX_PROPOSED_BATCH = 1 << 16
 Layout = tuple[
     tuple[int, ...], tuple[int, ...]
 ]  # dimensions from major to minor, and the tile that the last ones pad to
 
 
-class Footprint(msgspec.Struct, frozen=True):
+class MemoryPlan(msgspec.Struct, frozen=True):
     """Bytes of one device while a bundle serves. Its executables are all loaded, and one runs at a time.
 
     `temporaries` is what the greediest executable needs besides weights and state, its results included.
@@ -38,21 +38,21 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.weights + self.state + self.temporaries + self.code
 
 
-class Proposal(msgspec.Struct, frozen=True):
+class GridProposal(msgspec.Struct, frozen=True):
     """How far a grid's corner could go: rows at its longest length, positions at its largest batch; None for none."""
 
     batch: int | None
     length: int | None
 
 
-class Measured(msgspec.Struct, frozen=True):
+class CompilerFigures(msgspec.Struct, frozen=True):
     """What the compiler has said already: memory by executable's label, layouts of weights and state by name."""
 
     memory: Mapping[str, Memory] = {}
     layouts: Mapping[str, str] = {}
 
 
-def read_measured(entries: Iterable[Entry]) -> Measured:
+def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
     """From the entries of a build. Layouts of weights and state: an argument may share their name, not their shape."""
     entries = tuple(entries)
     layouts = {
@@ -60,25 +60,25 @@ def read_measured(entries: Iterable[Entry]) -> Measured:
         for entry in entries
         for name in (*entry.signature.weights, *entry.signature.state)
     }
-    return Measured({entry.signature.label: entry.memory for entry in entries}, layouts)
+    return CompilerFigures({entry.signature.label: entry.memory for entry in entries}, layouts)
 
 
-class Footprints:
+class MemoryPlanner:
     """A pair on `devices` that share it, at any grid: the compiler's figures as far as there are, else estimates."""
 
-    def __init__(self, programs: Programs, devices: int, tiled: bool, measured: Measured | None = None):
+    def __init__(self, programs: Programs, devices: int, tiled: bool, measured: CompilerFigures | None = None):
         """`tiled`: in memory as TPU lays arrays out."""
         self._programs, self._devices, self._tiled = programs, devices, tiled
-        self._measured = measured or Measured()
+        self._measured = measured or CompilerFigures()
         self._weights = known_arrays((), programs.recipes())
 
-    def of(self, grid: Grid) -> Footprint:
+    def plan(self, grid: Grid) -> MemoryPlan:
         """Of a bundle with this grid."""
         state = {array.name: array for array in state_arrays(self._programs.pair, grid)}
         known = {**state, **self._weights}
         measured = self._measured.memory
         memories = [measured.get(one.label) or self.estimate(one, known) for one in self._programs.signatures(grid)]
-        return Footprint(
+        return MemoryPlan(
             weights=sum(map(self._bytes, self._weights.values())),
             state=sum(map(self._bytes, state.values())),
             temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories),
@@ -97,20 +97,25 @@ class Footprints:
             code=estimate_code(signature, self._programs.pair.block),
         )
 
-    def propose(self, grid: Grid, available: int, positions: int) -> Proposal:
+    def propose(self, grid: Grid, available: int, positions: int) -> GridProposal:
         """The largest batch at the grid's longest length, and the longest length at its largest batch, that fit.
 
         `available` in bytes; no length beyond `positions`, which the models were made for.
         """
 
-        estimates = Footprints(self._programs, self._devices, self._tiled)
-        beyond = self.of(grid).total - estimates.of(grid).total  # what the compiler took more, where it has been asked
+        estimates = MemoryPlanner(self._programs, self._devices, self._tiled)
+        beyond = (
+            self.plan(grid).total - estimates.plan(grid).total
+        )  # what the compiler took more, where it has been asked
 
         def fits(batch: int, length: int) -> bool:
-            return estimates.of(move_corner(grid, batch, length)).total + beyond <= available
+            return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available
 
-        steps = _largest(lambda n: fits(grid.slots, n * LENGTH_STEP), positions // LENGTH_STEP)
-        return Proposal(_largest(lambda batch: fits(batch, grid.capacity), MOST_ROWS), steps and steps * LENGTH_STEP)
+        steps = _find_largest(lambda n: fits(grid.slots, n * PROPOSED_LENGTH_STEP), positions // PROPOSED_LENGTH_STEP)
+        return GridProposal(
+            _find_largest(lambda batch: fits(batch, grid.capacity), MAX_PROPOSED_BATCH),
+            steps and steps * PROPOSED_LENGTH_STEP,
+        )
 
     def _bytes(self, array: Array) -> int:
         """Of weights or state."""
@@ -125,37 +130,37 @@ class Footprints:
 
 
 def check_fits(
-    programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: Measured | None = None
+    programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: CompilerFigures | None = None
 ) -> str | None:
     """Raises BuildFailed with figures, and what would fit, where it is certain that a grid does not.
 
     Certain are weights and state, and all of it after a build. An estimate that is over is returned in words: it may
     be wrong by a few percent, and then the compiler decides.
     """
-    footprints, available = Footprints(programs, devices, tiled=True, measured=measured), chip.available_bytes
-    footprint = footprints.of(grid)
-    if footprint.total <= available:
+    planner, available = MemoryPlanner(programs, devices, tiled=True, measured=measured), chip.available_bytes
+    plan = planner.plan(grid)
+    if plan.total <= available:
         return None
     verdict = (
-        f"does not fit {chip.name}, per device: {describe_verdict(footprint, available)}. "
-        f"{describe_proposal(footprints.propose(grid, available, positions), grid)}"
+        f"does not fit {chip.name}, per device: {describe_verdict(plan, available)}. "
+        f"{describe_proposal(planner.propose(grid, available, positions), grid)}"
     )
-    if measured is None and footprint.weights + footprint.state <= available:
+    if measured is None and plan.weights + plan.state <= available:
         return f"by an estimate, {grid} {verdict}. The compiler decides"
     raise BuildFailed(f"{grid} {verdict}")
 
 
-def describe_verdict(footprint: Footprint, available: int) -> str:
+def describe_verdict(plan: MemoryPlan, available: int) -> str:
     """For people: the sum, its parts, and what is left or missing."""
-    left = available - footprint.total
+    left = available - plan.total
     verdict = f"{gigabytes(left)} left" if left >= 0 else f"{gigabytes(-left)} too many"
-    parts = {"weights": footprint.weights, "state": footprint.state}
-    parts |= {"temporaries": footprint.temporaries, "code": footprint.code}
+    parts = {"weights": plan.weights, "state": plan.state}
+    parts |= {"temporaries": plan.temporaries, "code": plan.code}
     listed = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    return f"{listed} = {footprint.total / 1e9:.2f} of {gigabytes(available)}, {verdict}"
+    return f"{listed} = {plan.total / 1e9:.2f} of {gigabytes(available)}, {verdict}"
 
 
-def describe_proposal(proposal: Proposal, grid: Grid) -> str:
+def describe_proposal(proposal: GridProposal, grid: Grid) -> str:
     """For people: the corners that fit."""
     if proposal.batch is None and proposal.length is None:
         return "Nothing of this pair fits: it takes more or larger devices, or a narrower --dtype"
@@ -287,7 +292,7 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int | None:
+def _find_largest(fits: Callable[[int], bool], most: int) -> int | None:
     """The largest of 1 … most that fits, where all smaller ones do too; None if not even 1 does."""
     low, high = 0, most
     while low < high:

@@ -19,16 +19,16 @@ from dflash_aot.cache.topology import Chip
 BIAS, PROMPTED, COUNTS = (ITEM_BYTES[dtype] for dtype in ("float32", "bool", "int32"))
 
 
-class Work(msgspec.Struct, frozen=True):
+class RooflineCost(msgspec.Struct, frozen=True):
     """What one call takes of one device: bytes of its memory read and written, floating point operations."""
 
     bytes: float
     flops: float
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
+    def __add__(self, other: "RooflineCost") -> "RooflineCost":
+        return RooflineCost(self.bytes + other.bytes, self.flops + other.flops)
 
-    def bound(self, chip: Chip) -> float:
+    def bound_seconds(self, chip: Chip) -> float:
         """Seconds."""
         bandwidth, peak = chip.bytes_per_second / chip.devices, chip.flops_per_second / chip.devices
         return max(self.bytes / bandwidth, self.flops / peak)
@@ -56,12 +56,12 @@ class Roofline:
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
         """Of a bucket that is full. An engine that does not speculate writes no draft context either."""
         B, S, K = bucket.batch, bucket.length, bucket.k
-        verify = self.verify(B, S, K).bound(chip)
+        verify = self.verify(B, S, K).bound_seconds(chip)
         if not K:
             return RoundBound(0.0, verify, 0.0)
-        return RoundBound(self.draft(B, S, K).bound(chip), verify, self.kv_write(B, K + 1).bound(chip))
+        return RoundBound(self.draft(B, S, K).bound_seconds(chip), verify, self.kv_write(B, K + 1).bound_seconds(chip))
 
-    def of(self, signature: Signature) -> Work:
+    def cost(self, signature: Signature) -> RooflineCost:
         """Of the executable with this signature, its bucket full."""
         sizes = signature.bucket
         match signature.program:
@@ -82,15 +82,15 @@ class Roofline:
             case "admit":
                 return self.admit()
 
-    def verify(self, B: int, S: int, K: int) -> Work:
+    def verify(self, B: int, S: int, K: int) -> RooflineCost:
         """The target over K+1 tokens of each row, all of them judged."""
         return self._forward(B, K + 1, S, judged=B * (K + 1))
 
-    def sampled_verify(self, B: int, S: int, K: int) -> Work:
+    def sampled_verify(self, B: int, S: int, K: int) -> RooflineCost:
         """The same, and each row's bias, prompt and counts, of which the counts are written again."""
         return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
 
-    def draft(self, B: int, S: int, K: int) -> Work:
+    def draft(self, B: int, S: int, K: int) -> RooflineCost:
         """The draft over a whole block of each row, K tokens of it chosen."""
         decoder, T = self._draft.decoder, self._draft.block
         vocab = self._draft.vocab or self._target.decoder.vocab
@@ -102,35 +102,35 @@ class Roofline:
         )
         return _sum(parts)
 
-    def kv_write(self, rows: int, width: int) -> Work:
+    def kv_write(self, rows: int, width: int) -> RooflineCost:
         """Features through `fc`, then each layer's keys and values, written."""
         decoder, tokens = self._draft.decoder, rows * width
         features = len(self._draft.taps) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
 
-    def rounds(self, B: int, S: int, K: int, rounds: int) -> Work:
+    def rounds(self, B: int, S: int, K: int, rounds: int) -> RooflineCost:
         """As many as one dispatch may run; without drafts the draft's kv is written once, behind the last."""
         verify = self.verify(B, S, K)
         if not K:
             return _sum([verify] * rounds) + self.kv_write(B, rounds)
         return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
 
-    def move(self) -> Work:
+    def move(self) -> RooflineCost:
         """All of a slot's kv, read and written."""
         positions = self._grid.capacity + self._grid.widest_write
         return _sum(self._write(decoder, 2 * positions) for decoder in (self._target.decoder, self._draft.decoder))
 
-    def admit(self) -> Work:
+    def admit(self) -> RooflineCost:
         """A slot's bias, prompt and counts, written; the first two come whole to every device."""
         whole = self._target.decoder.vocab * (BIAS + PROMPTED)
-        return self._row_state(BIAS + PROMPTED + COUNTS) + Work(whole, 0.0)
+        return self._row_state(BIAS + PROMPTED + COUNTS) + RooflineCost(whole, 0.0)
 
-    def _row_state(self, bytes_per_token: int) -> Work:
+    def _row_state(self, bytes_per_token: int) -> RooflineCost:
         """What is kept of every token of the vocabulary."""
-        return Work(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
+        return RooflineCost(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
-    def _forward(self, B: int, T: int, S: int, judged: int) -> Work:
+    def _forward(self, B: int, T: int, S: int, judged: int) -> RooflineCost:
         """The target over T tokens of each row; logits of `judged` tokens. Every device writes the features whole."""
         decoder = self._target.decoder
         features = B * T * len(self._draft.taps) * decoder.hidden
@@ -140,34 +140,34 @@ class Roofline:
             self._write(decoder, B * T),
             self._attend(decoder, B, T, S, S),
             self._head(decoder, decoder.vocab, judged),
-            Work(features * self._item, 0.0),
+            RooflineCost(features * self._item, 0.0),
         )
         return _sum(parts)
 
-    def _embed(self, decoder: Decoder, tokens: int) -> Work:
+    def _embed(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(tokens * decoder.hidden, 0)
 
-    def _layers(self, decoder: Decoder, tokens: int) -> Work:
+    def _layers(self, decoder: Decoder, tokens: int) -> RooflineCost:
         """Projections and MLPs."""
         attention = 2 * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
         read, used = _mlp_rows(decoder, tokens)
         per_row = decoder.layers * decoder.hidden
         return self._share(per_row * (attention + read), 2 * tokens * per_row * (attention + used))
 
-    def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> Work:
+    def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> RooflineCost:
         """Keys and values of S positions read; scores with `seen` positions, and as much to mix their values."""
         width = decoder.attention.heads * decoder.attention.head_dim
         return self._share(decoder.layers * B * S * _kv_width(decoder), 4 * decoder.layers * B * T * seen * width)
 
-    def _write(self, decoder: Decoder, tokens: int) -> Work:
+    def _write(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(decoder.layers * tokens * _kv_width(decoder), 0)
 
-    def _head(self, decoder: Decoder, vocab: int, tokens: int) -> Work:
+    def _head(self, decoder: Decoder, vocab: int, tokens: int) -> RooflineCost:
         return self._share(vocab * decoder.hidden, 2 * tokens * vocab * decoder.hidden)
 
-    def _share(self, elements: float, flops: float) -> Work:
+    def _share(self, elements: float, flops: float) -> RooflineCost:
         """One device's part."""
-        return Work(elements * self._item / self._devices, flops / self._devices)
+        return RooflineCost(elements * self._item / self._devices, flops / self._devices)
 
 
 def expected_experts(experts: Experts, tokens: int) -> float:
@@ -188,6 +188,6 @@ def _kv_width(decoder: Decoder) -> int:
     return 2 * decoder.attention.kv_heads * decoder.attention.head_dim
 
 
-def _sum(works: Iterable[Work]) -> Work:
+def _sum(works: Iterable[RooflineCost]) -> RooflineCost:
     works = tuple(works)
-    return Work(sum(work.bytes for work in works), sum(work.flops for work in works))
+    return RooflineCost(sum(work.bytes for work in works), sum(work.flops for work in works))

@@ -8,30 +8,32 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.compile.models.kv_cache import Context
+from dflash_aot.compile.models.kv_cache import KvContext
 
-MASKED = -1e30  # finite: a row that sees nothing must not become NaN
-AT_ONCE = 16 * 2**20  # bytes of scores per row of the batch; more are never all in memory
-BLOCK = 512  # positions that are attended to at a time then
+MASKED_SCORE = -1e30  # finite: a row that sees nothing must not become NaN
+MAX_SCORE_BYTES = 16 * 2**20  # bytes of scores per row of the batch; more are never all in memory
+KV_BLOCK = 512  # positions that are attended to at a time then
 
 # keys and values [B, G, S, D] and who sees them, bool, broadcastable to [B, T, S]
-Part = tuple[jax.Array, jax.Array, jax.Array]
+MaskedKeyValues = tuple[jax.Array, jax.Array, jax.Array]
 # positions [n] → who sees them, bool, broadcastable to [B, T, n]
-Seen = Callable[[jax.Array], jax.Array]
+MaskOfPositions = Callable[[jax.Array], jax.Array]
 
 
-def attend_context(q: jax.Array, context: Context, seen: Seen, reach: jax.Array, *near: Part) -> jax.Array:
+def attend_context(
+    q: jax.Array, context: KvContext, seen: MaskOfPositions, reach: jax.Array, *near: MaskedKeyValues
+) -> jax.Array:
     """Attention over what the kv arrays hold, and over `near` parts beside it: q and result [B, T, G, R, D].
 
     Nothing from position `reach` on, a scalar, is seen by anyone.
     """
     _, T, G, R, _ = q.shape
-    if 4 * G * R * T * context.length <= AT_ONCE:
+    if 4 * G * R * T * context.length <= MAX_SCORE_BYTES:
         return attend(q, (*context.read(0, context.length), seen(jnp.arange(context.length))), *near)
-    return attend_by_blocks(q, context, seen, reach, near, min(BLOCK, context.length))
+    return attend_blockwise(q, context, seen, reach, near, min(KV_BLOCK, context.length))
 
 
-def attend(q: jax.Array, *parts: Part) -> jax.Array:
+def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
     """Softmax attention over the union of `parts`, without copying their keys together: q and result [B, T, G, R, D].
 
     Scores and softmax in float32.
@@ -41,7 +43,7 @@ def attend(q: jax.Array, *parts: Part) -> jax.Array:
         jnp.where(
             seen[:, None, None],
             jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale,
-            MASKED,
+            MASKED_SCORE,
         )
         for keys, _, seen in parts
     ]
@@ -54,8 +56,13 @@ def attend(q: jax.Array, *parts: Part) -> jax.Array:
     return mixed
 
 
-def attend_by_blocks(
-    q: jax.Array, context: Context, seen: Seen, reach: jax.Array, near: Sequence[Part], block: int
+def attend_blockwise(
+    q: jax.Array,
+    context: KvContext,
+    seen: MaskOfPositions,
+    reach: jax.Array,
+    near: Sequence[MaskedKeyValues],
+    block: int,
 ) -> jax.Array:
     """`attend` without ever holding the scores of more than `block` positions (Milakov & Gimelshein 2018).
 
@@ -69,7 +76,7 @@ def attend_by_blocks(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         peak, total, mixed = state
         scores = jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        scores = jnp.where(seen[:, None, None], scores, MASKED_SCORE)
         higher = jnp.maximum(peak, scores.max(axis=-1))
         faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
         news = jnp.einsum("BGRTS,BGSD->BGRTD", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
@@ -81,7 +88,7 @@ def attend_by_blocks(
         positions = start + jnp.arange(block)
         return add(state, *context.read(start, block), seen(positions) & (positions >= index * block))
 
-    state = (jnp.full((B, G, R, T), MASKED), jnp.zeros((B, G, R, T)), jnp.zeros((B, G, R, T, D)))
+    state = (jnp.full((B, G, R, T), MASKED_SCORE), jnp.zeros((B, G, R, T)), jnp.zeros((B, G, R, T, D)))
     for part in near:
         state = add(state, *part)
     blocks = (jnp.minimum(reach, context.length) + block - 1) // block

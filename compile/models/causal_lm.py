@@ -9,31 +9,31 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Decoder, Experts, Target
-from dflash_aot.compile.models.layer_loop import Index, make_layers, run_layers
+from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
-from dflash_aot.compile.models.matmul import multiply
+from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
-from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 Kv = TypeVar("Kv")
 # (kv, layer, queries [B,T,G,R,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,T,G,R,D], kv)
-Attend = Callable[[Kv, Index, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
+Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, both with a residual."""
 
-    def __init__(self, decoder: Decoder, dtype: str, shards: Shards):
+    def __init__(self, decoder: Decoder, dtype: str, tp: TensorParallel):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, shards)
+        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, tp)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if isinstance(decoder.mlp, Experts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, shards)
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, tp)
         else:
-            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, shards)
+            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, tp)
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: Index, attend: Attend[Kv]
+        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
     ) -> tuple[jax.Array, Kv]:
         h = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(h, rotation)
@@ -42,27 +42,27 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
-class Stack(nnx.Module):
+class DecoderStack(nnx.Module):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, shards: Shards):
+    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, tp: TensorParallel):
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, shards), stacked)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
 
 
 class CausalLM(nnx.Module):
-    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`), on `shards` devices."""
+    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`), on `tp` devices."""
 
-    def __init__(self, target: Target, dtype: str, stacked: bool = False, shards: Shards = ALONE):
-        self.model = Stack(target.decoder, dtype, stacked, shards)
+    def __init__(self, target: Target, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
+        self.model = DecoderStack(target.decoder, dtype, stacked, tp)
         if not target.tied:
             self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype, OUTPUTS)
-        self.target, self.shards = target, shards
+        self.target, self.tp = target, tp
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """[B, T] → [B, T, H]."""
-        return self.shards.look_up(self.model.embed_tokens.weight[...], ids)
+        return self.tp.look_up(self.model.embed_tokens.weight[...], ids)
 
     def forward(
         self, ids: jax.Array, positions: jax.Array, taps: Sequence[int], kv: Kv, attend: Attend[Kv]
@@ -79,7 +79,7 @@ class CausalLM(nnx.Module):
         places[list(taps)] = range(len(taps))
 
         def run(
-            index: Index, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
+            index: LayerIndex, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, tapped = carry
             x, kv = layer(x, rotation, kv, index, attend)
@@ -96,4 +96,4 @@ class CausalLM(nnx.Module):
     def head(self, normed: jax.Array) -> jax.Array:
         """Normed hidden states [.., H] → float32 [.., V] or a share of it; also the draft's head."""
         weight = self.model.embed_tokens.weight if self.target.tied else self.lm_head.weight
-        return multiply(weight[...], normed, dtype=jnp.float32)
+        return matmul(weight[...], normed, dtype=jnp.float32)

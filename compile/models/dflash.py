@@ -12,70 +12,68 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.compile.models.causal_lm import CausalLM, DecoderLayer, Kv
-from dflash_aot.compile.models.layer_loop import Index, make_layers, run_layers
+from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, parameter
-from dflash_aot.compile.models.matmul import multiply
-from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
-AttendContext = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
+AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 
 # (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
-WriteContext = Callable[[Kv, Index, jax.Array, jax.Array], Kv]
+WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 
 
 class DFlash(nnx.Module):
     """DFlashDraftModel."""
 
-    def __init__(self, draft: Draft, dtype: str, stacked: bool = False, shards: Shards = ALONE):
+    def __init__(self, draft: Draft, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
         decoder = draft.decoder
-        self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype, INPUTS, shards)
+        self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype, INPUTS, tp)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, shards), stacked)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if draft.vocab is not None:
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
             self.lm_head = Linear(draft.vocab, decoder.hidden, dtype, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
-        self.draft, self.shards = draft, shards
+        self.draft, self.tp = draft, tp
 
     def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
         """features [B, T, taps·H_target] at absolute positions [B, T]; `write` takes each layer's keys and values.
 
         The layers' `input_layernorm` is not applied to the context.
         """
-        context = self.hidden_norm(self.fc(self.shards.share(features)))
+        context = self.hidden_norm(self.fc(self.tp.own_slice(features)))
         rotation = Rotation(self.draft.decoder.rope, positions, context.dtype)
 
-        def run(index: Index, layer: DecoderLayer, kv: Kv) -> Kv:
+        def run(index: LayerIndex, layer: DecoderLayer, kv: Kv) -> Kv:
             return write(kv, index, *layer.self_attn.keys_values(context, rotation))
 
         return run_layers(self.layers, self.draft.decoder.layers, run, kv)
 
-    def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendContext) -> jax.Array:
+    def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendBlock) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].
 
         Row i speaks of the token at its own position; row 0, the anchor's, of nothing.
         """
         rotation = Rotation(self.draft.decoder.rope, positions, x.dtype)
 
-        def run(index: Index, layer: DecoderLayer, x: jax.Array) -> jax.Array:
+        def run(index: LayerIndex, layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))[0]
 
         return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
         """[B, T] → [B, T, H]."""
-        return (
-            target.embed(ids) if self.draft.vocab is None else self.shards.look_up(self.embed_tokens.weight[...], ids)
-        )
+        return target.embed(ids) if self.draft.vocab is None else self.tp.look_up(self.embed_tokens.weight[...], ids)
 
     def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
         """[.., H] → float32 [.., V] or a share of it, over the draft's own vocabulary where it has one."""
         if self.draft.vocab is None:
             return target.head(normed)
-        return multiply(self.lm_head.weight[...], normed, dtype=jnp.float32)
+        return matmul(self.lm_head.weight[...], normed, dtype=jnp.float32)
 
     def to_target(self, tokens: jax.Array) -> jax.Array:
         """Tokens of the draft's vocabulary as the target's: int32. `d2t` is an offset."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from dflash_aot.compile.models.layer_loop import Index
+from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
-def write_rows(array: jax.Array, layer: Index, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
+def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
     """rows [B, G, T, D] into an array: row b at slot b's position. A slice per row: no scatter."""
     array = _keep_order(array)
     for row in range(rows.shape[0]):
@@ -43,12 +43,12 @@ def _keep_order(array: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Context:
+class KvContext:
     """The first `length` positions of `batch` neighbouring slots, from `slot` on, in one layer."""
 
     keys: jax.Array
     values: jax.Array
-    layer: Index
+    layer: LayerIndex
     slot: jax.Array | int
     batch: int
     length: int

@@ -13,7 +13,7 @@ from flax import nnx
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Carry = TypeVar("Carry")
-Index = int | jax.Array
+LayerIndex = int | jax.Array
 
 
 def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:
@@ -28,7 +28,9 @@ def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Mo
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def run_layers(layers: nnx.Module, count: int, body: Callable[[Index, Layer, Carry], Carry], carry: Carry) -> Carry:
+def run_layers(
+    layers: nnx.Module, count: int, body: Callable[[LayerIndex, Layer, Carry], Carry], carry: Carry
+) -> Carry:
     """body(i, layer i, carry) → carry, for all layers in order. `i` is a traced scalar where they are stacked."""
     if isinstance(layers, nnx.List):
         for index, layer in enumerate(layers):

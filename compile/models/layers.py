@@ -11,8 +11,8 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Attention as AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.compile.models.matmul import multiply
-from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
 
@@ -35,12 +35,14 @@ def parameter(
 class Linear(nnx.Module):
     """y = W · x, W [out, in], which devices split by `OUTPUTS` or `INPUTS`, or not at all."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: str, split: int | None = None, shards: Shards = ALONE):
+    def __init__(
+        self, outputs: int, inputs: int, dtype: str, split: int | None = None, tp: TensorParallel = ONE_DEVICE
+    ):
         self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs), split=split)
-        self.summed, self.shards = split == INPUTS, shards
+        self.summed, self.tp = split == INPUTS, tp
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.shards.multiply(self.weight[...], x) if self.summed else multiply(self.weight[...], x)
+        return self.tp.row_parallel_matmul(self.weight[...], x) if self.summed else matmul(self.weight[...], x)
 
 
 class RmsNorm(nnx.Module):
@@ -59,10 +61,10 @@ class RmsNorm(nnx.Module):
 class Mlp(nnx.Module):
     """down(silu(gate x) · up x)."""
 
-    def __init__(self, hidden: int, width: int, dtype: str, shards: Shards = ALONE):
+    def __init__(self, hidden: int, width: int, dtype: str, tp: TensorParallel = ONE_DEVICE):
         self.gate_proj = Linear(width, hidden, dtype, OUTPUTS)
         self.up_proj = Linear(width, hidden, dtype, OUTPUTS)
-        self.down_proj = Linear(hidden, width, dtype, INPUTS, shards)
+        self.down_proj = Linear(hidden, width, dtype, INPUTS, tp)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -74,12 +76,12 @@ class Attention(nnx.Module):
     Who attends to what is the caller's business.
     """
 
-    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, shards: Shards = ALONE):
+    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, tp: TensorParallel = ONE_DEVICE):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
         pair = ["k_proj.weight", "v_proj.weight"]
         self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden), split=0)
         self.kv = parameter((G, 2, D, hidden), dtype, pair, (G * D, hidden), axis=1, split=0)
-        self.o_proj = Linear(hidden, G * R * D, dtype, INPUTS, shards)
+        self.o_proj = Linear(hidden, G * R * D, dtype, INPUTS, tp)
         if shape.biased:
             self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
             self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
@@ -91,13 +93,13 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """[B, T, H] → rotated queries [B, T, G, R, D]."""
-        q = multiply(self.q[...], x)
+        q = matmul(self.q[...], x)
         q = q + self.q_bias[...] if self.shape.biased else q
         return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """[B, T, H] → rotated keys and values, head-major [B, G, T, D]."""
-        both = multiply(self.kv[...], x)
+        both = matmul(self.kv[...], x)
         both = both + self.kv_bias[...] if self.shape.biased else both
         keys = both[..., :1, :]
         keys = rotation(self.k_norm(keys) if self.shape.normed else keys)[..., 0, :]

@@ -6,8 +6,8 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Experts
 from dflash_aot.compile.models.layers import Linear, parameter
-from dflash_aot.compile.models.matmul import multiply
-from dflash_aot.compile.models.tensor_parallel import ALONE, Shards
+from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 
 class RoutedMlp(nnx.Module):
@@ -21,14 +21,14 @@ class RoutedMlp(nnx.Module):
     E experts · M their width · H hidden · n tokens
     """
 
-    def __init__(self, hidden: int, experts: Experts, dtype: str, shards: Shards = ALONE):
+    def __init__(self, hidden: int, experts: Experts, dtype: str, tp: TensorParallel = ONE_DEVICE):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
         self.gate = Linear(E, hidden, dtype)
         self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1)
         self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2)
-        self.experts, self.shards = experts, shards
+        self.experts, self.tp = experts, tp
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
@@ -44,7 +44,7 @@ class RoutedMlp(nnx.Module):
             return total + jnp.where(share > 0, share * output, 0)  # what was not chosen may overflow
 
         total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
-        return self.shards.sum(total).astype(x.dtype).reshape(x.shape)
+        return self.tp.sum(total).astype(x.dtype).reshape(x.shape)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → each expert's weight in each token's output, 0 where it is not chosen: float32 [n, E]."""
@@ -59,8 +59,8 @@ class RoutedMlp(nnx.Module):
 
 def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.Array:
     """gate_up [2M, H], down [H, M], tokens [n, H] → float32 [n, H]."""
-    gate, up = jnp.split(multiply(gate_up, tokens), 2, axis=-1)
-    return multiply(down, jax.nn.silu(gate) * up, dtype=jnp.float32)
+    gate, up = jnp.split(matmul(gate_up, tokens), 2, axis=-1)
+    return matmul(down, jax.nn.silu(gate) * up, dtype=jnp.float32)
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from dflash_aot.cache.signature import AXIS, Dimensions
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-class Bound(Generic[Model]):
+class AbstractModel(Generic[Model]):
     """A module described without allocating it, and the way to bind arrays to it."""
 
     def __init__(self, build: Callable[[], Model]):

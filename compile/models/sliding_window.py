@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.model_config.architecture import Window
-from dflash_aot.compile.models.layer_loop import Index
+from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
-def context_seen(window: Window | None, block: jax.Array, context: jax.Array) -> jax.Array:
+def context_mask(window: Window | None, block: jax.Array, context: jax.Array) -> jax.Array:
     """What the rows of a block at positions [B, T] see of context positions [B, S]: bool [B, T, S]."""
     if window is None:
         return jnp.ones((1, 1, context.shape[1]), bool)
@@ -18,7 +18,7 @@ def context_seen(window: Window | None, block: jax.Array, context: jax.Array) ->
     return context[:, None, :] >= oldest[:, :, None]
 
 
-def block_seen(window: Window | None, block: jax.Array) -> jax.Array:
+def block_mask(window: Window | None, block: jax.Array) -> jax.Array:
     """What the rows of a block at positions [B, T] see of each other: bool [B, T, T]."""
     distance = block[:, :, None] - block[:, None, :]
     if window is None:
@@ -30,19 +30,19 @@ def block_seen(window: Window | None, block: jax.Array) -> jax.Array:
 class LayerWindows:
     """The window of one layer, known or, in a loop over layers, one of the few that there are."""
 
-    def __init__(self, windows: Sequence[Window | None], layer: Index):
+    def __init__(self, windows: Sequence[Window | None], layer: LayerIndex):
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
         self._which = None
         if len(self._kinds) > 1:
             self._which = jnp.array([self._kinds.index(window) for window in windows], jnp.int32)[layer]
 
-    def context_seen(self, block: jax.Array, context: jax.Array) -> jax.Array:
-        """`context_seen` of this layer."""
-        return self._select(lambda window: context_seen(window, block, context))
+    def context_mask(self, block: jax.Array, context: jax.Array) -> jax.Array:
+        """`context_mask` of this layer."""
+        return self._select(lambda window: context_mask(window, block, context))
 
-    def block_seen(self, block: jax.Array) -> jax.Array:
-        """`block_seen` of this layer."""
-        return self._select(lambda window: block_seen(window, block))
+    def block_mask(self, block: jax.Array) -> jax.Array:
+        """`block_mask` of this layer."""
+        return self._select(lambda window: block_mask(window, block))
 
     def _select(self, see: Callable[[Window | None], jax.Array]) -> jax.Array:
         masks = jnp.broadcast_arrays(*map(see, self._kinds))

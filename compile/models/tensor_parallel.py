@@ -1,8 +1,11 @@
-"""Tensor parallelism, spelled out: the model code runs on every device with its share of heads, MLP and vocabulary.
+"""Tensor parallelism: every device runs the model code on its own part of the heads, the MLP and the vocabulary.
 
-Megatron-LM's scheme (Shoeybi et al. 2019): of each pair of products the first is split by its outputs, the second by
-its inputs, so a layer costs two sums over the devices, and nothing else is exchanged but the ends' few numbers. Said
-explicitly, not left to a partitioner: what the devices exchange is what stands here.
+Megatron-LM's scheme (Shoeybi et al. 2019). Of each pair of matrices the first is split by its outputs (column parallel)
+and the second by its inputs (row parallel), so a layer needs two sums over the devices. The ends of the model exchange
+only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner.
+
+B rows · T positions of this call · V vocabulary · H hidden · W any width that the devices share
+".." stands for any leading axes.
 """
 
 import dataclasses
@@ -15,105 +18,113 @@ import jax.numpy as jnp
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import AXIS
-from dflash_aot.compile.models.matmul import multiply
+from dflash_aot.compile.models.matmul import matmul
 
-Ranked = tuple[jax.Array, jax.Array]  # values and where they are
+ValuesAndIndices = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-    """The devices, seen from one of them; with `count` 1 there is nobody to talk to."""
+class TensorParallel:
+    """The collectives of the model code, as one device calls them inside `shard_map`.
+
+    With one device no method communicates.
+
+    Attributes:
+        count: devices that share every layer.
+    """
 
     count: int = 1
 
-    def multiply(self, weight: jax.Array, x: jax.Array) -> jax.Array:
-        """W · x as `multiply`, where both are split by inputs: every device's part summed, in float32."""
+    def row_parallel_matmul(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype."""
         if self.count == 1:
-            return multiply(weight, x)
-        return jax.lax.psum(multiply(weight, x, dtype=jnp.float32), AXIS).astype(x.dtype)
+            return matmul(weight, x)
+        return jax.lax.psum(matmul(weight, x, dtype=jnp.float32), AXIS).astype(x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
-        """One part per device → their sum."""
+        """Sums one array over the devices."""
         return parts if self.count == 1 else jax.lax.psum(parts, AXIS)
 
-    def sum_all(self, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The sums of several of one shape, in one exchange."""
+    def sum_each(self, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Sums each of several arrays of one shape over the devices, in one exchange."""
         return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), AXIS))
 
     def max(self, parts: jax.Array) -> jax.Array:
-        """One part per device → their largest, element by element."""
+        """Takes the elementwise maximum over the devices."""
         return parts if self.count == 1 else jax.lax.pmax(parts, AXIS)
 
-    def share(self, x: jax.Array) -> jax.Array:
-        """[.., W], the same on all devices → [.., W/count], this device's."""
+    def own_slice(self, x: jax.Array) -> jax.Array:
+        """[.., W], equal on all devices → the part of this device [.., W/count]."""
         if self.count == 1:
             return x
         width = x.shape[-1] // self.count
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * width, width, axis=-1)
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Rows of a table [V/count, H] split by tokens; ids [..] of the whole → [.., H]."""
+        """Embedding look-up: table [V/count, H] split by tokens, ids [..] of the whole vocabulary → [.., H]."""
         if self.count == 1:
             return table[ids]
         own = ids - jax.lax.axis_index(AXIS) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
         rows = table[jnp.where(held, own, 0)]
-        return jax.lax.psum(jnp.where(held[..., None], rows, 0), AXIS)  # all but one are zero: exact
+        return jax.lax.psum(jnp.where(held[..., None], rows, 0), AXIS)  # exact: all terms but one are zero
 
-    def choose(self, logits: jax.Array) -> jax.Array:
-        """float32 [.., V/count], split by tokens → the first of the largest of all, int32 [..]."""
+    def argmax(self, logits: jax.Array) -> jax.Array:
+        """float32 [.., V/count] split by tokens → the token of the largest logit, int32 [..]; the lowest of equals."""
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.count == 1:
             return best
         value = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
         token = best + jax.lax.axis_index(AXIS).astype(jnp.int32) * logits.shape[-1]
-        # One exchange instead of two. As integers: small ones would be flushed to zero as floating point numbers.
+        # One exchange instead of two. The values travel as integers, because a device may flush a token's small integer
+        # to zero when its bits are read as a float32.
         packed = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
         bits, tokens = jnp.moveaxis(jax.lax.all_gather(packed, AXIS), 0, -1)
         winner = jnp.argmax(jax.lax.bitcast_convert_type(bits, jnp.float32), axis=-1)
         return jnp.take_along_axis(tokens, winner[..., None], axis=-1)[..., 0]
 
-    def tokens(self, width: int) -> jax.Array:
-        """The tokens of this device's share of a vocabulary, `width` of them, int32."""
+    def own_tokens(self, width: int) -> jax.Array:
+        """The token ids of this device's part of a vocabulary, int32 [width]."""
         own = jnp.arange(width, dtype=jnp.int32)
         return own if self.count == 1 else own + jax.lax.axis_index(AXIS).astype(jnp.int32) * width
 
-    def pick(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """float32 [.., V/count], split by tokens; one token of the whole for each row, [..] → its logit [..]."""
+    def take_logits(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        """float32 [.., V/count] split by tokens, one token [..] of the whole vocabulary per row → its logit [..]."""
         if self.count == 1:
             return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         own = tokens - jax.lax.axis_index(AXIS) * logits.shape[-1]
         held = (own >= 0) & (own < logits.shape[-1])
         found = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
-        return jax.lax.psum(jnp.where(held, found, 0), AXIS)  # all but one are zero: exact
+        return jax.lax.psum(jnp.where(held, found, 0), AXIS)  # exact: all terms but one are zero
 
-    def largest(self, logits: jax.Array, count: int) -> Ranked:
-        """float32 [.., V/devices], split by tokens → the largest `count` of all and their tokens, each [.., count].
+    def top_values(self, logits: jax.Array, count: int) -> ValuesAndIndices:
+        """float32 [.., V/devices] split by tokens → the `count` largest logits and their tokens, each [.., count].
 
-        Descending, the first token first among equal ones.
+        In descending order; of equal logits the lower token comes first.
         """
-        values, tokens = find_largest(logits, min(count, logits.shape[-1]))
+        values, tokens = find_largest_values(logits, min(count, logits.shape[-1]))
         if self.count == 1:
             return values, tokens
         tokens += jax.lax.axis_index(AXIS).astype(jnp.int32) * logits.shape[-1]
-        # One exchange instead of two, see `choose`.
+        # One exchange instead of two, see `argmax`.
         packed = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), tokens])
         bits, tokens = jax.lax.all_gather(packed, AXIS, axis=packed.ndim - 1, tiled=True)
-        values, places = find_largest(jax.lax.bitcast_convert_type(bits, jnp.float32), count)
+        values, places = find_largest_values(jax.lax.bitcast_convert_type(bits, jnp.float32), count)
         return values, jnp.take_along_axis(tokens, places, axis=-1)
 
 
-ALONE = Shards()
+ONE_DEVICE = TensorParallel()
 
 
-def find_largest(values: jax.Array, count: int) -> Ranked:
-    """The largest `count` of finite float32 [.., V] and their places, each [.., count]: the first ones of equal ones.
+def find_largest_values(values: jax.Array, count: int) -> ValuesAndIndices:
+    """The `count` largest of finite float32 [.., V] and their indices, each [.., count].
 
-    One after the other, each a pass over the values: `top_k` is a sort on TPU, which takes as much memory again.
+    Each value takes one pass. `top_k` is a sort on TPU, which needs as much memory again.
+    Each value takes one pass. `top_k` is a sort on TPU, which needs as much memory again.
     """
     places = jnp.arange(values.shape[-1], dtype=jnp.int32)
 
-    def find_next(last: Ranked, _: None) -> tuple[Ranked, Ranked]:
+    def find_next(last: ValuesAndIndices, _: None) -> tuple[ValuesAndIndices, ValuesAndIndices]:
         value, place = (one[..., None] for one in last)
         left = jnp.where((values < value) | ((values == value) & (places > place)), values, -jnp.inf)
         found = left.max(axis=-1), jnp.argmax(left, axis=-1).astype(jnp.int32)
@@ -124,17 +135,17 @@ def find_largest(values: jax.Array, count: int) -> Ranked:
     return jnp.moveaxis(found[0], 0, -1), jnp.moveaxis(found[1], 0, -1)
 
 
-def check_shares(target: Target, draft: Draft, devices: int) -> None:
-    """All that is split can be split evenly. Raises BadInput."""
-    if uneven := [f"{what} {size}" for what, size in _list_shared(target, draft) if size % devices]:
+def check_divisible(target: Target, draft: Draft, devices: int) -> None:
+    """Raises BadInput unless `devices` divides every size that the devices share."""
+    if uneven := [f"{what} {size}" for what, size in _list_shared_sizes(target, draft) if size % devices]:
         raise BadInput(
             f"{devices} devices cannot share {', '.join(uneven)} evenly; "
             f"{', '.join(str(one) for one in _list_degrees(target, draft))} can (--topology, --tensor_parallel)"
         )
 
 
-def _list_shared(target: Target, draft: Draft) -> list[tuple[str, int]]:
-    """What every device gets its share of, and how much there is."""
+def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
+    """Name and size of every dimension that the devices share."""
     shared = [("the draft's features", len(draft.taps) * draft.target_hidden)]
     for model, decoder in (("target", target.decoder), ("draft", draft.decoder)):
         shared += [
@@ -146,5 +157,6 @@ def _list_shared(target: Target, draft: Draft) -> list[tuple[str, int]]:
 
 
 def _list_degrees(target: Target, draft: Draft) -> list[int]:
-    common = math.gcd(*(size for _, size in _list_shared(target, draft)))
+    """Every number of devices that can share the pair."""
+    common = math.gcd(*(size for _, size in _list_shared_sizes(target, draft)))
     return [degree for degree in range(1, common + 1) if common % degree == 0]

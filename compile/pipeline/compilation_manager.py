@@ -15,7 +15,7 @@ from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.pipeline.executable_builder import Order, explain
-from dflash_aot.compile.programs.program_source import Source
+from dflash_aot.compile.programs.program_source import ProgramSource
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Site(Protocol):
 
 
 def build(
-    source: Source,
+    source: ProgramSource,
     site: Site,
     store: Store,
     observe: Callable[[Progress], None],
@@ -66,7 +66,9 @@ def build(
 class _Build:
     """One run: what is asked for, what is there, what failed."""
 
-    def __init__(self, source: Source, store: Store, observe: Callable[[Progress], None], shared: SharedStore | None):
+    def __init__(
+        self, source: ProgramSource, store: Store, observe: Callable[[Progress], None], shared: SharedStore | None
+    ):
         self._source, self._store, self._observe, self._shared = source, store, observe, shared
         self._built: dict[str, Entry] = {}
         self._compiled: set[str] = set()

@@ -12,8 +12,8 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, DflashError
 from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.signature import Array, Signature
-from dflash_aot.compile.analysis.inspection import inspect, read_cost
-from dflash_aot.compile.analysis.out_of_memory import explain_exhaustion
+from dflash_aot.compile.analysis.inspection import inspect_executable, read_cost
+from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
 from dflash_aot.compile.pipeline.build_target import Machine
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
@@ -50,7 +50,7 @@ def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes
     began = time.monotonic()
     lowered = lower_program(order.program, order.signature, order.known, machine.devices)
     compiled = lowered.compile(compiler_options=compiler_options(machine.environment))
-    inspection = inspect(
+    inspection = inspect_executable(
         compiled,
         [array.name for array in input_arrays(order.signature, order.known)],
         [array.name for array in output_arrays(order.signature, order.known)],
@@ -87,7 +87,7 @@ def _read_memory(compiled: jax.stages.Compiled) -> Memory:
 
 def explain(error: BaseException) -> str:
     """Why an executable could not be built, in a line."""
-    if exhausted := explain_exhaustion(error):
+    if exhausted := explain_out_of_memory(error):
         return exhausted
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, DflashError) else f"{type(error).__name__}: {line}"

@@ -16,8 +16,8 @@ from dflash_aot.cache.signature import AXIS, Array, Signature
 
 # What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild
 # is held to its canaries.
-UNPROMISED = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-NOWHERE = "program"  # instead of a source file's path
+UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+SOURCE_PLACEHOLDER = "program"  # instead of a source file's path
 
 # Operations keep their names, and lose the files and lines that they come from. For the whole process, which builds:
 # JAX has one such switch, and several threads trace.
@@ -59,7 +59,7 @@ def jit_program(
             mesh=mesh,
             in_specs=tuple(PartitionSpec(*array.sharding) for array in inputs),
             out_specs=tuple(PartitionSpec(*array.sharding) for array in outputs),
-            check_vma=False,  # what is not split is the same everywhere: `Shards` sees to it
+            check_vma=False,  # what is not split is the same everywhere: `TensorParallel` sees to it
         )
     return _jit(flat, signature, inputs)
 
@@ -67,7 +67,7 @@ def jit_program(
 def export_program(
     signature: Signature, function: Program, known: Mapping[str, Array], platform: str, devices: int
 ) -> bytes:
-    """A program for the shapes of its signature, on so many devices that share it (see `Shards`), as StableHLO.
+    """A program for the shapes of its signature, on so many devices that share it (see `TensorParallel`), as StableHLO.
 
     `platform` as JAX calls it; no device of it is needed. The same bytes wherever and whenever it is traced: nothing
     in them tells of the machine, the sources' place or their line numbers.
@@ -87,7 +87,7 @@ def export_program(
     # Named as `lowering_platforms` has them: for CUDA and ROCm JAX has one name when it runs, and two when it lowers.
     name = "cuda" if platform == "gpu" else platform
     with precision:
-        exported = export.export(jitted, platforms=[name], disabled_checks=UNPROMISED)(*specs)
+        exported = export.export(jitted, platforms=[name], disabled_checks=UNSTABLE_CALLS)(*specs)
     return bytes(exported.serialize())
 
 
@@ -105,7 +105,7 @@ def lower_program(
         return exported.call(*leaves)
 
     # A serialized executable tells where the function stands that was traced.
-    call.__code__ = call.__code__.replace(co_filename=NOWHERE, co_firstlineno=1)
+    call.__code__ = call.__code__.replace(co_filename=SOURCE_PLACEHOLDER, co_firstlineno=1)
     specs = [
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.sharding, devices)) for array in inputs
     ]

@@ -14,7 +14,7 @@ from dflash_aot.compile.programs.lowering import export_program
 from dflash_aot.compile.programs.programs import Programs
 
 
-class Source(Protocol):
+class ProgramSource(Protocol):
     """Every signature of a grid, the state and weights that they name (`known` by name), each as portable StableHLO."""
 
     @property
@@ -32,7 +32,7 @@ class Source(Protocol):
     def export(self, signature: Signature) -> bytes: ...
 
 
-class Traced:
+class TracedPrograms:
     """The programs of a pair, for `devices` of a kind that share it."""
 
     def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
@@ -45,7 +45,7 @@ class Traced:
         return export_program(signature, function, self.known, self._platform, self._devices)
 
 
-class Stored:
+class BundledPrograms:
     """The programs of a bundle, whose checkpoints nobody needs."""
 
     def __init__(self, manifest: Manifest, store: Store):

@@ -28,17 +28,17 @@ from dflash_aot.cache.signature import (
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.kv_cache import Context, copy_slot, write_rows
-from dflash_aot.compile.models.layer_loop import Index
-from dflash_aot.compile.models.parameters import Bound
+from dflash_aot.compile.models.kv_cache import KvContext, copy_slot, write_rows
+from dflash_aot.compile.models.layer_loop import LayerIndex
+from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.sliding_window import LayerWindows
-from dflash_aot.compile.models.tensor_parallel import Shards, check_shares
-from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, choose_tokens, count_tokens, describe_choice
+from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
+from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, choose_tokens, compute_logprobs, count_tokens
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
 # What the draft makes its context keys and values with, per layer.
-CONTEXT = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
+CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
 KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 
 
@@ -58,10 +58,10 @@ class Programs:
 
         `sampling`: the kinds of verification. Raises BadInput where devices cannot share, or a kind is not known.
         """
-        check_shares(target, draft, devices)
-        self._shards, self._stacked = Shards(devices), stacked
-        self._target = Bound(lambda: CausalLM(target, dtype, stacked, self._shards))
-        self._draft = Bound(lambda: DFlash(draft, dtype, stacked, self._shards))
+        check_divisible(target, draft, devices)
+        self._tp, self._stacked = TensorParallel(devices), stacked
+        self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp))
+        self._draft = AbstractModel(lambda: DFlash(draft, dtype, stacked, self._tp))
         self._facts = draft
         self.pair = describe_pair(target, draft, dtype, check_sampling(sampling, "sampling"))
 
@@ -90,7 +90,7 @@ class Programs:
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
         borrowed = ends if self._facts.vocab is None else ()
         entry = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
-        context = tuple(name for name in draft if name.endswith(CONTEXT))
+        context = tuple(name for name in draft if name.endswith(CONTEXT_PARAMETERS))
         return ProgramWeights(
             target=target, draft=(*borrowed, *(name for name in draft if name not in entry)), context=(*entry, *context)
         )
@@ -104,7 +104,7 @@ class Programs:
         Two sums in the loop over layers or in each layer, one for the embedding, one exchange for the choice of a
         token; a kv_write sums once, behind `fc`. Sampling takes more, see `SAMPLING_EXCHANGES`.
         """
-        if self._shards.count == 1 or signature.program in ("move", "admit"):
+        if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
         parts = {"rounds": ("draft", "verify", "kv_write") if signature.bucket.get("k") else ("verify", "kv_write")}
         return sum(map(self._count_collectives, parts.get(signature.program, (signature.program,))))
@@ -140,7 +140,7 @@ class Programs:
             tokens, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
         )
         last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
-        first = self._shards.choose(target.logits(last))[:, 0]
+        first = self._tp.argmax(target.logits(last))[:, 0]
         return {
             "target_k": kv[0],
             "target_v": kv[1],
@@ -158,41 +158,41 @@ class Programs:
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
 
-        def attend_both(layer: Index, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        def attend_both(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             windows = LayerWindows(self._facts.windows, layer)
 
             def seen(at: jax.Array) -> jax.Array:
-                return (at < lengths[:, None])[:, None] & windows.context_seen(positions, at[None])
+                return (at < lengths[:, None])[:, None] & windows.context_mask(positions, at[None])
 
-            context = Context(arrays["draft_k"], arrays["draft_v"], layer, 0, batch, length)
-            return attend_context(q, context, seen, lengths.max(), (keys, values, windows.block_seen(positions)))
+            context = KvContext(arrays["draft_k"], arrays["draft_v"], layer, 0, batch, length)
+            return attend_context(q, context, seen, lengths.max(), (keys, values, windows.block_mask(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
-        drafted = draft.to_target(self._shards.choose(draft.logits(hidden[:, 1 : k + 1], target)))
+        drafted = draft.to_target(self._tp.argmax(draft.logits(hidden[:, 1 : k + 1], target)))
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
         """The target over the block, and what follows from it."""
-        judged = self._judge(arrays, batch, length, k)
-        chosen = self._shards.choose(judged.logits)
+        judged = self._target_forward(arrays, batch, length, k)
+        chosen = self._tp.argmax(judged.logits)
         accepted, moved = _advance(arrays, judged, chosen)
         return {**moved, "verdict": jnp.concatenate([accepted[:, None], judged.block[:, 1:], chosen], axis=1)}
 
     def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
         """The same with tokens chosen as each slot asks. What stands of the block is as likely as without a draft."""
-        judged, active = self._judge(arrays, batch, length, k), arrays["active"]
+        judged, active = self._target_forward(arrays, batch, length, k), arrays["active"]
         state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
         # Taken out for good: where a branch reads them in place, all of them are copied before they are written.
         state["counts"] = jax.lax.optimization_barrier(state["counts"])
         drafted = judged.block[:, 1:]
-        chosen = choose_tokens(judged.logits, judged.positions + 1, drafted, active, state, self._shards)
+        chosen = choose_tokens(judged.logits, judged.positions + 1, drafted, active, state, self._tp)
         wanted = jnp.any(active & (state["tops"] > 0))
-        likelihood, tokens, tops = describe_choice(
-            judged.logits, chosen, wanted, count_tops(self.pair.vocab), self._shards
+        likelihood, tokens, tops = compute_logprobs(
+            judged.logits, chosen, wanted, count_tops(self.pair.vocab), self._tp
         )
         accepted, moved = _advance(arrays, judged, chosen)
         committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
-        counts = state["counts"] + count_tokens(chosen, committed, self._shards.tokens(state["counts"].shape[1]))
+        counts = state["counts"] + count_tokens(chosen, committed, self._tp.own_tokens(state["counts"].shape[1]))
         bits = jax.lax.bitcast_convert_type(likelihood, jnp.int32)
         return {
             **moved,
@@ -202,7 +202,7 @@ class Programs:
             "top_logprobs": tops,
         }
 
-    def _judge(self, arrays: Arrays, batch: int, length: int, k: int) -> "Judged":
+    def _target_forward(self, arrays: Arrays, batch: int, length: int, k: int) -> "TargetForward":
         """The target over the block."""
         target = self._target.bind(_of("target", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
@@ -213,7 +213,7 @@ class Programs:
         x, features, kv = target.forward(
             block, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
         )
-        return Judged(lengths, anchors, block, positions, target.logits(x), features, kv)
+        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv)
 
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Every row of the features, rejected ones too: they lie behind the length until they are overwritten."""
@@ -221,7 +221,7 @@ class Programs:
         features, slots, starts = arrays["features"], arrays["slots"], arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
-        def write(kv: KvArrays, layer: Index, k: jax.Array, v: jax.Array) -> KvArrays:
+        def write(kv: KvArrays, layer: LayerIndex, k: jax.Array, v: jax.Array) -> KvArrays:
             return write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
 
         keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
@@ -236,10 +236,10 @@ class Programs:
         slot, active = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.bool_)
         begin = arrays["lengths"][:1]
 
-        def goes_on(carry: "Rounds") -> jax.Array:
+        def goes_on(carry: "MultiRoundState") -> jax.Array:
             return (carry.done < arrays["count"][0]) & (carry.left > 0)
 
-        def run(carry: "Rounds") -> "Rounds":
+        def run(carry: "MultiRoundState") -> "MultiRoundState":
             now = {**arrays, **carry.state, "active": active, "slots": slot}
             block = self.draft(now, 1, length, k) if k else {}
             judged = self.verify({**now, **block}, 1, length, k)
@@ -247,7 +247,7 @@ class Programs:
             accepted, chosen = judged["verdict"][0, 0], judged["verdict"][0, k + 1 :]
             stands = jnp.arange(k + 1) <= accepted
             ended = jnp.any(stands[:, None] & (chosen[:, None] == arrays["ends"]))
-            return Rounds(
+            return MultiRoundState(
                 done=carry.done + 1,
                 left=jnp.where(ended, 0, carry.left - accepted - 1),
                 state={name: {**carry.state, **judged, **written}[name] for name in signature.state},
@@ -259,7 +259,7 @@ class Programs:
         last = jax.lax.while_loop(
             goes_on,
             run,
-            Rounds(
+            MultiRoundState(
                 done=jnp.int32(0),
                 left=arrays["left"][0],
                 state={name: arrays[name] for name in signature.state},
@@ -289,12 +289,12 @@ class Programs:
         kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
         rows = {name: jnp.where(given, start, kept[name]) for name, start in starts.items()}
         rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE if name != "counts"}
-        rows |= {name: self._shards.share(rows[name]) for name in ("bias", "prompted")}
+        rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted")}
         rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
 
 
-class Rounds(NamedTuple):
+class MultiRoundState(NamedTuple):
     """Between two rounds of one dispatch: how many are done, how many tokens are left to generate, state by name.
 
     verdicts [rounds, 2K+2]; features [1, rounds, F] of those that nothing was written of yet.
@@ -307,7 +307,7 @@ class Rounds(NamedTuple):
     features: jax.Array
 
 
-class Judged(NamedTuple):
+class TargetForward(NamedTuple):
     """What the target makes of a block: logits [B, K+1, V] of the token behind each of its rows, features, the kv.
 
     lengths, anchors [B] are those before the round; block, positions [B, K+1].
@@ -322,7 +322,7 @@ class Judged(NamedTuple):
     kv: KvArrays
 
 
-def _advance(arrays: Arrays, judged: Judged, chosen: jax.Array) -> tuple[jax.Array, Outputs]:
+def _advance(arrays: Arrays, judged: TargetForward, chosen: jax.Array) -> tuple[jax.Array, Outputs]:
     """How many drafted tokens stand [B], and what a round leaves of the target: the active rows move on."""
     accepted, bonus = accept(judged.block, chosen)
     active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
@@ -358,9 +358,11 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> At
     def seen(at: jax.Array) -> jax.Array:
         return at <= positions[..., None]
 
-    def attend_kv(kv: KvArrays, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KvArrays]:
+    def attend_kv(
+        kv: KvArrays, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, KvArrays]:
         keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
-        context = Context(keys, values, layer, slots[0], slots.shape[0], length)
+        context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
         return attend_context(q, context, seen, reach), (keys, values)
 
     return attend_kv

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
 from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
-from dflash_aot.compile.models.tensor_parallel import Shards
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-Asked = Mapping[str, jax.Array]  # a column of `sampling` by name, float32 [B, 1]
-MASS = 1 << 30  # of all probability, in integers: their sum is the same in whatever order it is taken
-LOWEST, BITS = -(1 << 31), 32  # of int32
-STEP = 4  # bits found in one pass over the logits: the memory is read eight times, not 32
+SamplingColumns = Mapping[str, jax.Array]  # a column of `sampling` by name, float32 [B, 1]
+TOTAL_MASS = 1 << 30  # of all probability, in integers: their sum is the same in whatever order it is taken
+INT32_MIN, INT32_BITS = -(1 << 31), 32  # of int32
+BITS_PER_PASS = 4  # bits found in one pass over the logits: the memory is read eight times, not 32
 # What devices exchange beside the choice of a token, each once: of all logits the largest and the sum of their odds,
 # the chosen one, the likeliest; of penalised ones the largest, the sum of odds, of mass, and two bisections.
 SAMPLING_EXCHANGES = 9
-NEVER = (1 << 31) - 1  # so many tokens, or so much mass, there never is
+INT32_MAX = (1 << 31) - 1  # so many tokens, or so much mass, there never is
 
 
 def choose_tokens(
@@ -30,7 +30,7 @@ def choose_tokens(
     drafted: jax.Array,
     active: jax.Array,
     state: Mapping[str, jax.Array],
-    shards: Shards,
+    tp: TensorParallel,
 ) -> jax.Array:
     """The token behind each of a block's rows, int32 [B, T].
 
@@ -42,19 +42,19 @@ def choose_tokens(
     logits = logits + state["bias"][:, None]
     logits = jax.lax.cond(
         _any_differs(asked, active, "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        lambda: penalise(logits, asked, state["prompted"], _count_seen(state["counts"], drafted, shards)),
+        lambda: penalise(logits, asked, state["prompted"], _count_seen(state["counts"], drafted, tp)),
         lambda: logits,
     )
     greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # smaller numbers are zero to most devices
     temperature = jnp.where(greedy, 1.0, asked["temperature"])
-    top = shards.max(logits.max(axis=-1))
-    floor = find_floor(logits, top, temperature, asked, active, shards)
-    noise = draw_gumbel(state["seeds"], positions, shards.tokens(logits.shape[-1]))
+    top = tp.max(logits.max(axis=-1))
+    floor = find_floor(logits, top, temperature, asked, active, tp)
+    noise = draw_gumbel(state["seeds"], positions, tp.own_tokens(logits.shape[-1]))
     drawn = jnp.where(logits >= floor[..., None], _scale(logits, top, temperature) + noise, -jnp.inf)
-    return shards.choose(jnp.where(greedy[..., None], logits, drawn))
+    return tp.argmax(jnp.where(greedy[..., None], logits, drawn))
 
 
-def penalise(logits: jax.Array, asked: Asked, prompted: jax.Array, counts: jax.Array) -> jax.Array:
+def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
     """logits float32 [B, T, V] → the same without the penalties of what stands in prompt or output.
 
     prompted bool [B, V]; counts int32 [B, T, V] is how often each token stands in the output that a row sees.
@@ -70,7 +70,12 @@ def penalise(logits: jax.Array, asked: Asked, prompted: jax.Array, counts: jax.A
 
 
 def find_floor(
-    logits: jax.Array, top: jax.Array, temperature: jax.Array, asked: Asked, active: jax.Array, shards: Shards
+    logits: jax.Array,
+    top: jax.Array,
+    temperature: jax.Array,
+    asked: SamplingColumns,
+    active: jax.Array,
+    tp: TensorParallel,
 ) -> jax.Array:
     """The lowest logit that min_p, top_k and top_p keep, float32 [B, T]; `top` [B, T] is the highest.
 
@@ -80,40 +85,40 @@ def find_floor(
 
     def limit_count() -> jax.Array:
         count = asked["top_k"].astype(jnp.int32)
-        return find_threshold(logits, jnp.int32(1), jnp.where(count > 0, count, NEVER), shards)
+        return find_threshold(logits, jnp.int32(1), jnp.where(count > 0, count, INT32_MAX), tp)
 
     def limit_mass() -> jax.Array:
         odds = jnp.where(logits >= floor[..., None], jnp.exp(_scale(logits, top, temperature)), 0.0)
-        whole = shards.sum(odds.sum(axis=-1, keepdims=True))
-        mass = jnp.round(odds * (MASS / whole)).astype(jnp.int32)
-        wanted = jnp.ceil(asked["top_p"] * shards.sum(mass.sum(axis=-1))).astype(jnp.int32)
-        return find_threshold(logits, mass, jnp.where(asked["top_p"] < 1, wanted, NEVER), shards)
+        whole = tp.sum(odds.sum(axis=-1, keepdims=True))
+        mass = jnp.round(odds * (TOTAL_MASS / whole)).astype(jnp.int32)
+        wanted = jnp.ceil(asked["top_p"] * tp.sum(mass.sum(axis=-1))).astype(jnp.int32)
+        return find_threshold(logits, mass, jnp.where(asked["top_p"] < 1, wanted, INT32_MAX), tp)
 
     anything = jnp.full(top.shape, -jnp.inf)
     floor = jnp.maximum(floor, jax.lax.cond(_any_differs(asked, active, "top_k"), limit_count, lambda: anything))
     return jnp.maximum(floor, jax.lax.cond(_any_differs(asked, active, "top_p"), limit_mass, lambda: anything))
 
 
-def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, shards: Shards) -> jax.Array:
+def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp: TensorParallel) -> jax.Array:
     """The largest number from which on the logits weigh at least `wanted` together; -inf where all weigh less.
 
     logits float32 [.., V], weights int32 that broadcast to them, wanted int32 [..]. A bisection by several bits at a
     time over the integers that have the order of float32: exact, and the logits are read few times.
     """
-    parts = range(1, 1 << STEP)
+    parts = range(1, 1 << BITS_PER_PASS)
 
     def weigh(threshold: jax.Array) -> jax.Array:
         return jnp.where(logits >= _as_float(threshold)[..., None], weights, 0).sum(axis=-1)
 
     def find_bits(step: jax.Array, found: jax.Array) -> jax.Array:
-        shift = BITS - STEP * (step + 1)
+        shift = INT32_BITS - BITS_PER_PASS * (step + 1)
         # Additions wrap, from the lowest number up. What weighs enough from some part on does so from all below it.
-        weighed = shards.sum_all([weigh(found + (jnp.int32(part) << shift)) for part in parts])
+        weighed = tp.sum_each([weigh(found + (jnp.int32(part) << shift)) for part in parts])
         heavy = sum((weight >= wanted).astype(jnp.int32) for weight in weighed)
         return found + (heavy << shift)
 
-    lowest = jnp.full(logits.shape[:-1], LOWEST, jnp.int32)
-    return _as_float(jax.lax.fori_loop(0, BITS // STEP, find_bits, lowest))
+    lowest = jnp.full(logits.shape[:-1], INT32_MIN, jnp.int32)
+    return _as_float(jax.lax.fori_loop(0, INT32_BITS // BITS_PER_PASS, find_bits, lowest))
 
 
 def _as_float(order: jax.Array) -> jax.Array:
@@ -121,8 +126,8 @@ def _as_float(order: jax.Array) -> jax.Array:
 
     Numbers that are not normal are zero: most devices compare them so.
     """
-    lowest = jnp.int32(LOWEST + (1 << 23) - 1)  # the place of -inf
-    number = jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ NEVER, order), jnp.float32)
+    lowest = jnp.int32(INT32_MIN + (1 << 23) - 1)  # the place of -inf
+    number = jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ INT32_MAX, order), jnp.float32)
     number = jnp.where(jnp.abs(number) < jnp.finfo(jnp.float32).tiny, 0.0, number)
     return jnp.where(order < lowest, -jnp.inf, number)
 
@@ -155,24 +160,24 @@ def draw_bits(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.
     return first ^ second
 
 
-def describe_choice(
-    logits: jax.Array, chosen: jax.Array, wanted: jax.Array, tops: int, shards: Shards
+def compute_logprobs(
+    logits: jax.Array, chosen: jax.Array, wanted: jax.Array, tops: int, tp: TensorParallel
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of what was chosen, float32 [B, T]; the likeliest `tops` tokens and theirs, [B, T, tops].
 
     logits float32 [B, T, V] as the target gives them, chosen int32 [B, T]. The likeliest are zeros unless `wanted`,
     bool.
     """
-    top = shards.max(logits.max(axis=-1))
-    total = top + jnp.log(shards.sum(jnp.exp(logits - top[..., None]).sum(axis=-1)))
+    top = tp.max(logits.max(axis=-1))
+    total = top + jnp.log(tp.sum(jnp.exp(logits - top[..., None]).sum(axis=-1)))
 
     def list_tops() -> tuple[jax.Array, jax.Array]:
-        values, tokens = shards.largest(logits, tops)
+        values, tokens = tp.top_values(logits, tops)
         return tokens, values - total[..., None]
 
     shape = (*chosen.shape, tops)
     nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return shards.pick(logits, chosen) - total, *jax.lax.cond(wanted, list_tops, lambda: nothing)
+    return tp.take_logits(logits, chosen) - total, *jax.lax.cond(wanted, list_tops, lambda: nothing)
 
 
 def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax.Array:
@@ -188,10 +193,10 @@ def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax
     return found
 
 
-def _count_seen(counts: jax.Array, drafted: jax.Array, shards: Shards) -> jax.Array:
+def _count_seen(counts: jax.Array, drafted: jax.Array, tp: TensorParallel) -> jax.Array:
     """Counts int32 [B, V] of the state, and for row i the first i drafted tokens: [B, T, V]."""
     rows, columns = jnp.arange(drafted.shape[1] + 1)[:, None], jnp.arange(drafted.shape[1])
-    seen = count_tokens(drafted[:, None], columns < rows, shards.tokens(counts.shape[-1]))
+    seen = count_tokens(drafted[:, None], columns < rows, tp.own_tokens(counts.shape[-1]))
     return counts[:, None] + seen
 
 
@@ -200,6 +205,6 @@ def _scale(logits: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Arr
     return (logits - top[..., None]) / temperature[..., None]
 
 
-def _any_differs(asked: Asked, active: jax.Array, *names: str) -> jax.Array:
+def _any_differs(asked: SamplingColumns, active: jax.Array, *names: str) -> jax.Array:
     """Whether an active row asks for one of these."""
     return jnp.any(active[:, None] & jnp.concatenate([asked[name] != NEUTRAL[name] for name in names], axis=1))

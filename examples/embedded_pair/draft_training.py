@@ -11,7 +11,7 @@ import optax
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.parameters import Bound
+from dflash_aot.compile.models.parameters import AbstractModel
 
 from optimize import Weights, train
 from rollouts import PROMPT, WIDTH
@@ -46,7 +46,7 @@ PHASES = (
 
 
 def block_loss(
-    models: tuple[Bound[CausalLM], Bound[DFlash]],
+    models: tuple[AbstractModel[CausalLM], AbstractModel[DFlash]],
     phase: Phase,
     weights: Weights,
     target_weights: Weights,
@@ -83,7 +83,7 @@ def block_loss(
 
 
 def run_target(
-    target: Bound[CausalLM], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
+    target: AbstractModel[CausalLM], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Once over every sequence: features [S, T, taps·H] and last normed hidden states [S, T, H], float32."""
 
@@ -112,7 +112,7 @@ def batches(
 
 
 def train_phase(
-    models: tuple[Bound[CausalLM], Bound[DFlash]],
+    models: tuple[AbstractModel[CausalLM], AbstractModel[DFlash]],
     target_weights: Weights,
     weights: Weights,
     ids: np.ndarray,

@@ -6,7 +6,7 @@ import numpy as np
 
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
-from dflash_aot.compile.models.parameters import Bound
+from dflash_aot.compile.models.parameters import AbstractModel
 
 from corpus import windows
 from optimize import Weights
@@ -27,7 +27,9 @@ def _attend_from(start: jax.Array):
     return attend_kv
 
 
-def roll_out(target: Bound[CausalLM], weights: Weights, stream: np.ndarray, count: int, seed: int) -> np.ndarray:
+def roll_out(
+    target: AbstractModel[CausalLM], weights: Weights, stream: np.ndarray, count: int, seed: int
+) -> np.ndarray:
     """`count` sequences of PROMPT corpus tokens and WRITTEN greedy ones: int32 [count, WIDTH]."""
     decoder = target.module.target.decoder
     shape = (BATCH, decoder.attention.kv_heads, WIDTH, decoder.attention.head_dim)

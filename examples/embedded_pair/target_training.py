@@ -9,7 +9,7 @@ import optax
 
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
-from dflash_aot.compile.models.parameters import Bound
+from dflash_aot.compile.models.parameters import AbstractModel
 
 from corpus import windows
 from optimize import Weights, init_weights, train
@@ -27,7 +27,7 @@ def causal(kv, layer, q, k, v):
     return attend(q, (k, v, seen)), kv
 
 
-def next_token_loss(model: Bound[CausalLM], weights: Weights, ids: jax.Array) -> jax.Array:
+def next_token_loss(model: AbstractModel[CausalLM], weights: Weights, ids: jax.Array) -> jax.Array:
     """Mean cross entropy of ids [B, T+1]."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1] - 1), (ids.shape[0], ids.shape[1] - 1))
     target = model.bind(weights)
@@ -58,7 +58,7 @@ def batches(stream: np.ndarray, steps: int, seed: int) -> Iterator[tuple[np.ndar
             yield (with_copies(windows(stream, rows, width + 1, rng), rng),)
 
 
-def train_target(model: Bound[CausalLM], stream: np.ndarray, steps: int, seed: int) -> Weights:
+def train_target(model: AbstractModel[CausalLM], stream: np.ndarray, steps: int, seed: int) -> Weights:
     """Weights under the names of `model`, float32."""
     weights = init_weights(model.shapes(), model.module.target.decoder.layers, seed)
     loss = lambda weights, ids: next_token_loss(model, weights, ids)  # noqa: E731

@@ -15,7 +15,7 @@ from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.parameters import Bound
+from dflash_aot.compile.models.parameters import AbstractModel
 
 from checkpoint import save_draft, save_target
 from corpus import MASK, read_split, token_stream, train_tokenizer
@@ -60,7 +60,7 @@ def main(_: list[str]) -> None:
         f"{sum(map(len, texts)) / len(stream):.2f} characters each"
     )
 
-    target = Bound(lambda: CausalLM(TARGET, "float32"))
+    target = AbstractModel(lambda: CausalLM(TARGET, "float32"))
     if not (out / "target.safetensors").exists():
         weights = train_target(target, stream, TARGET_STEPS.value, SEED.value)
         save_file({name: np.asarray(leaf) for name, leaf in weights.items()}, out / "target.safetensors")
@@ -78,7 +78,7 @@ def main(_: list[str]) -> None:
 
     mask = tokenizer.token_to_id(MASK)
     facts = Draft(decoder(3), PHASES[-1].block, mask, (1, 3, 6), TARGET.decoder.hidden, (None,) * 3)
-    draft = Bound(lambda: DFlash(facts, "float32"))
+    draft = AbstractModel(lambda: DFlash(facts, "float32"))
     drafted = init_weights(draft.shapes(), facts.decoder.layers, SEED.value + 2)
     for index, phase in enumerate(PHASES):
         stage = out / f"draft{index}.safetensors"

@@ -27,8 +27,8 @@ from dflash_aot.cache.signature import state_arrays
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.parameters import Bound, Model
-from dflash_aot.compile.models.sliding_window import block_seen, context_seen
+from dflash_aot.compile.models.parameters import AbstractModel, Model
+from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
@@ -47,15 +47,15 @@ def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Arr
     return jnp.asarray(array)
 
 
-def target_parameters(target: Target) -> Bound[CausalLM]:
-    return Bound(lambda: CausalLM(target, "float32"))
+def target_parameters(target: Target) -> AbstractModel[CausalLM]:
+    return AbstractModel(lambda: CausalLM(target, "float32"))
 
 
-def draft_parameters(draft: Draft) -> Bound[DFlash]:
-    return Bound(lambda: DFlash(draft, "float32"))
+def draft_parameters(draft: Draft) -> AbstractModel[DFlash]:
+    return AbstractModel(lambda: DFlash(draft, "float32"))
 
 
-def bind(role: str, parameters: Bound[Model], weights: Arrays) -> Model:
+def bind(role: str, parameters: AbstractModel[Model], weights: Arrays) -> Model:
     return parameters.bind({name: weights[f"{role}.{name}"] for name in parameters.shapes()})
 
 
@@ -84,8 +84,8 @@ def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Arra
     def attend_both(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         window = model.draft.windows[layer]
         written = (context_positions < length)[:, None]
-        past = written & context_seen(window, positions, context_positions)
-        return attend(q, (*context[layer], past), (k, v, block_seen(window, positions)))
+        past = written & context_mask(window, positions, context_positions)
+        return attend(q, (*context[layer], past), (k, v, block_mask(window, positions)))
 
     return model.block_hidden(x, positions, attend_both)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.compile.models.tensor_parallel import ALONE
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from dflash_aot.compile.programs.programs import accept
 from tests.compile.quick import jit_quickly
 
@@ -55,4 +55,4 @@ def test_acceptance_is_that_of_a_loop_in_every_row(verification):
 
 def test_a_tie_goes_to_the_first_token():
     logits = np.float32([[[1, 3, 3, 2], [0, 0, 0, 0], [-1, -2, -3, 5]]])
-    assert ALONE.choose(jnp.asarray(logits)).tolist() == [[1, 0, 3]]
+    assert ONE_DEVICE.choose(jnp.asarray(logits)).tolist() == [[1, 0, 3]]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.compile.models import attention
-from dflash_aot.compile.models.attention import attend, attend_by_blocks, attend_context
-from dflash_aot.compile.models.kv_cache import Context
+from dflash_aot.compile.models.attention import attend, attend_blockwise, attend_context
+from dflash_aot.compile.models.kv_cache import KvContext
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
@@ -20,7 +20,7 @@ def make_case(seed, length, reach):
     rng = np.random.default_rng(seed)
     keys, values = rng.standard_normal((2, 2, 4, G, length + 2, D), np.float32)
     keys[..., reach:, :] = values[..., reach:, :] = 1e9
-    context = Context(jnp.asarray(keys), jnp.asarray(values), 1, 1, B, length)
+    context = KvContext(jnp.asarray(keys), jnp.asarray(values), 1, 1, B, length)
     q = jnp.asarray(rng.standard_normal((B, T, G, R, D)), jnp.float32)
     near = rng.standard_normal((2, B, G, T, D)).astype(np.float32)
     visible = rng.random((B, T, length + 2)) < 0.7
@@ -32,8 +32,8 @@ def make_case(seed, length, reach):
 @partial(jit_quickly, static_argnames=("length", "block"))
 def mix_both(q, context, visible, reach, parts, length, block):
     """By blocks and in one go."""
-    context = Context(*context, 1, 1, B, length)
-    by_blocks = attend_by_blocks(q, context, lambda at: visible[:, :, at], reach, parts, block)
+    context = KvContext(*context, 1, 1, B, length)
+    by_blocks = attend_blockwise(q, context, lambda at: visible[:, :, at], reach, parts, block)
     return by_blocks, attend(q, (*context.read(0, length), visible[:, :, :length]), *parts)
 
 
@@ -55,7 +55,7 @@ def test_blocks_of_any_size_mix_what_one_go_mixes(seed, shape, share, beside):
 def test_a_context_whose_scores_are_large_goes_by_blocks(monkeypatch):
     """Told by a value that only one go meets: NaN behind the reach, where nobody looks, times nothing."""
     q, context, visible, _ = make_case(0, 12, 5)
-    spoiled = Context(context.keys, context.values.at[..., 8:, :].set(jnp.nan), 1, 1, B, 12)
+    spoiled = KvContext(context.keys, context.values.at[..., 8:, :].set(jnp.nan), 1, 1, B, 12)
 
     def mix():
         return np.asarray(attend_context(q, spoiled, lambda at: visible[:, :, at], jnp.int32(5)))

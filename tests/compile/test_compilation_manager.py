@@ -15,7 +15,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile.pipeline.build_target import attach
 from dflash_aot.compile.pipeline.compilation_manager import build
 from dflash_aot.compile.pipeline.threads import Threads
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 BUCKETS = "batch=1 length=32 k=0,3 prefill=16"
@@ -63,7 +63,7 @@ def build_in(small_pair):
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
         store, said = Store(bundle), []
-        source = Traced(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block), "cpu")
+        source = TracedPrograms(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block), "cpu")
         with store.open_for_building(), Threads(machine, store, jobs) as threads:
             report = build(source, threads, store, said.append)
         return report, said

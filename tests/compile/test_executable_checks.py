@@ -7,7 +7,7 @@ from dflash_aot.cache.bundle.manifest import Blob, Cost, Entry, Inspection, Larg
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import SAMPLINGS
 from dflash_aot.cache.signature import Array
-from dflash_aot.compile.analysis.executable_checks import find_flaws, find_layout_conflicts
+from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.programs.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
@@ -71,15 +71,15 @@ VERIFY = "verify batch=2 length=32 k=3"
 
 
 def test_nothing_is_said_of_good_executables(entries, known):
-    assert [line for entry in entries.values() for line in find_flaws(entry, known, 1, 0)] == []
+    assert [line for entry in entries.values() for line in find_problems(entry, known, 1, 0)] == []
     assert find_layout_conflicts(entries.values()) == []
 
 
 @pytest.mark.parametrize("label", ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"])
 def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, known, label):
     allowed = sum(array.bytes for array in known.values()) // 50
-    assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
-    (line,) = find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
+    assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+    (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
     assert (
         line.startswith(f"{label}: ")
         and "temporaries are 2.0% of weights and kv" in line
@@ -90,24 +90,24 @@ def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, 
 def test_a_sampled_verification_may_take_three_times_its_logits_more(entries, known):
     label = "sampled_verify batch=2 length=32 k=3"
     allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
-    assert find_flaws(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
-    assert len(find_flaws(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
+    assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+    assert len(find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
 
 
 @pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])
 def test_a_prefill_and_a_move_may_take_more(entries, known, label):
-    assert find_flaws(with_memory(entries[label], temporaries=10**9), known, 1, 0) == []
+    assert find_problems(with_memory(entries[label], temporaries=10**9), known, 1, 0) == []
 
 
 def test_on_several_devices_each_is_measured_by_its_own_share(entries, known):
     held = sum(array.shard_bytes(2) for array in known.values())
-    assert find_flaws(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
-    assert len(find_flaws(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
+    assert find_problems(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
+    assert len(find_problems(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
 
 
 def test_a_copy_is_described_with_its_buffer(entries, known):
     copy = LargeCopy("target_v", "copy.42", "jit(verify)/while", f"bf16[36,8,8,4352,128]{KV}", 2_566_914_048)
-    (line,) = find_flaws(with_inspection(entries[VERIFY], copies=(copy,)), known, 1, 0)
+    (line,) = find_problems(with_inspection(entries[VERIFY], copies=(copy,)), known, 1, 0)
     shape = copy.shape
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
 
@@ -115,13 +115,13 @@ def test_a_copy_is_described_with_its_buffer(entries, known):
 @pytest.mark.parametrize(("label", "buffer"), [("move", "target_v"), ("kv_write rows=1 width=4", "features")])
 def test_a_move_may_copy_and_what_a_call_brings_may_be_copied(entries, known, label, buffer):
     copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
-    assert find_flaws(with_inspection(entries[label], copies=(copy,)), known, 1, 0) == []
+    assert find_problems(with_inspection(entries[label], copies=(copy,)), known, 1, 0) == []
 
 
 def test_collectives_that_the_program_does_not_have_are_counted(entries, known):
     entry = with_inspection(entries[VERIFY], collectives={"all-gather": 2, "all-reduce": 3})
-    assert find_flaws(entry, known, 1, collectives=5) == []
-    (line,) = find_flaws(entry, known, 1, collectives=4)
+    assert find_problems(entry, known, 1, collectives=5) == []
+    (line,) = find_problems(entry, known, 1, collectives=4)
     assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), the program has 4"
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.compile.analysis.inspection import inspect, inspect_text, read_cost
+from dflash_aot.compile.analysis.inspection import inspect_executable, inspect_hlo, read_cost
 
 KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
 TURNED = "bf16[4,8,1024,128]{2,3,1,0:T(8,128)(2,1)}"
@@ -30,7 +30,7 @@ def indent(body: str) -> str:
 
 
 def copies(text: str) -> list[tuple[str, str, int]]:
-    return [(one.instruction, one.buffer, one.bytes) for one in inspect_text(text, ["kv", "layer"], ["new"]).copies]
+    return [(one.instruction, one.buffer, one.bytes) for one in inspect_hlo(text, ["kv", "layer"], ["new"]).copies]
 
 
 ARGUMENTS = f"""%p.1 = {INDEX} parameter(1)
@@ -87,7 +87,7 @@ def test_a_copy_says_what_it_looks_like_and_where_it_comes_from():
 %turned = {TURNED} transpose(%p.0), dimensions={{0,1,3,2}}, metadata={{op_name="jit(verify)/swapaxes" stack_frame_id=3}}
 ROOT %r = ({TURNED}) tuple(%turned)"""
     )
-    (copy,) = inspect_text(text, ["kv", "layer"], ["new"]).copies
+    (copy,) = inspect_hlo(text, ["kv", "layer"], ["new"]).copies
     assert (copy.shape, copy.operation) == (TURNED, "jit(verify)/swapaxes")
 
 
@@ -196,19 +196,19 @@ def test_collectives_are_counted_by_kind_wherever_they_stand():
 ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
         within,
     )
-    assert inspect_text(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
+    assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
 
 
 def test_layouts_are_those_of_arguments_and_results_by_name():
     text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
-    found = inspect_text(text, ["kv", "layer"], ["features"]).layouts
+    found = inspect_hlo(text, ["kv", "layer"], ["features"]).layouts
     assert found == {
         "kv": "{3,2,1,0:T(8,128)(2,1)}",
         "layer": "{:T(128)}",
         "features": "{2,3,1,0:T(8,128)(2,1)}",
     }
     with pytest.raises(BuildFailed, match="kv: donated in one layout, returned in another"):
-        inspect_text(text, ["kv", "layer"], ["kv"])
+        inspect_hlo(text, ["kv", "layer"], ["kv"])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_layouts_are_those_of_arguments_and_results_by_name():
 )
 def test_a_text_of_another_form_is_refused(text, words):
     with pytest.raises(BuildFailed, match=words):
-        inspect_text(text, [], [])
+        inspect_hlo(text, [], [])
 
 
 def test_the_compiler_here_is_understood():
@@ -236,7 +236,7 @@ def test_the_compiler_here_is_understood():
 
     specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (1024, 512), (8, 512))]
     compiled = jax.jit(step, donate_argnums=1).trace(*specs).lower().compile()
-    found = inspect(compiled, ["weight", "kv", "rows"], ["kv", "turned", "products"])
+    found = inspect_executable(compiled, ["weight", "kv", "rows"], ["kv", "turned", "products"])
     assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned", "products"), "{1,0}")
     assert found.donated == ("kv",)
     assert "f32[512,1024]{1,0}" in found.largest

@@ -10,14 +10,14 @@ from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import (
-    Footprints,
-    Measured,
+    CompilerFigures,
+    MemoryPlanner,
     check_fits,
     choose_layout,
     cut_grid,
     padded_bytes,
+    read_compiler_figures,
     read_layout,
-    read_measured,
 )
 from dflash_aot.compile.programs.programs import Programs
 
@@ -57,19 +57,19 @@ def test_the_compilers_layout_decides_where_there_is_one():
 
 
 def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(programs):
-    found = Footprints(programs, 1, tiled=False).of(GRID)
+    found = MemoryPlanner(programs, 1, tiled=False).plan(GRID)
     layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
     assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
     assert found.state == 2 * 2 * 3 * 4 * 2 * (1024 + 64) * 128 + 2 * 4 * 4
     labels = [signature.label for signature in programs.signatures(GRID)]
     memory = {label: Memory(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
-    measured = Footprints(programs, 1, tiled=False, measured=Measured(memory)).of(GRID)
+    measured = MemoryPlanner(programs, 1, tiled=False, measured=CompilerFigures(memory)).plan(GRID)
     assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
 
 
 def test_devices_share_weights_and_kv(programs):
     halves = Programs(TARGET, DRAFT, "bfloat16", stacked=True, devices=2)
-    whole, half = (Footprints(one, n, tiled=False).of(GRID) for n, one in enumerate((programs, halves), 1))
+    whole, half = (MemoryPlanner(one, n, tiled=False).plan(GRID) for n, one in enumerate((programs, halves), 1))
     norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
     assert half.weights == (whole.weights - norms) // 2 + norms
     assert half.state == (whole.state - 32) // 2 + 32
@@ -78,13 +78,13 @@ def test_devices_share_weights_and_kv(programs):
 def test_sampling_adds_its_state_and_two_arrays_of_logits():
     sampled = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
     plain = Programs(TARGET, DRAFT, "bfloat16", stacked=True)
-    found, greedy = (Footprints(one, 1, tiled=False).of(GRID) for one in (sampled, plain))
+    found, greedy = (MemoryPlanner(one, 1, tiled=False).plan(GRID) for one in (sampled, plain))
     assert found.weights == greedy.weights
     # Of 4 slots: 7 columns, a seed, whether the likeliest are wanted; of 512 tokens bias, prompt and count.
     assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
     known = sampled.known_arrays(GRID)
     (widest,) = (one for one in sampled.signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
-    assert Footprints(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
+    assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
 
 
 def test_only_layouts_of_weights_and_state_are_remembered():
@@ -97,12 +97,12 @@ def test_only_layouts_of_weights_and_state_are_remembered():
     )
     blob, memory = Blob("0" * 64, 1, 1), Memory(0, 0, 0, 0, 0)
     entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, Cost(0.0, 0.0), inspection)
-    measured = read_measured([entry])
+    measured = read_compiler_figures([entry])
     assert measured.layouts["counts"] == layouts["counts"] and measured.memory.keys() == {"admit"}
     known = programs.known_arrays(GRID)
     prefill = programs.signatures(GRID)[0]
-    counts = Measured({}, {name: layouts[name] for name in layouts})
-    assert Footprints(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
+    counts = CompilerFigures({}, {name: layouts[name] for name in layouts})
+    assert MemoryPlanner(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
 
 
 def test_a_grid_is_cut_at_a_bucket():
@@ -113,13 +113,13 @@ def test_a_grid_is_cut_at_a_bucket():
 
 
 def test_proposals_are_the_last_that_fit(programs):
-    footprints = Footprints(programs, 1, tiled=True)
-    available = footprints.of(structs.replace(GRID, batch=(1, 3))).total
-    proposal = footprints.propose(GRID, available, 4096)
+    planner = MemoryPlanner(programs, 1, tiled=True)
+    available = planner.plan(structs.replace(GRID, batch=(1, 3))).total
+    proposal = planner.propose(GRID, available, 4096)
     assert proposal.batch == 3 and proposal.length % 128 == 0
-    assert footprints.of(structs.replace(GRID, length=(256, proposal.length))).total <= available
-    assert footprints.of(structs.replace(GRID, length=(256, proposal.length + 128))).total > available
-    assert footprints.propose(GRID, 1 << 50, 4096).length == 4096
+    assert planner.plan(structs.replace(GRID, length=(256, proposal.length))).total <= available
+    assert planner.plan(structs.replace(GRID, length=(256, proposal.length + 128))).total > available
+    assert planner.propose(GRID, 1 << 50, 4096).length == 4096
 
 
 def check(programs, available, measured=None):
@@ -128,7 +128,7 @@ def check(programs, available, measured=None):
 
 
 def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(programs):
-    found = Footprints(programs, 1, tiled=True).of(GRID)
+    found = MemoryPlanner(programs, 1, tiled=True).plan(GRID)
     certain = found.weights + found.state
     message = r"does not fit toy, per device: weights .* GB too many\. Nothing of this pair fits"
     with pytest.raises(BuildFailed, match=message):
@@ -140,11 +140,11 @@ def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(progr
 
 def test_after_a_build_the_compilers_figures_decide(programs):
     labels = [signature.label for signature in programs.signatures(GRID)]
-    measured = Measured({label: Memory(0, 0, 0, 5000, 7) for label in labels})
-    footprints = Footprints(programs, 1, tiled=True, measured=measured)
-    total = footprints.of(GRID).total
-    assert total < Footprints(programs, 1, tiled=True).of(GRID).total
+    measured = CompilerFigures({label: Memory(0, 0, 0, 5000, 7) for label in labels})
+    planner = MemoryPlanner(programs, 1, tiled=True, measured=measured)
+    total = planner.plan(GRID).total
+    assert total < MemoryPlanner(programs, 1, tiled=True).plan(GRID).total
     assert check(programs, total, measured) is None
     with pytest.raises(BuildFailed, match=r"does not fit toy.*What would fit: batch=3 at length=1024, length="):
         check(programs, total - 1, measured)
-    assert footprints.propose(GRID, total, 4096).batch == 4  # what fits is among what would
+    assert planner.propose(GRID, total, 4096).batch == 4  # what fits is among what would

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dflash_aot.cache.environment import libtpu_version
-from dflash_aot.compile.analysis.out_of_memory import explain_exhaustion
+from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # v5e has 16126 MiB: one array far beyond it, and one that leaves no room for the program itself.
@@ -38,7 +38,7 @@ def test_the_compilers_words_become_a_sentence_with_figures():
     environment = {**os.environ, **COMPILE_ONLY}
     done = subprocess.run([sys.executable, "-c", PROVOKE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    early, late = (explain_exhaustion(RuntimeError(message)) for message in json.loads(done.stdout))
+    early, late = (explain_out_of_memory(RuntimeError(message)) for message in json.loads(done.stdout))
     # 20 GiB against 15.75 GiB, as the compiler rounds them
     assert early == "it needs 21.47 GB of device memory, 4.56 GB more than there is"
     # What lacks is some of the program's own 100 kB: one array of 64 kB less, and it fits.
@@ -48,8 +48,8 @@ def test_the_compilers_words_become_a_sentence_with_figures():
 
 def test_without_figures_its_first_line_is_kept():
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
-    assert explain_exhaustion(error) == f"it needs more memory than there is: {str(error).splitlines()[0]}"
+    assert explain_out_of_memory(error) == f"it needs more memory than there is: {str(error).splitlines()[0]}"
 
 
 def test_another_error_is_not_explained():
-    assert explain_exhaustion(RuntimeError("INVALID_ARGUMENT: HBM")) is None
+    assert explain_out_of_memory(RuntimeError("INVALID_ARGUMENT: HBM")) is None

@@ -16,7 +16,7 @@ from dflash_aot.compile.pipeline.executable_builder import Order
 from dflash_aot.compile.pipeline.ray_cluster import OWN, Cluster, connect
 from dflash_aot.compile.pipeline.ray_workers import RayWorkers, check_made
 from dflash_aot.compile.pipeline.worker_process import Answer
-from dflash_aot.compile.programs.program_source import Stored
+from dflash_aot.compile.programs.program_source import BundledPrograms
 from tests.ray_processes import wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -30,7 +30,7 @@ def manifest(bundle):
 @pytest.fixture(scope="module")
 def orders(bundle, manifest) -> list[Order]:
     """What a bundle that this machine compiled was compiled from."""
-    source = Stored(manifest, Store(bundle("tiny")))
+    source = BundledPrograms(manifest, Store(bundle("tiny")))
     return [Order(one.signature, source.known, source.export(one.signature), one.key) for one in manifest.entries]
 
 

@@ -14,7 +14,7 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import Array
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.analysis.roofline import Roofline, Work, expected_experts
+from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost, expected_experts
 from dflash_aot.compile.programs.programs import Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -37,47 +37,49 @@ def test_a_verification_reads_weights_once_and_kv_row_by_row():
     B, S, T = 3, 32, 4
     elements = B * T * H + LAYERS * LAYER + B * T * LAYERS * KV + B * S * LAYERS * KV + V * H + B * T * 2 * H
     flops = 2 * B * T * (LAYERS * LAYER + V * H) + 4 * LAYERS * B * T * S * 16
-    assert roofline().verify(B, S, T - 1) == Work(2 * elements, flops)
+    assert roofline().verify(B, S, T - 1) == RooflineCost(2 * elements, flops)
 
 
 def test_a_draft_computes_its_whole_block_and_judges_k_of_it():
     B, S, K, block = 3, 32, 2, 4
     elements = B * block * H + LAYER + B * S * KV + V * H
     flops = 2 * B * block * LAYER + 4 * B * block * (S + block) * 16 + 2 * B * K * V * H
-    assert roofline().draft(B, S, K) == Work(2 * elements, flops)
+    assert roofline().draft(B, S, K) == RooflineCost(2 * elements, flops)
 
 
 def test_a_context_write_reads_features_and_writes_keys_and_values():
     tokens = 3 * 4
     weights = H * 2 * H + H * KV
-    assert roofline().kv_write(3, 4) == Work(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
+    assert roofline().kv_write(3, 4) == RooflineCost(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
 
 
 def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
     (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").signatures(GRID) if s.program == "prefill")
     elements = 8 * H + LAYERS * LAYER + (8 + 32) * LAYERS * KV + V * H + 8 * 2 * H
-    assert roofline().of(prefill) == Work(2 * elements, 2 * (8 * LAYERS * LAYER + V * H) + 4 * LAYERS * 8 * 32 * 16)
-    assert roofline().move() == Work(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
+    assert roofline().cost(prefill) == RooflineCost(
+        2 * elements, 2 * (8 * LAYERS * LAYER + V * H) + 4 * LAYERS * 8 * 32 * 16
+    )
+    assert roofline().move() == RooflineCost(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
 
 
 def test_sampling_reads_a_rows_bias_prompt_and_counts_and_writes_counts():
     greedy, sampled = roofline().verify(3, 32, 3), roofline().sampled_verify(3, 32, 3)
-    assert sampled == Work(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
-    assert roofline().admit() == Work(V * (4 + 1) + V * (4 + 1 + 4), 0)
-    assert roofline(2).admit() == Work(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
+    assert sampled == RooflineCost(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
+    assert roofline().admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4), 0)
+    assert roofline(2).admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
     signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).signatures(GRID)
-    works = {one.program: roofline().of(one) for one in signatures}
+    works = {one.program: roofline().cost(one) for one in signatures}
     assert works["sampled_verify"] == sampled and works["admit"] == roofline().admit()
 
 
 def test_devices_share_everything_but_the_features():
     whole, half, features = roofline().verify(3, 32, 3), roofline(2).verify(3, 32, 3), 2 * 3 * 4 * 2 * H
-    assert half == Work((whole.bytes - features) / 2 + features, whole.flops / 2)
+    assert half == RooflineCost((whole.bytes - features) / 2 + features, whole.flops / 2)
 
 
 def test_a_call_is_bound_by_what_takes_longer_on_one_device_of_a_chip():
-    assert Work(bytes=3e6, flops=1e9).bound(CHIP) == 3.0
-    assert Work(bytes=1e6, flops=5e9).bound(CHIP) == 5.0
+    assert RooflineCost(bytes=3e6, flops=1e9).bound_seconds(CHIP) == 3.0
+    assert RooflineCost(bytes=1e6, flops=5e9).bound_seconds(CHIP) == 5.0
 
 
 def test_a_round_without_speculation_is_a_verification():

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
-from dflash_aot.compile.models.tensor_parallel import ALONE, find_largest
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, find_largest_values
 from dflash_aot.compile.programs.programs import accept
 from dflash_aot.compile.programs.sampling import (
     choose_tokens,
+    compute_logprobs,
     count_tokens,
-    describe_choice,
     draw_bits,
     find_threshold,
     make_gumbel,
@@ -25,11 +25,11 @@ from tests.compile.quick import jit_quickly
 ROWS = 8_000  # draws of a distribution, side by side
 SIGMAS = 3.1  # what chance exceeds once in a thousand times; the seeds are fixed
 
-choose = jit_quickly(choose_tokens, static_argnames="shards")
-choose_of_many = jax.jit(choose_tokens, static_argnames="shards")  # where calls take longer than compiling
+choose = jit_quickly(choose_tokens, static_argnames="tp")
+choose_of_many = jax.jit(choose_tokens, static_argnames="tp")  # where calls take longer than compiling
 draw_all_bits = jit_quickly(draw_bits)
-list_largest = jit_quickly(find_largest, static_argnames="count")
-bisect = jit_quickly(find_threshold, static_argnames="shards")
+list_largest = jit_quickly(find_largest_values, static_argnames="count")
+bisect = jit_quickly(find_threshold, static_argnames="tp")
 
 
 def make_state(rows, vocab, seed=0, **asked):
@@ -49,7 +49,7 @@ def choose_all(logits, state, positions=None, drafted=None, choose=choose):
     positions = np.broadcast_to(1 + np.arange(T), (B, T)) if positions is None else positions
     drafted = np.zeros((B, T - 1), np.int32) if drafted is None else drafted
     active = np.ones(B, bool)
-    return np.asarray(choose(np.float32(logits), np.int32(positions), drafted, active, state, shards=ALONE))
+    return np.asarray(choose(np.float32(logits), np.int32(positions), drafted, active, state, tp=ONE_DEVICE))
 
 
 def softmax(logits):
@@ -90,7 +90,7 @@ def find_threshold_slowly(values, weights, wanted):
 @settings(max_examples=300)
 def test_a_threshold_is_found_as_by_sorting(pairs, wanted):
     values, weights = np.float32([value for value, _ in pairs]), np.int32([weight for _, weight in pairs])
-    found = bisect(values, weights, np.int32(wanted), shards=ALONE)
+    found = bisect(values, weights, np.int32(wanted), tp=ONE_DEVICE)
     expected = find_threshold_slowly(values, weights, wanted)
     assert (values >= np.asarray(found)).tolist() == (values >= expected).tolist()
     assert found == expected
@@ -110,7 +110,7 @@ def test_a_threshold_is_found_as_by_sorting(pairs, wanted):
     ],
 )
 def test_a_threshold_keeps_so_many_and_their_equals(values, wanted, threshold):
-    assert bisect(np.float32(values), np.int32(1), np.int32(wanted), shards=ALONE) == np.float32(threshold)
+    assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
@@ -297,7 +297,7 @@ def test_without_temperature_the_first_of_the_largest_is_chosen(temperature):
     assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
     tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
     greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
-    assert greedy.tolist() == [[1, 0]] == np.asarray(ALONE.choose(jnp.asarray(tied))).tolist()
+    assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.choose(jnp.asarray(tied))).tolist()
 
 
 def test_a_greedy_row_does_not_mind_its_neighbours():
@@ -314,7 +314,7 @@ def test_a_row_that_is_not_active_may_hold_anything():
     state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))
     state["sampling"][1] = 0
     active = np.array([True, False])
-    tokens = choose(logits, np.ones((2, 1), np.int32), np.zeros((2, 0), np.int32), active, state, shards=ALONE)
+    tokens = choose(logits, np.ones((2, 1), np.int32), np.zeros((2, 0), np.int32), active, state, tp=ONE_DEVICE)
     assert tokens[0].tolist() == [1]
 
 
@@ -389,7 +389,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_are():
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=(2, 3, 40)) * 8).astype(np.float32)
     chosen = rng.integers(0, 40, (2, 3))
-    of_chosen, tokens, tops = describe_choice(jnp.asarray(logits), jnp.asarray(chosen), jnp.array(True), 5, ALONE)
+    of_chosen, tokens, tops = compute_logprobs(jnp.asarray(logits), jnp.asarray(chosen), jnp.array(True), 5, ONE_DEVICE)
     expected = np.log(softmax(logits))
     np.testing.assert_allclose(of_chosen, np.take_along_axis(expected, chosen[..., None], -1)[..., 0], atol=1e-5)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
@@ -398,7 +398,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_are():
 
 
 def test_the_likeliest_are_zeros_where_nobody_wants_them():
-    _, tokens, tops = describe_choice(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ALONE)
+    _, tokens, tops = compute_logprobs(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ONE_DEVICE)
     assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
 
 

@@ -12,7 +12,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.remote.object_store import Directory
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.compilation_manager import build
-from dflash_aot.compile.programs.program_source import Stored
+from dflash_aot.compile.programs.program_source import BundledPrograms
 
 
 class Compiler:
@@ -62,7 +62,7 @@ def run(tmp_path, built, manifest):
     def run(shared):
         compiler = Compiler(manifest, store)
         with store.open_for_building():
-            return build(Stored(manifest, built), compiler, store, lambda _: None, shared), compiler.started
+            return build(BundledPrograms(manifest, built), compiler, store, lambda _: None, shared), compiler.started
 
     return run
 

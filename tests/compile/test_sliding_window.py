@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_aot.cache.model_config.architecture import Window
-from dflash_aot.compile.models.sliding_window import block_seen, context_seen
+from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 
 WIDEST, LONGEST = 16, 70  # block and context
 READINGS = {
@@ -32,8 +32,8 @@ def sees(window, start, query, key):
 def mask(window, start, block):
     """bool [block, start + block]: the context, then the block. Cut out of one shape: a new one compiles anew."""
     positions, context = start + np.arange(WIDEST)[None], np.arange(LONGEST)[None]
-    of_context = np.broadcast_to(context_seen(window, positions, context), (1, WIDEST, LONGEST))
-    of_block = block_seen(window, positions)
+    of_context = np.broadcast_to(context_mask(window, positions, context), (1, WIDEST, LONGEST))
+    of_block = block_mask(window, positions)
     return np.concatenate([of_context[0, :block, :start], of_block[0, :block, :block]], axis=-1)
 
 
@@ -66,7 +66,7 @@ def test_windows_are_those_of_a_loop(window, start, block):
 def test_rows_of_a_batch_have_windows_of_their_own():
     window, starts = Window(4, causal=True), (3, 11)
     positions = jnp.array([range(start, start + 4) for start in starts])
-    seen = context_seen(window, positions, jnp.arange(11)[None])
+    seen = context_mask(window, positions, jnp.arange(11)[None])
     for row, start in enumerate(starts):
         assert seen[row, :, :start].tolist() == mask(window, start, 4)[:, :start].tolist()
 

@@ -20,13 +20,13 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLINGS
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
-from dflash_aot.compile.analysis.executable_checks import find_flaws, find_layout_conflicts
-from dflash_aot.compile.analysis.inspection import inspect_text
-from dflash_aot.compile.analysis.memory_plan import Footprints
+from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
+from dflash_aot.compile.analysis.inspection import inspect_hlo
+from dflash_aot.compile.analysis.memory_plan import MemoryPlanner
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import build
 from dflash_aot.compile.pipeline.worker_pool import Workers
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -162,7 +162,7 @@ def built(request, pair, tmp_path_factory) -> Executables:
     topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
     programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLINGS)
     bundle = tmp_path_factory.mktemp("bundle")
-    source, store = Traced(programs, grid, "tpu", topology.devices), Store(bundle)
+    source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
     with store.open_for_building(), Workers(topology, bundle, jobs=min(2, len(labels))) as workers:
         entries = build(source, workers, store, lambda progress: None).entries
@@ -174,7 +174,7 @@ def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
     known = built.programs.known_arrays(built.grid)
     for entry in built.entries:
         expected = built.programs.collectives(entry.signature)
-        assert find_flaws(entry, known, built.topology.devices, expected) == []
+        assert find_problems(entry, known, built.topology.devices, expected) == []
         assert sum(entry.inspection.collectives.values()) == expected == built.collectives
         assert entry.bytes < 0.35 * entry.serialized_bytes
     assert find_layout_conflicts(built.entries) == []
@@ -183,9 +183,9 @@ def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
 def test_the_estimate_is_what_the_compiler_finds(built):
     """Of Qwen3-4B: what goes in to the byte, everything within 2 %."""
     known = built.programs.known_arrays(built.grid)
-    footprints = Footprints(built.programs, built.topology.devices, tiled=True)
+    planner = MemoryPlanner(built.programs, built.topology.devices, tiled=True)
     for entry in built.entries:
-        estimate, found = footprints.estimate(entry.signature, known), entry.memory
+        estimate, found = planner.estimate(entry.signature, known), entry.memory
         assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased), entry.signature.label
         assert count_needed(estimate) == pytest.approx(count_needed(found), rel=0.02), entry.signature.label
         assert count_needed(estimate) < built.topology.chip.available_bytes
@@ -198,7 +198,7 @@ def count_needed(memory):
 
 @pytest.mark.parametrize("program", ["position_major", "scanned", "masked"])
 def test_a_copy_of_kv_is_found_and_named(bad, program):
-    copies = inspect_text(bad[program], ["kv", "q", "rows", "starts"], ["new", "x"]).copies
+    copies = inspect_hlo(bad[program], ["kv", "q", "rows", "starts"], ["new", "x"]).copies
     kv_bytes = 2 * 4 * 4 * 8 * 1024 * 128
     assert copies and {(one.buffer, one.bytes) for one in copies} == {("kv", kv_bytes)}
 
@@ -208,6 +208,6 @@ def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
     (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
-    copies = inspect_text(bad["unheld"], inputs, signature.donated).copies
+    copies = inspect_hlo(bad["unheld"], inputs, signature.donated).copies
     kv_bytes = programs.known_arrays(grid)["draft_k"].bytes
     assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}

@@ -20,7 +20,7 @@ from dflash_aot.compile.pipeline.build_target import check_compiler
 from dflash_aot.compile.pipeline.compilation_manager import build
 from dflash_aot.compile.pipeline.executable_builder import Order
 from dflash_aot.compile.pipeline.worker_pool import Workers, find_last_words
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 SLICE = parse_topology("v5e:1x1")
@@ -37,9 +37,9 @@ def bundle(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(small_pair) -> Traced:
+def source(small_pair) -> TracedPrograms:
     programs = Programs(*small_pair, "bfloat16", stacked=True)
-    return Traced(programs, parse_grid(GRID, small_pair[1].block), "tpu")
+    return TracedPrograms(programs, parse_grid(GRID, small_pair[1].block), "tpu")
 
 
 @pytest.fixture(scope="module")
