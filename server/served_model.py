@@ -15,7 +15,7 @@ from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
-from dflash_aot.runtime.text.chat_template import has_template, render_chat
+from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.server.token_formatting import Speller
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _describe_model(serving: Serving, engine: Engine) -> Model:
     """Reads what the first request would wait for. Raises BadCheckpoint, BadInput."""
     name, speaks = _choose_name(serving, engine), (engine.target / "tokenizer.json").exists()
     most = min(capacity := engine.manifest.grid.capacity, serving.prompt_tokens or capacity)
-    chats = speaks and has_template(engine.target)
+    chats = speaks and read_chat_template(engine.target) is not None
     if chats:
         _render_once(engine.target)
     default = 1.0 if _samples(engine) else 0.0

@@ -10,7 +10,7 @@ from dflash_aot.runtime.requests.logprobs import TokenLogprob
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # text is loaded only when used
-    from dflash_aot.runtime.text.tokenizer import TextStream
+    from dflash_aot.runtime.text.detokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -74,7 +74,7 @@ class Request:
     params: SamplingParams
     limit: int  # tokens to emit at most, the grid's end included
     stop_ids: frozenset[int]
-    text: "TextStream | None"
+    text: "Detokenizer | None"
     emit: Callable[[Delta], None]
     submitted: float = field(default_factory=time.monotonic)
     priority: int = 0

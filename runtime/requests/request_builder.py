@@ -16,7 +16,8 @@ from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
+    from dflash_aot.runtime.text.detokenizer import Detokenizer
+    from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9  # seconds
@@ -123,14 +124,14 @@ class RequestBuilder:
             f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
         )
 
-    def _text_stream(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
+    def _text_stream(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
         """Token ids in, token ids out: text is made where there is a tokenizer, and missed where it is needed."""
         if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
             return None
         tokenizer = self.tokenizer
-        from dflash_aot.runtime.text.tokenizer import TextStream  # noqa: PLC0415  see `tokenizer`
+        from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`
 
-        return TextStream(tokenizer, params.stop, ids)
+        return Detokenizer(tokenizer, params.stop, ids)
 
 
 def _check_order(priority: int, deadline: float | None) -> None:

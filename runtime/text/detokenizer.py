@@ -1,74 +1,138 @@
-"""From token ids to whole characters, one token at a time."""
+"""Incremental detokenizer: streamed token ids to text, in whole characters, cut before the first stop string."""
 
-import codecs
 from collections.abc import Callable, Mapping, Sequence
 
-# Decoders show a character that is not whole yet as one of it, at the end.
-REPLACEMENT = "\ufffd"
-# Bytes enough to cut anywhere: 3 until decoding is in step again, then the held character, of at most 3 bytes.
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner
+from dflash_aot.runtime.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as one of these
+# Enough tokens of context to start decoding anywhere: up to 3 until decoding is in step, plus the up to 3 bytes of an
+# incomplete character.
 RESYNC_TOKENS = 6
 
 
-class ByteJoiner:
-    """Byte tokens (byte fallback: Llama 2, Gemma) as runs of whole characters; other tokens as they are.
+class Detokenizer:
+    """The text of one request while its tokens arrive: whole characters only, cut before the first stop string.
 
-    Bytes of no character become those of U+FFFD, as UTF-8 decoders do it. The tokenizer's own decoder shows a run of
-    bytes as U+FFFD throughout if one of them is broken, the characters before it included, which have been shown.
-
-    values: all 256 byte tokens and their bytes; empty without byte fallback.
+    The texts that `push` and, at the end, `flush` return add up to what the ids add to the text of `prompt`; without
+    a prompt, to `tokenizer.decode(all ids)`. The text ends earlier at a stop string, or at a special token whose
+    written form is a stop string, although special tokens have no text.
     """
 
-    def __init__(self, values: Mapping[int, int]):
-        self._values = values
-        self._tokens = {byte: token_id for token_id, byte in values.items()}
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
+        """stops: stop strings. prompt: the token ids before the first pushed one. Raises BadInput for an empty stop."""
+        self._tokenizer = tokenizer
+        self._finder = _StopStringFinder(stops)
+        self._stop_tokens = tokenizer.find_special_tokens(stops)
+        context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
+        self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
+        self._kept = 0
 
     @property
-    def pending(self) -> int:
-        """The U+FFFD of bytes that are held back: one, or two of the beginning of a surrogate."""
-        return len(self._decoder.getstate()[0].decode(errors="replace"))
+    def finished(self) -> bool:
+        """Whether a stop was found; then `push` must not be called any more."""
+        return self._finder.found
 
-    def push(self, token_id: int) -> list[int]:
-        """The tokens whose text is certain now."""
-        if not self._values:
-            return [token_id]
-        if token_id not in self._values:
-            return [*self.flush(), token_id]
-        return self._spell(self._decoder.decode(bytes([self._values[token_id]])))
+    @property
+    def tokens_kept(self) -> int:
+        """How many of the pushed tokens belong to the output: all up to the token that completed a stop."""
+        return self._kept
 
-    def flush(self) -> list[int]:
-        """What was held back, as U+FFFD."""
-        return self._spell(self._decoder.decode(b"", final=True))
+    def push(self, ids: Sequence[int]) -> str:
+        """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
+        assert not self.finished
+        shown = []
+        for token_id in ids:
+            self._kept += 1
+            shown.append(self._push(token_id))
+            if self.finished:
+                break
+        return "".join(shown)
 
-    def _spell(self, text: str) -> list[int]:
-        return [self._tokens[byte] for byte in text.encode()]
+    def flush(self) -> str:
+        """Returns the held-back text once generation has ended; "" after a stop.
+
+        This call can complete a stop string that contains U+FFFD, and so set `finished`.
+        """
+        if self.finished:
+            return ""
+        return self._finder.push(self._decoder.flush()) + self._finder.flush()
+
+    def _push(self, token_id: int) -> str:
+        if token_id in self._stop_tokens:
+            text = self.flush()
+            self._finder.found = True
+            return text
+        return "" if self._tokenizer.is_skipped(token_id) else self._finder.push(self._decoder.push(token_id))
 
 
-class CharacterStream:
-    """The text that token ids add to a context, whole characters only.
+class _StopStringFinder:
+    """Passes text through until a stop string appears; holds back text that may be the beginning of a stop string.
 
-    All of it together is decode(context + ids) without what it begins with in common with decode(context).
+    Attributes:
+        found: whether a stop string has appeared.
+    """
 
-    decode: ids → text. values: see ByteJoiner. context: the last RESYNC_TOKENS tokens before, if there are so many.
-    No token may be one that decode leaves out.
+    def __init__(self, stops: Sequence[str]) -> None:
+        if "" in stops:
+            raise BadInput('an empty stop string ("") would end every answer before its first token: leave it out')
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, fresh: str) -> str:
+        """Returns the text before the first completed stop string, without a possible beginning of one at the end."""
+        if not self._stops:
+            return fresh
+        text = self._held + fresh
+        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.found = bool(hits)
+        held = max((_overlap_chars(text, stop) for stop in self._stops), default=0)
+        end = min(hits)[1] if hits else len(text) - held
+        self._held = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        """Returns the held-back text, "" after a stop."""
+        held, self._held = self._held, ""
+        return "" if self.found else held
+
+
+def _overlap_chars(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
+
+
+class IncrementalDecoder:
+    """The text that token ids add to a context, in whole characters only.
+
+    All returned texts together are decode(context + ids) without its common beginning with decode(context).
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], values: Mapping[int, int], context: Sequence[int]):
-        self._joiner, self._window = ByteJoiner(values), _Window(decode, joined=bool(values))
-        self._replaced = 0  # U+FFFD that the context's text ends in: new only if they turn into something else
+        """decode: ids -> text; it must not skip any of the ids. values: see `ByteFallbackJoiner`.
+
+        context: the last RESYNC_TOKENS tokens before the first pushed id, or fewer if there are not so many.
+        """
+        self._joiner, self._window = ByteFallbackJoiner(values), _DecodeWindow(decode, joined=bool(values))
+        self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
         for token_id in context:
             self.push(token_id)
         self._replaced = self._joiner.pending or self._window.pending
 
     def push(self, token_id: int) -> str:
-        """The text that no later token changes."""
-        return self._new(self._window.push(self._joiner.push(token_id)))
+        """Returns the text that no later token changes."""
+        return self._drop_known(self._window.push(self._joiner.push(token_id)))
 
     def flush(self) -> str:
-        """What was held back, U+FFFD for a character that never came whole."""
-        return self._new(self._window.push(self._joiner.flush()) + self._window.flush())
+        """Returns the held-back text, with U+FFFD for a character that was never completed."""
+        return self._drop_known(self._window.push(self._joiner.flush()) + self._window.flush())
 
-    def _new(self, text: str) -> str:
+    def _drop_known(self, text: str) -> str:
         if not (text and self._replaced):
             return text
         known = min(self._replaced, len(text) - len(text.lstrip(REPLACEMENT)))
@@ -76,17 +140,20 @@ class CharacterStream:
         return text[known:]
 
 
-class _Window:
-    """The last few tokens, decoded again with each new one, to see what it adds to the text.
+class _DecodeWindow:
+    """The last few tokens, decoded again with each new token, to find out what the token adds to the text.
 
-    The window begins one character border before the last: decoders treat the first token of a text specially.
-    joined: whether what comes is whole characters already; else one that is not whole is held back.
+    The window begins one character boundary before the last: decoders treat the first token of a text specially.
+
+    Attributes:
+        pending: whether an incomplete character is held back.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], joined: bool):
+        """joined: whether the pushed ids always form whole characters; otherwise an incomplete one is held back."""
         self._decode, self._joined = decode, joined
         self._ids: list[int] = []
-        self._bordered = 0  # tokens up to the last character border
+        self._bordered = 0  # tokens up to the last character boundary
         self._shown = 0  # characters of the decoded window that were returned
         self.pending = False
 

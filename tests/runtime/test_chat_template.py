@@ -1,4 +1,4 @@
-"""Conversations as their template renders them."""
+"""Chat template: the look-up, and rendered conversations."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.runtime.text.chat_template import has_template, render_chat
+from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 < 5?"}]
 TEMPLATE = (
@@ -30,18 +30,18 @@ def configure(checkpoint, **facts):
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
-def test_template_of_the_configuration(checkpoint):
+def test_template_of_tokenizer_config_is_rendered(checkpoint):
     configure(checkpoint, chat_template=TEMPLATE)
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
-def test_template_of_its_own_file_comes_first(checkpoint):
+def test_template_file_overrides_tokenizer_config(checkpoint):
     configure(checkpoint, chat_template="not this one")
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
-def test_the_files_of_a_conversation_are_read_once(checkpoint):
+def test_files_of_a_checkpoint_are_read_once(checkpoint):
     configure(checkpoint, chat_template=TEMPLATE)
     assert render_chat(checkpoint, MESSAGES) == RENDERED
     for path in checkpoint.iterdir():
@@ -49,7 +49,7 @@ def test_the_files_of_a_conversation_are_read_once(checkpoint):
     assert render_chat(checkpoint, MESSAGES[1:]) == RENDERED.replace("<system>Be brief.\n", "")
 
 
-def test_no_template(checkpoint):
+def test_missing_template_raises(checkpoint):
     configure(checkpoint)
     with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json has no chat template"):
         render_chat(checkpoint, MESSAGES)
@@ -63,20 +63,20 @@ def test_no_template(checkpoint):
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
     ],
 )
-def test_template_that_fails_is_named_with_its_words(checkpoint, template, words):
+def test_failing_template_is_named_with_its_error(checkpoint, template, words):
     (checkpoint / "chat_template.jinja").write_text(template)
     with pytest.raises(BadCheckpoint, match=rf"chat_template\.jinja failed: .*({words})"):
         render_chat(checkpoint, MESSAGES)
 
 
-def test_messages_that_the_template_refuses_are_the_callers_to_mend(checkpoint):
+def test_messages_that_the_template_refuses_raise_bad_input(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadInput, match="the chat template refuses these messages: roles must alternate") as caught:
         render_chat(checkpoint, MESSAGES)
     assert type(caught.value) is BadInput
 
 
-def test_what_the_template_reads_may_be_given(checkpoint):
+def test_variables_of_the_template_can_be_set(checkpoint):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}")
     assert render_chat(checkpoint, MESSAGES, {"style": "!"}).endswith("<assistant><think></think>!")
     assert render_chat(checkpoint, MESSAGES, {"enable_thinking": True}).endswith("<assistant>")
@@ -84,20 +84,20 @@ def test_what_the_template_reads_may_be_given(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["styl", "messages", "chat_template", "add_generation_prompt", "tokenize", "tools"])
-def test_what_the_template_does_not_read_or_is_not_the_callers_is_refused(checkpoint, name):
+def test_unread_and_reserved_variables_raise(checkpoint, name):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE + "{{ style }}{# chat_template tokenize tools #}")
     with pytest.raises(BadInput, match=f"the chat template reads no variable '{name}' of its caller's"):
         render_chat(checkpoint, MESSAGES, {name: "{{ 1 }}"})
 
 
-def test_thinking_is_off_also_where_no_template_asks(checkpoint):
+def test_thinking_can_be_off_without_a_variable_in_the_template(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("hi")
     assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}) == "hi"
     with pytest.raises(BadInput, match="reads no variable 'enable_thinking'"):
         render_chat(checkpoint, MESSAGES, {"enable_thinking": True})
 
 
-def test_a_template_that_fails_by_what_it_was_given_is_the_callers_to_mend(checkpoint):
+def test_template_that_fails_on_a_given_variable_raises_bad_input(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ 'a' * times }}")
     assert render_chat(checkpoint, MESSAGES, {"times": 2}) == "aa"
     with pytest.raises(BadInput, match="failed with times as they were given") as caught:
@@ -105,36 +105,62 @@ def test_a_template_that_fails_by_what_it_was_given_is_the_callers_to_mend(check
     assert type(caught.value) is BadInput
 
 
-def test_whether_there_is_a_template_is_known_without_rendering_one(checkpoint):
-    assert not has_template(checkpoint)
+def test_template_is_found_in_either_file(checkpoint):
+    assert read_chat_template(checkpoint) is None
     configure(checkpoint)
-    assert not has_template(checkpoint)
+    assert read_chat_template(checkpoint) is None
     configure(checkpoint, chat_template=TEMPLATE)
-    assert has_template(checkpoint)
+    assert read_chat_template(checkpoint) == TEMPLATE
     (checkpoint / "tokenizer_config.json").write_text("{")
-    assert not has_template(checkpoint)
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    assert has_template(checkpoint)
+    assert read_chat_template(checkpoint) is None
+    (checkpoint / "chat_template.jinja").write_text("its own file")
+    assert read_chat_template(checkpoint) == "its own file"
 
 
-def test_no_tokenizer(tmp_path):
+@pytest.mark.parametrize(
+    "named",
+    [
+        [{"name": "tools", "template": "not this one"}, {"name": "default", "template": TEMPLATE}],
+        {"tools": "not this one", "default": TEMPLATE},
+    ],
+)
+def test_default_template_of_several_is_used(checkpoint, named):
+    configure(checkpoint, chat_template=named)
+    assert read_chat_template(checkpoint) == TEMPLATE
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+
+
+@pytest.mark.parametrize("template", [5, [], ["a"], [{"name": "tools", "template": "a"}], {"default": 5}])
+def test_template_of_another_form_raises(checkpoint, template):
+    configure(checkpoint, chat_template=template)
+    with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json: chat_template is neither a text nor a list"):
+        read_chat_template(checkpoint)
+
+
+def test_unreadable_template_file_raises(checkpoint):
+    (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadCheckpoint, match=r"chat_template\.jinja cannot be read as a chat template"):
+        read_chat_template(checkpoint)
+
+
+def test_missing_tokenizer_raises(tmp_path):
     configure(tmp_path, chat_template=TEMPLATE)
     with pytest.raises(BadCheckpoint, match=r"there is no .*tokenizer\.json"):
         render_chat(tmp_path, MESSAGES)
 
 
-def test_broken_configuration(checkpoint):
+def test_broken_tokenizer_config_raises(checkpoint):
     (checkpoint / "tokenizer_config.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="cannot be read"):
         render_chat(checkpoint, MESSAGES)
 
 
-def test_no_messages(checkpoint):
+def test_empty_conversation_raises(checkpoint):
     with pytest.raises(BadInput, match="at least one message"):
         render_chat(checkpoint, [])
 
 
-def test_code_of_the_checkpoint_is_not_run(checkpoint):
+def test_code_in_the_checkpoint_is_not_run(checkpoint):
     configure(checkpoint, chat_template=TEMPLATE, auto_map={"AutoTokenizer": [None, "evil.Evil"]})
     (checkpoint / "evil.py").write_text("raise SystemExit('this ran')")
     assert render_chat(checkpoint, MESSAGES) == RENDERED
@@ -150,7 +176,7 @@ def imported(code: str) -> set[str]:
     return set(listing.stdout.decode().split())
 
 
-def test_transformers_is_imported_when_a_chat_is_rendered(checkpoint):
+def test_transformers_is_imported_only_to_render(checkpoint):
     configure(checkpoint, chat_template=TEMPLATE)
     module = "from pathlib import Path; from dflash_aot.runtime.text.chat_template import render_chat"
     assert "transformers" not in imported(module)

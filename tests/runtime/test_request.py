@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from dflash_aot.runtime.requests.logprobs import TokenLogprob
 from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.text.tokenizer import TextStream, Tokenizer
+from dflash_aot.runtime.text.detokenizer import Detokenizer
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from tests.runtime.tokenizer_kinds import END, byte_level
 
 TOKENIZER = Tokenizer(byte_level())
@@ -60,14 +61,14 @@ def test_text_is_cut_before_the_stop_wherever_blocks_of_tokens_begin_and_end(pro
     """Also where it begins in one accepted block and ends in the midst of the next one."""
     deltas: list[Delta] = []
     ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
-    stream = TextStream(TOKENIZER, stops, TOKENIZER.encode(prompt))
+    stream = Detokenizer(TOKENIZER, stops, TOKENIZER.encode(prompt))
     request = Request([1], SamplingParams(), len(ids) + 1, frozenset(ids[-1:]), stream, print)
     while request.finish_reason is None:
         block = data.draw(st.integers(1, 8))
         deltas.append(request.take(ids[len(request.token_ids) :][:block]))
     end = min((text.index(stop) for stop in stops if stop in text), default=len(text))
     assert text.startswith(request.result().text) and request.finish_reason == "stop"
-    # Where two stops overlap, the one that is complete first counts: TextStream's own tests know it.
+    # Where two stops overlap, the one that is complete first counts: Detokenizer's own tests know it.
     assert len(request.result().text) == end or sum(stop in text for stop in stops) > 1
     assert "".join(delta.text for delta in deltas) == request.result().text
     kept = request.token_ids

@@ -1,12 +1,14 @@
-"""A small tokenizer of each kind that checkpoints come with: they differ in how tokens become text."""
+"""Small tokenizers, one of each kind that checkpoints come with. They differ in how tokens become text."""
 
 from collections.abc import Callable
+from functools import cache
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-END = "<|end|>"  # special in all of them
+END = "<|end|>"  # a special token of all of them
 VOCABULARY = 400
+ALPHABET = "ab c\né東京タ🎉🎊👩‍👧e\u0301\x00\ufffd"  # of random texts
 CORPUS = [
     "the cat ate the 🎉 at the café, 東京東京タワー 🎉🎊🎉🎊 naïve été\n",
     "a b c aaa bbb abab 東京 👩‍👩‍👧 ok\n",
@@ -15,7 +17,7 @@ PIECES = ["▁", "▁the", "the", "▁▁", "▁a▁b", "cat", "▁cat", "é", "
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """BPE of bytes (GPT-2, Llama 3, Qwen), not split at words: some tokens end or begin inside a character."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen) that is not split at words: some tokens end or begin inside a character."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -27,8 +29,22 @@ def byte_level() -> tokenizers.Tokenizer:
     return backend
 
 
+def list_byte_tokens(data: bytes) -> list[int]:
+    """The token ids of `data` in the vocabulary of `byte_level`, one per byte."""
+    letters = {byte: chr(byte) for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+    rest = (byte for byte in range(256) if byte not in letters)
+    letters.update({byte: chr(256 + rank) for rank, byte in enumerate(rest)})
+    vocabulary = _byte_level_vocabulary()
+    return [vocabulary[letters[byte]] for byte in data]
+
+
+@cache
+def _byte_level_vocabulary() -> dict[str, int]:
+    return byte_level().get_vocab()
+
+
 def byte_fallback() -> tokenizers.Tokenizer:
-    """Gemma: the token of a byte is its number; words of the vocabulary carry their spaces."""
+    """Byte fallback (Gemma): the id of a byte token is the byte; the vocabulary's words include their spaces."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] + PIECES
     model = models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
@@ -39,7 +55,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def stripped_byte_fallback() -> tokenizers.Tokenizer:
-    """Llama 2: a space is put before every text, and taken off when it is decoded."""
+    """Byte fallback (Llama 2) that prepends a space to every text and strips the space when it decodes."""
     backend = byte_fallback()
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), backend.normalizer])
     strip = decoders.Strip(" ", 1, 0)
@@ -48,7 +64,7 @@ def stripped_byte_fallback() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """SentencePiece's unigrams (T5): the first token of a text loses its spaces."""
+    """SentencePiece unigrams (T5): the first token of a text loses its spaces."""
     backend = tokenizers.Tokenizer(models.Unigram([("?", 0.0), *((piece, -1.0) for piece in PIECES)], 0, False))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -57,7 +73,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 
 def word_pieces() -> tokenizers.Tokenizer:
-    """BERT: spaces come between words, not before what goes on with one, nor before a full stop."""
+    """WordPiece (BERT): spaces separate words, and do not precede a continuation of a word or a full stop."""
     words = ["?", "the", "##the", "cat", "##s", ".", ",", "n't", "'", "s", "do", "##é", "東", "a", "##a"]
     backend = tokenizers.Tokenizer(models.WordPiece({word: rank for rank, word in enumerate(words)}, unk_token="?"))
     backend.decoder = decoders.WordPiece()
@@ -66,7 +82,7 @@ def word_pieces() -> tokenizers.Tokenizer:
 
 
 def word_ends() -> tokenizers.Tokenizer:
-    """CLIP: a word's last token says so, and its space comes with the next word."""
+    """BPE with end-of-word markers (CLIP): the space after a word comes with the next word."""
     words = ["the</w>", "the", "c", "at</w>", "a", "a</w>", "é", "東</w>", "🎉"]
     model = models.BPE({word: rank for rank, word in enumerate(words)}, [], end_of_word_suffix="</w>")
     backend = tokenizers.Tokenizer(model)
@@ -76,7 +92,7 @@ def word_ends() -> tokenizers.Tokenizer:
 
 
 def split_words() -> tokenizers.Tokenizer:
-    """Without a decoder, a space between any two."""
+    """Words without a decoder: a space between any two tokens."""
     backend = tokenizers.Tokenizer(models.WordLevel({"the": 0, "cat": 1, "é": 2, "東": 3, "a": 4}, "the"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_tokens([AddedToken(END, special=True)])

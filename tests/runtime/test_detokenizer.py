@@ -1,0 +1,288 @@
+"""Incremental detokenizer: streamed text in whole characters, cut before a stop string."""
+
+import os.path
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.text.detokenizer import RESYNC_TOKENS, Detokenizer, IncrementalDecoder
+from dflash_aot.runtime.text.tokenizer import Tokenizer
+from tests.runtime.tokenizer_kinds import (
+    ALPHABET,
+    END,
+    KINDS,
+    VOCABULARY,
+    byte_fallback,
+    byte_level,
+    list_byte_tokens,
+    stripped_byte_fallback,
+)
+
+BACKEND = byte_level()
+TOKENIZER = Tokenizer(BACKEND)
+every_kind = pytest.mark.parametrize("backend", [make() for make in KINDS], ids=[make.__name__ for make in KINDS])
+
+
+def chunked(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    pushes, at = [], 0
+    for size in (*sizes, len(ids)):
+        pushes.append(ids[at : at + size])
+        at += size
+    return pushes
+
+
+def run(stream: Detokenizer, pushes: Sequence[Sequence[int]]) -> str:
+    shown = []
+    for push in pushes:
+        shown.append(stream.push(push))
+        if stream.finished:
+            break
+    return "".join([*shown, stream.flush()])
+
+
+def decode_reference(
+    ids: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer = TOKENIZER
+) -> tuple[str, int, bool]:
+    """Returns text, tokens kept, and whether a stop was found; decodes all tokens again after each token."""
+    for count in range(1, len(ids) + 1):
+        if END in stops and ids[count - 1] in tokenizer.encode(END, add_special_tokens=False):
+            return tokenizer.decode(ids[: count - 1]), count, True
+        text = tokenizer.decode(ids[:count])
+        for end in range(len(text) + 1):
+            starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+            if starts:
+                return text[: min(starts)], count, True
+    return tokenizer.decode(ids), len(ids), False
+
+
+def added_text(prompt: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Returns what `ids` add to the text of `prompt`."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    return whole[len(os.path.commonprefix([before, whole])) :]
+
+
+texts = st.text(st.sampled_from(ALPHABET), max_size=60) | st.text(max_size=40)
+any_ids = st.lists(st.integers(0, VOCABULARY + 3), max_size=80)
+# Lead bytes, continuation bytes and invalid bytes: character boundaries become rare, or never come.
+broken_ids = st.lists(st.sampled_from(list_byte_tokens(b"\xe2\x82\xac\xf0\x9f\x8e\xff\xc0\xed\xa0\x41")), max_size=120)
+many_ids = any_ids | broken_ids | texts.map(TOKENIZER.encode)
+sizes = st.lists(st.integers(0, 9), max_size=12)
+stop_texts = st.text(st.sampled_from(ALPHABET.replace("\ufffd", "")), min_size=1, max_size=4)
+
+
+def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=30)
+
+
+@given(texts, sizes)
+def test_detokenizer_streams_the_encoded_text(text, sizes):
+    assert run(Detokenizer(TOKENIZER, []), chunked(TOKENIZER.encode(text), sizes)) == text
+
+
+@given(many_ids, sizes)
+def test_detokenizer_streams_what_decode_returns(ids, sizes):
+    assert run(Detokenizer(TOKENIZER, []), chunked(ids, sizes)) == TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "pattern", [b"\xff", b"\x82", b"\xe2", b"\xe2\x82", b"\xf0\x9f\x8e", b"\x9f\x8e\xf0", b"\xef\xbf\xbd"]
+)
+@pytest.mark.parametrize("end", [b"", b"\x82", b"\xac", b"ok", "🎉".encode()])
+def test_detokenizer_streams_bytes_without_character_boundaries(pattern, end):
+    ids = list_byte_tokens(pattern * 100 + end)
+    assert run(Detokenizer(TOKENIZER, []), [ids]) == TOKENIZER.decode(ids)
+
+
+@given(many_ids, sizes, st.lists(stop_texts, max_size=3))
+@example(TOKENIZER.encode("aaab"), [], ["aab"])
+@example(TOKENIZER.encode("abab"), [], ["bab", "ab"])
+def test_stop_strings_match_the_reference_implementation(ids, sizes, stops):
+    stream = Detokenizer(TOKENIZER, stops)
+    text = run(stream, chunked(ids, sizes))
+    assert (text, stream.tokens_kept, stream.finished) == decode_reference(ids, stops)
+
+
+@given(st.data())
+def test_stop_string_of_the_text_cuts_the_text(data):
+    ids = data.draw(texts.filter(bool).map(TOKENIZER.encode))
+    text = TOKENIZER.decode(ids)
+    start = data.draw(st.integers(0, len(text) - 1))
+    stop = text[start : data.draw(st.integers(start + 1, len(text)))]
+    stream = Detokenizer(TOKENIZER, [stop])
+    assert run(stream, chunked(ids, data.draw(sizes))) == text[: text.index(stop)]
+    assert stream.finished
+
+
+def test_character_of_several_tokens_is_returned_whole():
+    stream = Detokenizer(TOKENIZER, [])
+    assert [stream.push([i]) for i in list_byte_tokens("a🎉é".encode())] == ["a", "", "", "", "🎉", "", "é"]
+
+
+def test_invalid_byte_is_returned_once_later_bytes_prove_it_invalid():
+    stream = Detokenizer(TOKENIZER, [])
+    assert [stream.push([i]) for i in list_byte_tokens(b"a\xffb")] == ["a", "", "\ufffdb"]
+
+
+def test_incomplete_character_is_returned_by_flush():
+    stream = Detokenizer(TOKENIZER, [])
+    assert stream.push(list_byte_tokens(b"a\xf0\x9f")) == "a"
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("skipped", [BACKEND.token_to_id(END), VOCABULARY + 1])
+def test_skipped_tokens_inside_a_character_change_nothing(skipped):
+    first, *rest = list_byte_tokens("🎉".encode())
+    assert Detokenizer(TOKENIZER, []).push([first, *[skipped] * 200, *rest]) == "🎉"
+
+
+def test_stop_string_across_pushes():
+    stream = Detokenizer(TOKENIZER, ["stop"])
+    assert [stream.push(list_byte_tokens(part)) for part in (b"go s", b"t", b"o")] == ["go ", "", ""]
+    assert not stream.finished
+    assert stream.push(list_byte_tokens(b"pped")) == ""
+    assert stream.finished
+    assert stream.tokens_kept == len("go stop")
+    assert stream.flush() == ""
+
+
+def test_stop_string_in_the_middle_of_a_push():
+    stream = Detokenizer(TOKENIZER, ["stop"])
+    assert stream.push(list_byte_tokens(b"go stop more")) == "go "
+    assert (stream.finished, stream.tokens_kept) == (True, len("go stop"))
+
+
+def test_beginning_of_a_stop_string_is_returned_once_it_is_none():
+    stream = Detokenizer(TOKENIZER, ["stop"])
+    assert stream.push(list_byte_tokens(b"a sto")) == "a "
+    assert stream.push(list_byte_tokens(b"ry s")) == "story "
+    assert stream.flush() == "s"
+
+
+def test_first_completed_stop_string_wins():
+    stream = Detokenizer(TOKENIZER, ["abcdef", "cd"])
+    assert stream.push(list_byte_tokens(b"abcdef")) == "ab"
+    assert stream.tokens_kept == len("abcd")
+
+
+def test_longer_of_two_stop_strings_with_the_same_end_cuts_the_text():
+    assert Detokenizer(TOKENIZER, ["cd", "bcd"]).push(list_byte_tokens(b"abcd")) == "a"
+
+
+def test_flush_can_complete_a_stop_string():
+    stream = Detokenizer(TOKENIZER, ["a\ufffd"])
+    assert stream.push(list_byte_tokens(b"xa\xf0")) == "x"
+    assert stream.flush() == ""
+    assert stream.finished
+
+
+def test_empty_stop_string_raises():
+    with pytest.raises(BadInput, match="empty stop string"):
+        Detokenizer(TOKENIZER, ["a", ""])
+
+
+@every_kind
+@given(data=st.data())
+def test_every_tokenizer_kind_matches_the_reference_implementation(backend, data):
+    tokenizer, ids = Tokenizer(backend), data.draw(ids_of(backend))
+    assert run(Detokenizer(tokenizer, []), chunked(ids, data.draw(sizes))) == tokenizer.decode(ids)
+    stops = data.draw(st.lists(stop_texts | st.just(END), max_size=3))
+    stream = Detokenizer(tokenizer, stops)
+    text = run(stream, chunked(ids, data.draw(sizes)))
+    assert (text, stream.tokens_kept, stream.finished) == decode_reference(ids, stops, tokenizer)
+
+
+@every_kind
+@given(data=st.data())
+def test_every_tokenizer_kind_continues_the_prompt(backend, data):
+    tokenizer, prompt, ids = Tokenizer(backend), data.draw(ids_of(backend)), data.draw(ids_of(backend))
+    assert run(Detokenizer(tokenizer, [], prompt), [ids]) == added_text(prompt, ids, tokenizer)
+
+
+@given(broken_ids, broken_ids, st.sampled_from([0, 1, 2, 200]))
+def test_prompt_that_ends_inside_a_character_is_continued(prompt, ids, skipped):
+    prompt = prompt + [BACKEND.token_to_id(END)] * skipped
+    assert run(Detokenizer(TOKENIZER, [], prompt), [ids]) == added_text(prompt, ids, TOKENIZER)
+
+
+def test_character_begun_in_the_prompt_is_returned_whole():
+    start, end = list_byte_tokens("a🎉".encode())[:3], list_byte_tokens("🎉b".encode())[2:]
+    assert run(Detokenizer(TOKENIZER, [], start), [end]) == "🎉b"
+    # U+FFFD in the prompt looks like an incomplete character, but it belongs to the prompt.
+    assert run(Detokenizer(TOKENIZER, [], TOKENIZER.encode("a\ufffd")), [list_byte_tokens(b"b")]) == "b"
+
+
+def test_space_between_prompt_and_output_is_kept():
+    """A decoder strips the space of the first token of a text; an output is not the beginning of a text."""
+    tokenizer = Tokenizer(stripped_byte_fallback())
+    prompt, answer = tokenizer.encode("the"), tokenizer.encode("cat")
+    assert run(Detokenizer(tokenizer, []), [answer]) == "cat"
+    assert run(Detokenizer(tokenizer, [], prompt), [answer]) == " cat"
+
+
+def test_byte_fallback_replaces_only_the_invalid_bytes():
+    tokenizer = Tokenizer(byte_fallback())
+    ids = [*"é".encode(), 0xFF, *b"a", *"🎉".encode()[:3], *"東".encode(), 0xC3]
+    assert tokenizer.decode(ids) == "é\ufffda\ufffd東\ufffd"
+    stream = Detokenizer(tokenizer, [])
+    assert [stream.push([token]) for token in ids] == ["", "é", "\ufffd", "a", "", "", "", "\ufffd", "", "東", ""]
+    assert stream.flush() == "\ufffd"
+
+
+@given(st.text(st.sampled_from("aé東🎉\u0301\ufffd"), max_size=40), sizes)
+def test_byte_fallback_returns_whole_characters(text, sizes):
+    stream = Detokenizer(Tokenizer(byte_fallback()), [])
+    assert run(stream, chunked(list(text.encode()), sizes)) == text
+
+
+@pytest.mark.parametrize("end", [0, 1, 2])
+def test_special_token_can_be_a_stop(end):
+    """The token has no text. Held-back text, for another stop or an incomplete character, belongs to the output."""
+    token = BACKEND.token_to_id(END)
+    before = list_byte_tokens("a st🎉".encode()[: -2 - end])
+    stream = Detokenizer(TOKENIZER, ["stop", END])
+    assert stream.push([*before, token, *list_byte_tokens(b"more")]) + stream.flush() == TOKENIZER.decode(before)
+    assert (stream.finished, stream.tokens_kept) == (True, len(before) + 1)
+
+
+def test_stop_string_in_letters_matches_the_form_of_a_special_token():
+    stream = Detokenizer(TOKENIZER, [END])
+    assert stream.push(list_byte_tokens(f"a{END}b".encode())) == "a"
+    assert (stream.finished, stream.tokens_kept) == (True, len(f"a{END}"))
+
+
+def test_added_token_that_is_not_special_has_text_and_can_be_a_stop():
+    backend = byte_level()
+    backend.add_tokens([AddedToken("</think>", special=False)])
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("ab</think>c")
+    assert backend.token_to_id("</think>") in ids
+    assert run(Detokenizer(tokenizer, []), [ids]) == "ab</think>c"
+    assert run(Detokenizer(tokenizer, ["</think>"]), [ids]) == "ab"
+    assert run(Detokenizer(tokenizer, ["think"]), [ids]) == "ab</"
+
+
+class CountingDecoder:
+    """A decoder of bytes that counts the tokens that it decodes."""
+
+    decoded = 0
+    longest = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += len(ids)
+        self.longest = max(self.longest, len(ids))
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("data", ["the cat 🎉".encode() * 100, b"\xff" * 1000, b"\x9f\xf0" * 500])
+def test_decoding_work_per_token_is_bounded(data):
+    counting = CountingDecoder()
+    stream = IncrementalDecoder(counting.decode, {}, [])
+    assert "".join([*map(stream.push, data), stream.flush()]) == data.decode(errors="replace")
+    assert counting.longest <= 2 * RESYNC_TOKENS + 1
+    assert counting.decoded <= 3 * RESYNC_TOKENS * len(data)
