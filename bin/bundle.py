@@ -1,8 +1,10 @@
-"""dflash-bundle: inspects, verifies, signs and copies bundles. Only verify --deep starts JAX and runs executables.
+"""dflash-bundle: inspects, verifies, signs and copies bundles. verify runs executables only if asked to.
 
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
 dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
 dflash-bundle verify BUNDLE --deep [--record]    also call every executable, each in a subprocess
+dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]   also compare its answers with FILE
+dflash-bundle verify BUNDLE --record_golden FILE     also write its answers to FILE
 dflash-bundle diff A B                           show how two bundles differ
 dflash-bundle sign BUNDLE --key PRIVATE.pem      sign the manifest, and with it every file
 dflash-bundle gc BUNDLE [--dry_run] [--keep_hours H]     remove files that the manifest does not refer to
@@ -29,6 +31,7 @@ from dflash_aot.bin.bundle_changes import (
 )
 from dflash_aot.bin.bundle_reports import report_diff, report_inspection
 from dflash_aot.bin.command_line import choose_directory, run_with_arguments
+from dflash_aot.bin.golden import GoldenOptions
 from dflash_aot.cache.errors import BadInput
 
 FLAGS = flags.FlagValues()
@@ -51,6 +54,22 @@ _RECORD = flags.DEFINE_bool(
     "the bundle afterwards",
     flag_values=FLAGS,
 )
+_GOLDEN = flags.DEFINE_string(
+    "golden",
+    None,
+    "a file that --record_golden wrote elsewhere: also generate answers on this machine, and compare them",
+    flag_values=FLAGS,
+)
+_RECORD_GOLDEN = flags.DEFINE_string(
+    "record_golden", None, "also generate answers on this machine, and write them to this file", flag_values=FLAGS
+)
+_TARGET = flags.DEFINE_string(
+    "target",
+    None,
+    "with --golden or --record_golden: the target's checkpoint, instead of the bundle's own",
+    flag_values=FLAGS,
+)
+_DRAFT = flags.DEFINE_string("draft", None, "as --target, for the draft's checkpoint", flag_values=FLAGS)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "remove nothing, show what would be removed", flag_values=FLAGS)
 _KEEP_HOURS = flags.DEFINE_float(
     "keep_hours", 24.0, "keep files that changed less than this many hours ago", lower_bound=0, flag_values=FLAGS
@@ -81,9 +100,9 @@ COMMANDS = {
     "inspect": SubCommand(1, frozenset(), lambda bundle: report_inspection(bundle, _JSON.value)),
     "verify": SubCommand(
         1,
-        frozenset({"key", "set_aside", "deep", "record"}),
+        frozenset({"key", "set_aside", "deep", "record", "golden", "record_golden", "target", "draft"}),
         lambda bundle: report_verification(
-            bundle, _key(), _SET_ASIDE.value, _JSON.value, _DEEP.value or _RECORD.value, _RECORD.value
+            bundle, _key(), _SET_ASIDE.value, _JSON.value, _DEEP.value or _RECORD.value, _RECORD.value, _golden()
         ),
     ),
     "diff": SubCommand(2, frozenset(), lambda a, b: report_diff(a, b, _JSON.value)),
@@ -124,6 +143,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def _key() -> Path | None:
     return None if _KEY.value is None else Path(_KEY.value)
+
+
+def _golden() -> GoldenOptions:
+    """Raises BadInput."""
+    files = [Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN)]
+    if (_TARGET.value or _DRAFT.value) and not any(files):
+        raise BadInput("--target and --draft: verify reads checkpoints only with --golden or --record_golden")
+    return GoldenOptions(*files, _TARGET.value, _DRAFT.value)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
 from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
 from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove
 from dflash_aot.cache.bundle.manifest import Manifest, mend_command, parse_manifest, read_content, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
@@ -25,13 +26,14 @@ from dflash_aot.cache.bundle.verification import (
     list_promises,
     set_flaws_aside,
 )
-from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.remote.fetch import fetch_bundle
 from dflash_aot.cache.remote.push import push_bundle
 from dflash_aot.cache.signing import signatures
 from dflash_aot.cache.signing.signatures import Signers, check_signature, list_signers
 
 HOUR = 3600.0  # seconds
+NO_GOLDEN = GoldenOptions()
 
 
 # -- verify
@@ -52,6 +54,7 @@ class VerificationReport(msgspec.Struct, frozen=True):
         not_quarantined: why broken files were left in place; None where none was left.
         rebuild: command that replaces the broken files.
         calls: what calling the executables showed; None without --deep, or where a file is broken.
+        golden: answers compared; None without --golden and --record_golden, or where something is broken.
     """
 
     bundle: str
@@ -65,26 +68,44 @@ class VerificationReport(msgspec.Struct, frozen=True):
     not_quarantined: str | None = msgspec.field(name="not_set_aside")
     rebuild: str = msgspec.field(name="mend")
     calls: Calls | None = None
+    golden: AnswerReport | None = None
 
 
 def report_verification(
-    bundle: Path, key: Path | None, quarantine: bool, as_json: bool, deep: bool = False, record: bool = False
+    bundle: Path,
+    key: Path | None,
+    quarantine: bool,
+    as_json: bool,
+    deep: bool = False,
+    record: bool = False,
+    golden: GoldenOptions = NO_GOLDEN,
 ) -> int:
-    """Prints the report of `verify`; returns 0 if nothing is wrong, else the exit code of a corrupt bundle."""
-    report = verify_bundle(bundle, key, quarantine, deep, record)
+    """Prints the report of `verify` and returns the exit code.
+
+    0 if nothing is wrong, that of a corrupt bundle, or that of an incompatible one where only answers are wrong.
+    """
+    report = verify_bundle(bundle, key, quarantine, deep, record, golden)
     print(msgspec.json.encode(report, enc_hook=str).decode() if as_json else format_verification(report))
     broken = report.flaws or (report.calls and report.calls.faults)
-    return CorruptBundle.exit_code if broken else 0
+    if broken:
+        return CorruptBundle.exit_code
+    return IncompatibleBundle.exit_code if report.golden and report.golden.failures else 0
 
 
 def verify_bundle(
-    bundle: Path, key: Path | None, quarantine: bool, deep: bool = False, record: bool = False
+    bundle: Path,
+    key: Path | None,
+    quarantine: bool,
+    deep: bool = False,
+    record: bool = False,
+    golden: GoldenOptions = NO_GOLDEN,
 ) -> VerificationReport:
     """Compares every file of a bundle with its manifest; moves broken files away if `quarantine` is set.
 
     With a public `key` the signature is verified first: an unsigned manifest is not parsed. `deep` also calls every
-    executable, if all files are sound; `record` adds missing self-test results to the manifest. Raises MissingBundle,
-    CorruptBundle, BadInput, and what `call_executables` raises.
+    executable, if all files are sound; `record` adds missing self-test results to the manifest. `golden`: answers are
+    compared if files and executables are sound. Raises MissingBundle, CorruptBundle, BadInput, and what
+    `call_executables` and `check_answers` raise.
     """
     content = read_content(bundle)
     signer = check_signature(bundle, content, key) if key is not None else None
@@ -92,6 +113,8 @@ def verify_bundle(
     check_consistent(bundle, manifest)
     promises, flaws = list_promises(bundle, manifest), find_flaws(bundle, manifest)
     moved, left = set_flaws_aside(bundle, manifest, flaws) if quarantine else ({}, None)
+    calls = call_executables(bundle, manifest, quarantine, record) if deep and not flaws else None
+    sound = not flaws and not (calls and calls.faults)
     return VerificationReport(
         bundle=str(bundle),
         files=len(promises),
@@ -103,8 +126,15 @@ def verify_bundle(
         quarantined={str(path): str(place) for path, place in moved.items()},
         not_quarantined=left,
         rebuild=_choose_rebuild(bundle, manifest, flaws),
-        calls=call_executables(bundle, manifest, quarantine, record) if deep and not flaws else None,
+        calls=calls,
+        golden=_check_answers(bundle, manifest, golden) if golden.wanted and sound else None,
     )
+
+
+def _check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> AnswerReport:
+    from dflash_aot.bin.golden_check import check_answers  # noqa: PLC0415  imports JAX
+
+    return check_answers(bundle, manifest, options)
 
 
 def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[Flaw]) -> str:
@@ -132,6 +162,8 @@ def format_verification(report: VerificationReport) -> str:
     lines.append(f"{report.files} files, {format_bytes(report.bytes)}: all match the manifest")
     if report.calls:
         lines.append(format_calls(report.calls))
+    if report.golden:
+        lines.append(format_answers(report.golden))
     return "\n".join(lines)
 
 

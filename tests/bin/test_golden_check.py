@@ -1,0 +1,224 @@
+"""`dflash-bundle verify --golden` and --record_golden: wrong answers are found, and rounding is tolerated."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from dflash_aot.bin import bundle as bundle_command
+from dflash_aot.bin import golden as golden_module
+from dflash_aot.bin.golden_check import check_answers
+from dflash_aot.bin.golden import GoldenOptions
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.errors import BadInput
+
+
+@pytest.fixture
+def verify(command):
+    """A bundle and flags → the finished `dflash-bundle verify`."""
+
+    def run(place: Path, *arguments: str | Path, **given: object):
+        return command(bundle_command, "verify", place, *arguments, *(f"--{name}={at}" for name, at in given.items()))
+
+    return run
+
+
+@pytest.fixture
+def golden(bundle, verify, tmp_path) -> Path:
+    """Recorded answers of the tiny bundle."""
+    path = tmp_path / "golden.json"
+    done = verify(bundle("tiny"), record_golden=path)
+    assert (done.code, done.err) == (0, "") and f"answers are in {path}" in done.out
+    return path
+
+
+@pytest.fixture
+def changed(tied, tmp_path):
+    """Makes a checkpoint of the tied pair whose weights are multiplied by a factor."""
+
+    def change(role: str, factor: float) -> Path:
+        place = Path(shutil.copytree(getattr(tied, role), tmp_path / role))
+        tensors = load_file(place / "model.safetensors")
+        save_file({name: tensor * factor for name, tensor in tensors.items()}, place / "model.safetensors")
+        return place
+
+    return change
+
+
+def test_sound_bundle_passes_and_is_timed(bundle, verify, golden):
+    done = verify(bundle("tiny"), golden=golden)
+    assert (done.code, done.err) == (0, "")
+    assert "K = 3 against K = 0: 16 of 16 tokens equal" in done.out
+    assert "golden, float32 on cpu: 16 of 16 tokens equal" in done.out
+    assert "golden, float32 on cpu, K = 3:" in done.out
+    lines = [line.split() for line in done.out.splitlines()]
+    assert [line[:2] for line in lines if line[:1] == ["32"]] == [["32", "0"], ["32", "3"]]
+    assert all(float(number) > 0 for line in lines if line[:1] == ["32"] for number in line[2:])
+
+
+def test_json_report_holds_every_comparison_and_timing(bundle, verify, golden):
+    report = json.loads(verify(bundle("tiny"), "--json", golden=golden).out)["golden"]
+    assert [(one["name"], one["differences"]) for one in report["comparisons"]] == [
+        ("golden, float32 on cpu", []),
+        ("K = 3 against K = 0", []),
+    ]
+    assert report["failures"] == [] and report["recorded"] is None and report["golden"] == str(golden)
+    assert [(one["length"], one["k"]) for one in report["timings"]] == [(32, 0), (32, 3)]
+
+
+def test_other_weights_are_found(bundle, verify, golden, changed):
+    done = verify(bundle("tiny"), golden=golden, target=changed("target", 1.5))
+    assert done.code == 4
+    failures = done.out.partition("wrong on this machine")[2]
+    assert "golden, float32 on cpu:" in failures and "tokens differ" in failures and "against K = 0" not in failures
+    assert "  prompt 0, token " in done.out and ", expected " in done.out
+
+
+def test_wrong_draft_is_found_although_every_token_is_right(bundle, verify, golden, changed):
+    done = verify(bundle("tiny"), golden=golden, draft=changed("draft", -1.0))
+    assert done.code == 4
+    assert "golden, float32 on cpu: 16 of 16 tokens equal" in done.out
+    assert "drafted tokens accepted per round instead of" in done.out and "tokens differ" not in done.out
+
+
+def test_executable_that_computes_something_else_is_found(bundle, tmp_path):
+    """Verification at length 208 sees at most 64 positions. Every hash is right, and no golden is recorded."""
+    copy = Path(shutil.copytree(bundle("tied"), tmp_path / "bundle"))
+    manifest = read_manifest(copy)
+    entries = {entry.signature.label: entry for entry in manifest.entries}
+    short = entries["verify batch=1 length=64 k=3"]
+    long = entries["verify batch=1 length=208 k=3"]
+    wrong = msgspec.structs.replace(short, signature=long.signature)
+    swapped = tuple(wrong if entry is long else entry for entry in manifest.entries)
+    (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, entries=swapped)))
+    report = check_answers(copy, read_manifest(copy), GoldenOptions(record=tmp_path / "golden.json"))
+    names = {one.name for one in report.comparisons}
+    assert names >= {f"K = {k} with up to 3 rows against one" for k in (0, 3, 7)}
+    assert report.recorded is None and any(one.startswith("K = 3 against K = 0: ") for one in report.failures)
+    assert not any(one.startswith("K = 7 against K = 0: ") for one in report.failures)
+    assert "K = 7 against K = 0: 64 of 64 tokens equal" in golden_module.format_answers(report)
+    assert not (tmp_path / "golden.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]"])
+def test_file_that_is_no_golden_is_refused(bundle, verify, tmp_path, content):
+    (tmp_path / "golden.json").write_text(content)
+    done = verify(bundle("tiny"), golden=tmp_path / "golden.json")
+    assert done.code == 2 and str(tmp_path / "golden.json") in done.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts.update(runs=[]),
+        lambda facts: facts["runs"][0]["accepted"].pop("3"),
+        lambda facts: facts["runs"][1]["accepted"].update({"3": []}),
+        lambda facts: facts["runs"][1].update(token_ids=[]),
+    ],
+    ids=["no runs", "different Ks", "no rounds", "no tokens"],
+)
+def test_incomplete_golden_is_refused(golden, change):
+    facts = json.loads(golden.read_text())
+    change(facts)
+    golden.write_text(json.dumps(facts))
+    with pytest.raises(BadInput, match="golden.json: "):
+        golden_module.read_golden(golden)
+
+
+def test_golden_of_another_pair_is_refused(bundle, verify, golden):
+    facts = json.loads(golden.read_text())
+    facts["target"]["decoder"]["epsilon"] = 1e-5
+    golden.write_text(json.dumps(facts))
+    expect_refusal(verify, bundle("tiny"), "recorded with another target", golden=golden)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: run.update(accepted={"7": [1]}), "recorded with k=0,7, and the bundle has k=0,3: the draft"),
+        (lambda run: run.update(accepted={}), "recorded with k=0, and the bundle has k=0,3: the draft"),
+        (lambda run: run.update(prompt_ids=[1] * 26), "takes 33 positions, and the bundle ends at length=32"),
+    ],
+    ids=["other Ks", "no Ks", "longer"],
+)
+def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden, change, words):
+    facts = json.loads(golden.read_text())
+    for run in facts["runs"]:
+        change(run)
+    golden.write_text(json.dumps(facts))
+    expect_refusal(verify, bundle("tiny"), words, golden=golden)
+
+
+def test_golden_of_the_longest_possible_run_is_compared(bundle, verify, golden):
+    facts = json.loads(golden.read_text())
+    assert len(facts["runs"][0]["token_ids"]) == 8
+    facts["runs"][0]["prompt_ids"] = [1] * 25
+    golden.write_text(json.dumps(facts))
+    done = verify(bundle("tiny"), golden=golden)  # the answer is that of another prompt
+    assert done.code == 4 and "golden, float32 on cpu, K = 3:" in done.out and "tokens differ" in done.out
+
+
+def test_golden_file_that_cannot_be_written_is_refused(bundle, verify, tmp_path):
+    expect_refusal(verify, bundle("tiny"), "there is no directory", record_golden=tmp_path / "none" / "golden.json")
+    expect_refusal(verify, bundle("tiny"), "cannot be written", record_golden=tmp_path)
+
+
+def expect_refusal(verify, bundle: Path, words: str, **given: object) -> None:
+    """Before the weights are looked for: there are none."""
+    done = verify(bundle, target=bundle / "nowhere", **given)
+    assert (done.code, done.out) == (2, "") and words in done.err, done.err
+
+
+def test_checkpoints_without_golden_are_refused(bundle, verify):
+    done = verify(bundle("tiny"), target="anywhere")
+    assert done.code == 2 and "only with --golden or --record_golden" in done.err
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="a disk that is full, on Linux")
+def test_full_disk_is_reported(bundle, verify):
+    done = verify(bundle("tiny"), record_golden="/dev/full")
+    assert done.code == 2 and "--record_golden /dev/full: No space left on device" in done.err
+
+
+tokens = st.integers(0, 3)
+
+
+@given(st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=3), st.lists(tokens, min_size=1, max_size=12))))
+def test_each_token_is_compared_after_the_expected_text(runs):
+    """With a decoder whose choice after each text is known."""
+
+    def choose(text: list[int]) -> int:
+        return sum((place + 1) * token for place, token in enumerate(text)) % 4
+
+    def decode(asked):
+        answers = []
+        for prompt, count in asked:
+            text = list(prompt)
+            for _ in range(count):
+                text.append(choose(text))
+            answers.append(text[len(prompt) :])
+        return answers
+
+    expected = {
+        (number, place, answer[place], choose(prompt + answer[:place]))
+        for number, (prompt, answer) in enumerate(runs)
+        for place in range(len(answer))
+        if choose(prompt + answer[:place]) != answer[place]
+    }
+    differences = golden_module.find_differences(runs, decode)
+    found = [(one.prompt, one.position, one.expected, one.found) for one in differences]
+    assert set(found) == expected and len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "exact", "passes"), [(0, True, True), (1, True, False), (9, False, True), (11, False, False)]
+)
+def test_rounding_is_tolerated_unless_both_sides_are_exact(wrong, exact, passes):
+    differences = [golden_module.TokenDifference(0, place, 1, 2) for place in range(wrong)]
+    assert (golden_module.TokenComparison("this", 100, differences, exact).failure == "") == passes
