@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as bundle_command
 from dflash_aot.bin import golden as golden_module
-from dflash_aot.bin.golden_check import check_answers
 from dflash_aot.bin.golden import GoldenOptions
+from dflash_aot.bin.golden_check import check_answers
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.errors import BadInput
 
