@@ -34,7 +34,7 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.jax_platform import start_jax
 from dflash_aot.runtime import Engine, Result, SamplingParams
-from dflash_aot.runtime.weights.checkpoint_pair import locate_pair
+from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 
 MAX_NEW_TOKENS, PROMPTS_PER_LENGTH, REPEATS = 64, 2, 3
 RANDOM_TOKENS = 1 << 16
@@ -48,7 +48,7 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
     if options.record:
         check_writable(options.record)
     start_jax(manifest.environment.platform)
-    prompts = make_prompts(manifest, locate_pair(manifest, options.target, options.draft)["target"])
+    prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])
     test = AcceptanceTest(manifest, prompts, golden)
     for k in manifest.grid.k:  # 0 is the first
         with Engine.open(bundle, options.target, options.draft, k, preload=True) as engine:
