@@ -147,10 +147,10 @@ def _key() -> Path | None:
 
 def _golden() -> GoldenOptions:
     """Raises BadInput."""
-    files = [Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN)]
-    if (_TARGET.value or _DRAFT.value) and not any(files):
+    golden, record = (Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN))
+    if (_TARGET.value or _DRAFT.value) and not (golden or record):
         raise BadInput("--target and --draft: verify reads checkpoints only with --golden or --record_golden")
-    return GoldenOptions(*files, _TARGET.value, _DRAFT.value)
+    return GoldenOptions(golden, record, _TARGET.value, _DRAFT.value)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,10 @@ class AcceptanceTest:
     @property
     def failures(self) -> list[str]:
         """What is wrong with the bundle on this machine."""
-        found = [one.failure for one in (*self.comparisons, *self.acceptance) if one.failure]
-        return found + [f"{self.compile_events} traces or compilations while serving"] * bool(self.compile_events)
+        found = [one.failure for one in self.comparisons] + [one.failure for one in self.acceptance]
+        return [*filter(None, found)] + [f"{self.compile_events} traces or compilations while serving"] * bool(
+            self.compile_events
+        )
 
     def run(self, engine: Engine, k: int) -> None:
         """Everything at one K; K = 0 comes first. Raises EngineFailed."""
