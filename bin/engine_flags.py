@@ -1,4 +1,4 @@
-"""The flags that say what is served, of dflash-run and dflash-serve alike."""
+"""Flags of the commands that open an engine: which bundle and checkpoints to serve, and sampling parameters."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,6 +7,13 @@ from absl import flags
 
 from dflash_aot.bin.command_line import choose_pair, default_bundle
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
+
+HINTS = {  # what applies to dflash-run only
+    "max_tokens": "; default: to the end of the grid",
+    "trace": " (JSON only)",
+    "logprobs": " (JSON only)",
+}
 
 
 class ServedFlags:
@@ -59,3 +66,28 @@ class ServedFlags:
     @property
     def signed_by(self) -> Path | None:
         return None if self._require_signature.value is None else Path(self._require_signature.value)
+
+
+class SamplingFlags:
+    """A flag for each scalar field of `SamplingParams` but k, which is the engine's, and for the stop texts."""
+
+    def __init__(self, flag_values: flags.FlagValues):
+        define = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+        self._flags: dict[str, flags.FlagHolder] = {
+            name: define[parameter.type](
+                name, parameter.default, parameter.meaning + HINTS.get(name, ""), flag_values=flag_values
+            )
+            for name, parameter in PARAMETERS.items()
+            if parameter.type in define and name != "k"
+        }
+        self._flags["stop"] = flags.DEFINE_multi_string(
+            "stop", [], "a text that ends the output; may be given again", flag_values=flag_values
+        )
+
+    @property
+    def trace(self) -> bool:
+        return self._flags["trace"].value
+
+    def read(self) -> SamplingParams:
+        """Raises BadInput."""
+        return SamplingParams(**{name: flag.value for name, flag in self._flags.items()})

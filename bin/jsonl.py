@@ -1,4 +1,4 @@
-"""Requests and answers, one JSON object a line."""
+"""JSON lines: reads requests, serves them, and writes results, one JSON object per line."""
 
 import json
 import math
@@ -13,48 +13,44 @@ from typing import Any
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result
-from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN, SamplingParams
 from dflash_aot.runtime.requests.stream import Stream
 
-PARAMS = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
-    *("stop", "stop_token_ids", "k"),
-)
-ORDER = ("priority", "deadline")
-FIELDS = ("id", "prompt", "prompt_ids", *PARAMS, *ORDER)
-TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-MOST_DIGITS = 100
-AHEAD = 256  # lines read ahead of their answers: more than any batch, less than a large file
+SAMPLING_FIELDS = tuple(name for name in PARAMETERS if name != "trace")  # --trace applies to all lines
+SCHEDULING_FIELDS = ("priority", "deadline")
+FIELDS = ("id", "prompt", "prompt_ids", *SAMPLING_FIELDS, *SCHEDULING_FIELDS)
+MAX_DIGITS = 100
+READ_AHEAD_LINES = 256  # before their answers: more than any batch, less than a large file
 _Started = tuple[Any, Stream | Result]
 
 
 def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
-    """(id, result) of every line, in order; served together as slots allow. `defaults` hold where a line is silent.
+    """Yields (id, result) of every line, in order; several lines are served at once.
 
-    A line waits for its place where the engine is full: any number of them is served.
+    defaults: the values of fields that a line does not give. While the request queue is full, lines wait: their number
+    is not limited.
     """
-    started: queue.Queue[_Started | BaseException | None] = queue.Queue(AHEAD)
+    started: queue.Queue[_Started | BaseException | None] = queue.Queue(READ_AHEAD_LINES)
 
     def read() -> None:
-        """In a thread, so that an answer never waits for a line that whoever asks has not written yet."""
+        """Submits the lines. Runs in a thread, so that results do not wait for lines that are not written yet."""
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     started.put(_start(engine, line, number, defaults))
             started.put(None)
-        except BaseException as error:  # raised where the answers are read
+        except BaseException as error:  # raised again where the results are read
             started.put(error)
 
     threading.Thread(target=read, name="dflash-lines", daemon=True).start()
-    while (one := started.get()) is not None:
-        if isinstance(one, BaseException):
-            raise one
-        yield _finish(*one)
+    while (item := started.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield _finish(*item)
 
 
 def output_line(identity: Any, result: Result, trace: bool) -> str:
-    """An answer as JSON, without a line end; with log-probabilities where they were asked for."""
+    """A result as JSON without a line end; with log-probabilities if the request asked for them."""
     fields = {
         "id": identity,
         "token_ids": result.token_ids,
@@ -72,7 +68,7 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
 
 
 def dump_json(fields: dict[str, Any]) -> str:
-    """Readable where UTF-8 can hold it; a lone surrogate, in an id say, stays escaped as it came."""
+    """JSON in UTF-8; all in ASCII escapes if a text holds a lone surrogate, which UTF-8 cannot encode."""
     line = json.dumps(fields, ensure_ascii=False)
     return line if _is_utf8(line) else json.dumps(fields)
 
@@ -92,8 +88,8 @@ def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -
         identity = fields.get("id")
         _check_names(fields, number)
         prompt, params = _read_prompt(fields, number), _read_params(fields, defaults)
-        order = {name: fields[name] for name in ORDER if fields.get(name) is not None}
-        return identity, engine.stream(prompt, params, **order, wait=True)
+        scheduling = {name: fields[name] for name in SCHEDULING_FIELDS if fields.get(name) is not None}
+        return identity, engine.stream(prompt, params, **scheduling, wait=True)
     except DflashError as error:
         return identity, failed(str(error))
 
@@ -108,7 +104,7 @@ def _finish(identity: Any, started: Stream | Result) -> tuple[Any, Result]:
 
 
 def failed(error: str) -> Result:
-    """The answer to a request that never ran."""
+    """The result of a request that was refused."""
     return Result([], "", "error", 0, [], [], error, None, 0.0)
 
 
@@ -117,9 +113,9 @@ def _parse(line: bytes, number: int) -> dict[str, Any]:
         fields = json.loads(
             line,
             parse_constant=_refuse_constant,
-            parse_float=_read_float,
-            parse_int=_read_int,
-            object_pairs_hook=_refuse_twins,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
+            object_pairs_hook=_refuse_duplicates,
         )
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadInput(f"line {number} is not JSON: {error}") from error
@@ -132,32 +128,32 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _read_float(digits: str) -> float:
-    """What is too large would come out again as no JSON."""
+def _parse_float(digits: str) -> float:
+    """Raises ValueError for infinity, which JSON cannot hold in the output line."""
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"{digits[:40]} is too large a number")
+        raise ValueError(f"the number {digits[:40]} is too large")
     return value
 
 
-def _read_int(digits: str) -> int:
-    """What has more digits than a message can hold (4300) could not even be refused by its value."""
-    if len(digits) > MOST_DIGITS:
+def _parse_int(digits: str) -> int:
+    """Raises ValueError for many digits: Python cannot convert integers of over 4300 digits to text for a message."""
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits is too large")
     return int(digits)
 
 
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values for one name, one would be ignored."""
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a name that is given twice: one of its values would be ignored."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        (twin, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twin!r} is given twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is given twice")
     return fields
 
 
 def _check_names(fields: dict[str, Any], number: int) -> None:
-    """A misspelt field must not be ignored: its default would be used instead, silently."""
+    """Raises BadInput for unknown fields: for a misspelt field the default would be used silently."""
     if unknown := sorted(fields.keys() - set(FIELDS)):
         raise BadInput(f"line {number} has unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
 
@@ -175,21 +171,18 @@ def _read_prompt(fields: dict[str, Any], number: int) -> str | list[int]:
 
 
 def _read_params(fields: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """A field that is null is as good as absent. Values are checked by SamplingParams."""
-    given = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
-    for name in ("stop", "stop_token_ids"):
-        if name in given and not isinstance(given[name], list):
-            raise BadInput(f"{name} is {given[name]!r}: a list is needed")
+    """The sampling parameters of a line; null is the same as absent. Raises BadInput."""
+    given = {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _read_bias(given["logit_bias"])
     return replace(defaults, **given)
 
 
 def _read_bias(bias: object) -> dict[int, Any]:
-    """JSON's names are texts: here they are token ids, written as JSON writes numbers."""
+    """The bias by token id; in JSON the ids are texts. Raises BadInput."""
     if not isinstance(bias, dict):
-        raise BadInput(f"logit_bias is {bias!r}: an object is needed, of token ids and numbers")
+        raise BadInput(f"logit_bias is {bias!r}: an object of token ids and numbers is needed")
     for name in bias:
-        if not TOKEN_ID.fullmatch(name):
+        if not re.fullmatch(TOKEN_ID_PATTERN, name):
             raise BadInput(f'logit_bias names {name!r}: a token id is needed, like "17"')
     return {int(name): value for name, value in bias.items()}

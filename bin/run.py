@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 from absl import flags
 
 from dflash_aot.bin.command_line import decode_text, run_command
-from dflash_aot.bin.engine_flags import ServedFlags
+from dflash_aot.bin.engine_flags import SamplingFlags, ServedFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import Served, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import read_manifest
@@ -48,41 +48,9 @@ _THINKING = flags.DEFINE_bool(
 )
 _INPUT = flags.DEFINE_string("input", None, "requests, one JSON object a line", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "where their answers go; default: standard output", flag_values=FLAGS)
-_MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "new tokens at most; default: to the end of the grid", flag_values=FLAGS
-)
-_TEMPERATURE = flags.DEFINE_float(
-    "temperature", 0.0, "0 is greedy; above, tokens are drawn, by a bundle that was built for it", flag_values=FLAGS
-)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "draw from so many of the likeliest tokens; 0: all", flag_values=FLAGS)
-_TOP_P = flags.DEFINE_float(
-    "top_p", 1.0, "draw from the fewest of the likeliest tokens whose mass reaches it; 1: all", flag_values=FLAGS
-)
-_MIN_P = flags.DEFINE_float(
-    "min_p", 0.0, "draw from tokens at least so likely, relative to the likeliest; 0: all", flag_values=FLAGS
-)
-_SEED = flags.DEFINE_integer(
-    "seed", None, "the same seed and prompt give the same text; default: another one each time", flag_values=FLAGS
-)
-_REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", 1.0, "above 1: tokens of prompt and output become less likely", flag_values=FLAGS
-)
-_PRESENCE_PENALTY = flags.DEFINE_float(
-    "presence_penalty", 0.0, "above 0: tokens of the output become less likely", flag_values=FLAGS
-)
-_FREQUENCY_PENALTY = flags.DEFINE_float(
-    "frequency_penalty", 0.0, "above 0: tokens of the output become less likely with each occurrence", flag_values=FLAGS
-)
-_LOGPROBS = flags.DEFINE_integer(
-    "logprobs",
-    None,
-    "also the log-probability of each token, and of so many of the likeliest (JSON only)",
-    flag_values=FLAGS,
-)
-_STOP = flags.DEFINE_multi_string("stop", [], "a text that ends the output; may be given again", flag_values=FLAGS)
+_SAMPLING = SamplingFlags(FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "answer and statistics as JSON", flag_values=FLAGS)
-_TRACE = flags.DEFINE_bool("trace", False, "also the drafted tokens of every round (JSON only)", flag_values=FLAGS)
 
 
 def main() -> None:
@@ -99,33 +67,16 @@ def run() -> None:
         raise BadInput("--output without --input: answers to lines go there, and there are no lines")
     if _THINKING.value and not _CHAT.value:
         raise BadInput("--thinking without --chat: it is for the chat template to read")
-    for flag, given in (("--trace", _TRACE.value), ("--logprobs", _LOGPROBS.value is not None)):
+    params = _SAMPLING.read()
+    for flag, given in (("--trace", params.trace), ("--logprobs", params.logprobs is not None)):
         if given and _INPUT.value is None and not _JSON.value:
             raise BadInput(f"{flag} without --json or --input: there is no place for it beside plain text")
-    params = _read_params()
     if _INPUT.value is not None:
         _answer_file(_INPUT.value, params)
     elif _CHAT.value:
         _chat(params)
     else:
         _answer_prompt(params)
-
-
-def _read_params() -> SamplingParams:
-    return SamplingParams(
-        max_tokens=_MAX_TOKENS.value,
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        min_p=_MIN_P.value,
-        seed=_SEED.value,
-        repetition_penalty=_REPETITION_PENALTY.value,
-        presence_penalty=_PRESENCE_PENALTY.value,
-        frequency_penalty=_FREQUENCY_PENALTY.value,
-        logprobs=_LOGPROBS.value,
-        stop=tuple(_STOP.value),
-        trace=_TRACE.value,
-    )
 
 
 def _answer_prompt(params: SamplingParams) -> None:
@@ -158,7 +109,7 @@ def _chat(params: SamplingParams) -> None:
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             results.append(_stream_text(engine, prompt, params))
             if _JSON.value:
-                print(output_line(None, results[-1], _TRACE.value), flush=True)
+                print(output_line(None, results[-1], _SAMPLING.trace), flush=True)
             messages.append({"role": "assistant", "content": results[-1].text or ""})
         _report(engine, results, None)
 
@@ -180,7 +131,7 @@ def _answer_file(lines_path: str, params: SamplingParams) -> None:
         results = []
         for identity, result in answer_lines(engine, lines, params):
             results.append(result)
-            output.write(output_line(identity, result, _TRACE.value) + "\n")
+            output.write(output_line(identity, result, _SAMPLING.trace) + "\n")
             output.flush()
         if failed := sum(result.finish_reason == "error" for result in results):
             print(f"dflash-run: {failed} of {len(results)} lines answered with an error", file=sys.stderr)
@@ -251,7 +202,7 @@ def _report(engine: Engine, results: list[Result], answer: Result | None) -> Non
     startup, dialect = {"imports": IMPORTED, **engine.startup}, engine.manifest.draft.facts.dialect
     served = Served(startup, dialect, engine.k, engine.executables, results, engine.stats())
     if answer is not None:
-        line = json.loads(output_line(None, answer, _TRACE.value))
+        line = json.loads(output_line(None, answer, _SAMPLING.trace))
         print(dump_json({**line, **({"stats": report_fields(served)} if _STATS.value else {})}))
     elif _STATS.value:
         print(json.dumps(report_fields(served)) if _JSON.value else format_report(served), file=sys.stderr)

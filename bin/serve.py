@@ -26,7 +26,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.remote.urls import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
-from dflash_aot.runtime.requests.sampling_params import MOST
+from dflash_aot.runtime.requests.sampling_params import LARGEST
 from dflash_aot.server.api_keys import Keys, make_keys, read_keys
 from dflash_aot.server.lifecycle import Observer, listen, serve
 from dflash_aot.server.limits import Limits
@@ -56,7 +56,7 @@ _TEMPERATURE = flags.DEFINE_float(
     None,
     "of requests that say none; default: 1, as OpenAI's; 0 where the bundle cannot sample",
     0.0,
-    MOST,
+    LARGEST,
     flag_values=FLAGS,
 )
 _PRELOAD = flags.DEFINE_bool(

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-MOST_CHOICES = 16  # of one request: prompts times n
-MOST_STOPS = 16
+MAX_CHOICES = 16  # of one request: prompts times n
+MAX_STOPS = 16
 
 
 @dataclass(frozen=True)

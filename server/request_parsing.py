@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.runtime.requests.sampling_params import SEEDS, SamplingParams
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import Problem
-from dflash_aot.server.limits import MOST_CHOICES
-from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Message, Sampled
+from dflash_aot.server.limits import MAX_CHOICES
+from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Message, SampledRequest
 from dflash_aot.server.served_model import Model
 
 COMPLETION_TOKENS = 16  # OpenAI's default of completions
@@ -41,8 +41,8 @@ class Asking:
 def count_choices(body: CompletionRequest | ChatRequest) -> int:
     """How many a body asks for, before anything is tokenized. Raises Problem."""
     prompts, n = len(_list_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1, body.n or 1
-    if prompts * n > MOST_CHOICES:
-        words = f"{prompts} prompts, n = {n}: no more than {MOST_CHOICES} choices at once"
+    if prompts * n > MAX_CHOICES:
+        words = f"{prompts} prompts, n = {n}: no more than {MAX_CHOICES} choices at once"
         raise Problem(400, words, "invalid_value", "n")
     return prompts * n
 
@@ -148,24 +148,15 @@ def _check_room(model: Model, room: int, max_tokens: int) -> None:
         )
 
 
-def _make_params(model: Model, body: Sampled, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _make_params(model: Model, body: SampledRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Raises BadInput, and Problem for what was not precompiled."""
-    given = {
-        name: value
-        for name in (
-            *("top_p", "seed", "presence_penalty", "frequency_penalty"),
-            *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "k", "trace"),
-        )
-        if (value := getattr(body, name)) is not None
-    }
-    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    given = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    if body.logit_bias:
+        given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=model.temperature if body.temperature is None else body.temperature,
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
-        logit_bias=bias or None,
-        logprobs=logprobs,
-        **given,
+        **{"temperature": model.temperature, **given, "max_tokens": max_tokens, "logprobs": logprobs}
     )
     _check_built(model, params)
     return params

@@ -1,14 +1,14 @@
-"""What may be asked, as pydantic models: FastAPI checks bodies against them, and publishes them as OpenAPI.
+"""Request schema: the bodies of HTTP requests as pydantic models, checked by FastAPI and published as OpenAPI.
 
-Strict: "5" is no number, and a field that nobody knows is refused. Of what OpenAI's interface has and this one has not,
-only the value that asks for nothing is taken.
+Sampling parameters and their bounds come from `PARAMETERS`. The models are strict: "5" is not a number, and unknown
+fields are refused. Of OpenAI's fields that are not supported, only the values that change nothing are accepted.
 
-A body is checked on the event loop, and pydantic describes every flaw it finds: of a million that takes seconds. So
-lists are left at their first one, and nothing may have more than `MOST_FIELDS` fields.
+A body is checked on the event loop, and pydantic describes every error: for a million errors that takes seconds. So
+the check of a list ends at its first error, and no object may have more than `MAX_FIELDS` fields.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,45 +18,46 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from dflash_aot.cache.sampling_state import MOST_TOP_LOGPROBS
-from dflash_aot.runtime.requests.sampling_params import LEAST_TOP_P, MOST, MOST_BIAS, SEEDS
-from dflash_aot.server.limits import MOST_CHOICES, MOST_STOPS
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN
+from dflash_aot.server.limits import MAX_CHOICES, MAX_STOPS
 
-MOST_FIELDS = 64
-MOST_METADATA = 16  # OpenAI's
-MOST_ENTRIES = 1024  # of the lists and maps that no other limit holds short
+MAX_FIELDS = 64
+MAX_METADATA = 16  # OpenAI's limit
+MAX_ENTRIES = 1024  # of lists and maps without another limit
+IGNORED = "accepted and ignored"
 
 
-def _refuse_more(most: int) -> Callable[[Any], Any]:
-    """Maps with more entries, before one is looked at; `max_length` counts those that are sound."""
+def _limit_entries(most: int) -> Callable[[Any], Any]:
+    """A check of the size of a map before its entries are checked; pydantic's `max_length` checks it afterwards."""
 
-    def refuse(value: Any) -> Any:
+    def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            told = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
-            raise PydanticKnownError("too_long", told)
+            sizes = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", sizes)
         return value
 
-    return refuse
+    return check
 
 
-def _say(words: str) -> WrapValidator:
-    """Instead of what pydantic finds, which is a flaw for each of several forms, under names of its own."""
+def _say(message: str) -> WrapValidator:
+    """One message instead of pydantic's, which has an error for each member of a union, under internal names."""
 
     def check(value: Any, accept: ValidatorFunctionWrapHandler) -> Any:
         try:
             return accept(value)
         except ValidationError as error:
-            raise PydanticCustomError("other_form", "{words}", {"words": words}) from error
+            raise PydanticCustomError("other_form", "{message}", {"message": message}) from error
 
     return WrapValidator(check)
 
 
 def _refuse_zero(value: Any) -> Any:
-    """Which is False to Python."""
+    """Raises for 0, which Literal[False] accepts."""
     if value == 0 and value is not False:
         raise PydanticKnownError("bool_type")
     return value
@@ -66,10 +67,9 @@ Off = Annotated[Literal[False], BeforeValidator(_refuse_zero)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are taken here: leave it out")]
-Penalty = Annotated[float, Field(ge=-MOST, le=MOST)]
-Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
-TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are accepted here: leave it out")]
+Bias = Annotated[float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)]
+TokenName = Annotated[str, Field(pattern=TOKEN_ID_PATTERN)]
 VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Variables = Annotated[
     dict[VariableName, bool | int | float | str],
@@ -77,81 +77,94 @@ Variables = Annotated[
     _say("Input should be a map of names to texts, numbers, true or false"),
 ]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
+Stop = Annotated[
+    Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+    _say(f"Input should be a text, or a list of up to {MAX_STOPS}, none of them empty"),
+]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    _limited = model_validator(mode="before")(_refuse_more(MOST_FIELDS))
+    _limit_fields = model_validator(mode="before")(_limit_entries(MAX_FIELDS))
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: Off | None = None
 
 
-class Sampled(Strict):
-    """What both kinds of requests have."""
+def _declare(name: str, hint: str = "", **more: Any) -> Any:
+    """A sampling parameter as a field that may be absent; `hint` is added to its description."""
+    parameter = PARAMETERS[name]
+    if parameter.type is float:
+        more |= {"ge": parameter.minimum, "le": parameter.maximum}
+    if parameter.type is int:  # OpenAPI has bounds as float64, which cannot hold the largest seed, but one more
+        end = 1 << 31 if parameter.maximum is None else int(parameter.maximum) + 1
+        more |= {"ge": parameter.minimum, "lt": end}
+    return Field(None, description=parameter.meaning + hint, **more)
 
-    model: str | None = Field(None, description="what /v1/models lists; without it, just that")
-    temperature: float | None = Field(
-        None, ge=0, le=MOST, description="0 takes the likeliest; default 1, of a bundle that cannot sample 0"
+
+if TYPE_CHECKING:
+    ScalarFields = StrictModel
+else:  # every scalar parameter, also those that only the engine looks at
+    ScalarFields = create_model(
+        "ScalarFields",
+        __base__=StrictModel,
+        **{
+            name: (parameter.type | None, _declare(name))
+            for name, parameter in PARAMETERS.items()
+            if parameter.type in (int, float, bool)
+        },
     )
-    top_p: float | None = Field(None, ge=LEAST_TOP_P, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="choices; with a seed the i-th has seed + i")
-    stop: Annotated[
-        Text | Annotated[list[Text], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
-        _say(f"Input should be a text, or a list of up to {MOST_STOPS}, none of them empty"),
-    ] = None
-    seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[Biases | None, BeforeValidator(_refuse_more(MOST_ENTRIES))] = Field(
-        None, max_length=MOST_ENTRIES
+
+
+class SampledRequest(ScalarFields):
+    """The fields of both kinds of requests. Sampling parameters stand here where HTTP requests differ from the table:
+    in their default or in their form."""
+
+    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    temperature: float | None = _declare("temperature", "; default 1, or 0 if the bundle cannot sample")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="number of choices; the i-th has seed + i")
+    stop: Stop = _declare("stop")
+    logit_bias: Annotated[Biases | None, BeforeValidator(_limit_entries(MAX_ENTRIES))] = _declare(
+        "logit_bias", max_length=MAX_ENTRIES
     )
+    stop_token_ids: list[Token] | None = _declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="taken and not looked at")
-    # Beyond OpenAI's.
-    top_k: int | None = Field(None, ge=0, lt=1 << 31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1 / MOST, le=MOST)
-    stop_token_ids: list[Token] | None = Field(
-        None, max_length=MOST_ENTRIES, fail_fast=True, description="instead of the model's own"
-    )
-    k: int | None = Field(None, ge=0, lt=1 << 31, description="drafted tokens to verify per round, one of the grid's")
-    trace: bool | None = Field(None, description="tell of every round: what was drafted, and what became of it")
+    user: str | None = Field(None, description=IGNORED)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SampledRequest):
     prompt: Annotated[
         Text
         | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)],
-        _say(f"Input should be a text, a list of token ids, or a list of up to {MOST_CHOICES} of either; none empty"),
-    ] = Field(description="text, token ids, or several of them")
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default 16, or what room there is")
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    # Known, and not done here.
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
+        _say(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
+    ] = Field(description="a text, token ids, or a list of either")
+    max_tokens: int | None = _declare("max_tokens", "; default 16, or as many as there is room for")
+    logprobs: int | None = _declare("logprobs")
+    # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Off | None = None
     suffix: Literal[""] | None = None
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MOST_ENTRIES, fail_fast=True)],
-        _say(f'Input should be a text, or a list of up to {MOST_ENTRIES} parts {{"type": "text", "text": ...}}'),
+        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
+        _say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
     ]
     name: str | None = None
-    # What a client sends back with an answer of ours.
+    # Fields of a response message, which clients send back in conversations.
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
@@ -159,25 +172,25 @@ class Message(Strict):
     tool_calls: Nothing | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class ChatRequest(Sampled):
-    messages: list[Message] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="default: what room there is")
-    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31, description="the same, by its newer name")
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS, description="with logprobs only")
-    prompt_cache_key: str | None = Field(None, description="taken and not looked at")
-    safety_identifier: str | None = Field(None, description="taken and not looked at")
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_refuse_more(MOST_METADATA))] = Field(
-        None, max_length=MOST_METADATA, description="taken and not looked at"
+class ChatRequest(SampledRequest):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
+    max_tokens: int | None = _declare("max_tokens", "; default: as many as there is room for")
+    max_completion_tokens: int | None = _declare("max_tokens", "; the newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="report the log-probability of each token")
+    top_logprobs: int | None = _declare("logprobs", "; only with logprobs")
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+        None, max_length=MAX_METADATA, description=IGNORED
     )
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_refuse_more(MOST_METADATA))] = Field(
-        None, max_length=MOST_METADATA, description="for the template to read, as enable_thinking of Qwen3's"
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+        None, max_length=MAX_METADATA, description="variables of the chat template, such as enable_thinking of Qwen3"
     )
-    # Known, and not done here.
+    # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None

@@ -1,124 +1,181 @@
-"""What a request asks of the choice of its tokens, and how far it goes."""
+"""Sampling parameters of a request: type, bounds, default and meaning of each field, declared once.
 
-import math
+The annotations of `SamplingParams` are the declaration; `PARAMETERS` is the same as a table. The checks of
+`SamplingParams`, the fields of JSON lines, the flags of dflash-run and the models of HTTP requests come from there.
+"""
+
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.sampling_state import MOST_TOP_LOGPROBS
 
-MOST_BIAS = 100.0  # as OpenAI's interface has it: enough to ban a token or to force it
-# All of these are float32 on the device: what stands beyond changes nothing, or is no number there.
-MOST, LEAST_TOP_P = 1e4, 1e-6
+# All numbers are float32 on the device: beyond these bounds they change nothing, or overflow.
+LARGEST, SMALLEST_TOP_P = 10_000, 1e-6
+LARGEST_BIAS = 100  # as in OpenAI's interface: enough to ban a token or to force it
 SEEDS = 1 << 63
+TOKEN_ID_PATTERN = "^(0|[1-9][0-9]{0,9})$"  # token ids as names of a JSON object
+NEEDED = {
+    int: "a whole number",
+    float: "a number",
+    Sequence[str]: "a list of texts, none of them empty",
+    Sequence[int]: "a list of token ids",
+    Mapping[int, float]: "a mapping of token ids to numbers",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The declaration of one field of `SamplingParams`; everything after `needs_sampling` is read from its class."""
+
+    meaning: str  # for --help and OpenAPI
+    minimum: float | None = None  # inclusive, as `maximum`; of each number in a mapping
+    maximum: float | None = None
+    needs_sampling: bool = False  # whether any value but the default needs sampled executables
+    name: str = ""
+    type: Any = None  # without None
+    optional: bool = False  # whether None is accepted
+    default: Any = None  # the neutral value
+
+    @property
+    def needed(self) -> str:
+        """What is accepted, in words."""
+        if self.minimum is None:
+            return NEEDED[self.type]
+        bounds = f"of at least {self.minimum}" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
+        return f"{NEEDED[self.type]} {bounds}"
+
+    def accepts(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if self.type is bool:
+            return True  # any object has a truth value
+        if self.type == Sequence[str]:
+            return _is_list(value, str) and all(value)
+        if self.type == Sequence[int]:
+            return _is_list(value, int)
+        if self.type == Mapping[int, float]:
+            return isinstance(value, Mapping) and all(
+                type(token) is int and token >= 0 and self._holds(bias) for token, bias in value.items()
+            )
+        return self._holds(value) and (self.type is float or type(value) is int)
+
+    def _holds(self, value: Any) -> bool:
+        """Whether a value is a number within the bounds. NaN is not: each comparison with NaN is false."""
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (self.minimum is None or self.minimum <= value)
+            and (self.maximum is None or value <= self.maximum)
+        )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Probabilities are shaped in the order in which they stand here, as vLLM does it.
+    """How to continue a prompt.
 
-    max_tokens: at most so many new tokens; None: until a stop or the last position of the grid.
-    temperature: 0 is greedy. top_k: so many of the most likely tokens, 0 for all. top_p: the smallest set of the most
-    likely ones whose mass reaches it, 1 for all. min_p: those at least so likely relative to the likeliest, 0 for all.
-    seed: the same seed and prompt give the same text, whatever K and whatever else is served; None draws one.
-    repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied otherwise.
-    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once or per occurrence.
-    logit_bias: added to the logits of single tokens, before the penalties.
-    logprobs: None for none; n for the log-probability of each chosen token and of the n likeliest, at most 20, before
-    anything above is applied.
-    stop: texts that end the output, left out of it. stop_token_ids: tokens that end it, kept; None means the
-    target's own end-of-sequence tokens, and a sequence replaces them, so that () ends at nothing.
-    k: tokens to verify per round, one of the grid's, instead of the engine's choice. Rows of one round share K, the
-    largest that one of them asks for; it never changes the text.
-    trace: also keep the drafted tokens of every round.
+    The logits are changed in the order of vLLM: logit_bias, repetition_penalty, presence_penalty and frequency_penalty,
+    temperature, min_p, top_k, top_p. Log-probabilities are those before all of these changes.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] | None = None
-    trace: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
-    k: int | None = None
+    max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 1)] = None
+    temperature: Annotated[
+        float, Parameter("0 for greedy decoding; above 0, tokens are sampled", 0, LARGEST, needs_sampling=True)
+    ] = 0.0
+    top_k: Annotated[int, Parameter("sample from this many of the likeliest tokens; 0 for all", 0)] = 0
+    top_p: Annotated[
+        float,
+        Parameter("sample from the fewest likeliest tokens whose mass reaches this; 1 for all", SMALLEST_TOP_P, 1),
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Parameter("the same seed and prompt give the same text; without a seed, a random one", -SEEDS, SEEDS - 1),
+    ] = None
+    stop: Annotated[Sequence[str], Parameter("texts that end the output; left out of the output")] = ()
+    stop_token_ids: Annotated[
+        Sequence[int] | None,
+        Parameter("tokens that end the output, kept in the output; instead of the target's end-of-sequence tokens"),
+    ] = None
+    trace: Annotated[bool, Parameter("also report the drafted tokens of every round")] = False
+    min_p: Annotated[
+        float, Parameter("sample from tokens at least this likely, relative to the likeliest; 0 for all", 0, 1)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            "above 1, tokens of the prompt and the output become less likely",
+            1 / LARGEST,
+            LARGEST,
+            needs_sampling=True,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Parameter("subtracted from the logits of tokens in the output", -LARGEST, LARGEST, needs_sampling=True),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter(
+            "subtracted from the logits of tokens in the output, once per occurrence",
+            -LARGEST,
+            LARGEST,
+            needs_sampling=True,
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        Parameter("added to the logits of single tokens", -LARGEST_BIAS, LARGEST_BIAS, needs_sampling=True),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            "report the log-probability of each token, and of this many of the likeliest tokens",
+            0,
+            MOST_TOP_LOGPROBS,
+            needs_sampling=True,
+        ),
+    ] = None
+    k: Annotated[
+        int | None,
+        Parameter("drafted tokens to verify per round, one of the grid's K, instead of the engine's choice", 0),
+    ] = None
 
     def __post_init__(self) -> None:
         """Raises BadInput."""
-        whole, number = _is_whole, _is_number
-        self._check("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1), "a whole number of at least 1")
-        self._check("temperature", number(self.temperature, 0, MOST), f"a number from 0 to {MOST:g}, 0 for greedy")
-        self._check("top_k", whole(self.top_k, 0), "a whole number of at least 0, 0 for no limit")
-        self._check("top_p", number(self.top_p, LEAST_TOP_P, 1), f"a number from {LEAST_TOP_P:g} to 1, 1 for no limit")
-        self._check("min_p", number(self.min_p, 0, 1), "a number from 0 to 1, 0 for no limit")
-        self._check(
-            "repetition_penalty",
-            number(self.repetition_penalty, 1 / MOST, MOST),
-            f"a number from {1 / MOST:g} to {MOST:g}, 1 for none",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            good = number(getattr(self, name), -MOST, MOST)
-            self._check(name, good, f"a number from -{MOST:g} to {MOST:g}, 0 for none")
-        self._check(
-            "logit_bias", _is_bias(self.logit_bias), f"token ids with numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
-        )
-        tops = self.logprobs is None or whole(self.logprobs, 0, MOST_TOP_LOGPROBS)
-        self._check("logprobs", tops, f"a whole number from 0 to {MOST_TOP_LOGPROBS}")
-        self._check("seed", self.seed is None or whole(self.seed, -SEEDS, SEEDS - 1), "a whole number of 64 bits")
-        self._check("stop", _is_list(self.stop, str) and all(self.stop), "a list of texts, none of them empty")
-        ends = self.stop_token_ids is None or _is_list(self.stop_token_ids, int)
-        self._check("stop_token_ids", ends, "a list of token ids")
-        self._check("k", self.k is None or whole(self.k, 0), "a whole number of at least 0")
-
-    def _check(self, name: str, good: bool, needed: str) -> None:
-        if not good:
-            raise BadInput(f"{name} is {reprlib.repr(getattr(self, name))}: {needed} is needed")
+        for name, parameter in PARAMETERS.items():
+            if not parameter.accepts(value := getattr(self, name)):
+                raise BadInput(f"{name} is {reprlib.repr(value)}: {parameter.needed} is needed")
 
     @property
     def plain(self) -> bool:
-        """Greedy, of logits as they are, which nobody asks for: what the greedy executables compute."""
+        """Whether the greedy executables are enough."""
         return not self.shaped_by
 
     @property
     def shaped_by(self) -> tuple[str, ...]:
-        """The parameters that take a sampled executable; top_k, top_p and min_p alone never change a greedy choice."""
-        asked = {
-            "temperature": self.temperature != 0,
-            "repetition_penalty": self.repetition_penalty != 1,
-            "presence_penalty": self.presence_penalty != 0,
-            "frequency_penalty": self.frequency_penalty != 0,
-            "logit_bias": bool(self.logit_bias),
-            "logprobs": self.logprobs is not None,
-        }
-        return tuple(name for name, given in asked.items() if given)
+        """The given parameters that need sampled executables; top_k, top_p and min_p never change a greedy choice."""
+        given = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.needs_sampling}
+        return tuple(name for name, value in given.items() if value not in (PARAMETERS[name].default, {}))
 
 
-def _is_whole(value: object, least: int, most: float = math.inf) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_number(value: object, least: float, most: float) -> bool:
-    """NaN is none: it compares with nothing."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def _read_declarations() -> Mapping[str, Parameter]:
+    hints, table = get_type_hints(SamplingParams, include_extras=True), {}
+    for field in fields(SamplingParams):
+        annotation, parameter = get_args(hints[field.name])
+        (kind, *rest) = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+        table[field.name] = replace(parameter, name=field.name, type=kind, optional=bool(rest), default=field.default)
+    return MappingProxyType(table)
 
 
 def _is_list(values: object, kind: type) -> bool:
     return (
         isinstance(values, Sequence)
         and not isinstance(values, str | bytes | bytearray)
-        and all(type(one) is kind for one in values)
+        and all(type(value) is kind for value in values)
     )
 
 
-def _is_bias(bias: object) -> bool:
-    return bias is None or (
-        isinstance(bias, Mapping)
-        and all(_is_whole(token, 0) and _is_number(value, -MOST_BIAS, MOST_BIAS) for token, value in bias.items())
-    )
+PARAMETERS = _read_declarations()

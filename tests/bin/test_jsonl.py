@@ -1,15 +1,15 @@
-"""Lines in and lines out: what a line may ask, and what its answer tells."""
+"""JSON lines: fields of requests and results, errors, order."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from dflash_aot.bin.jsonl import AHEAD, answer_lines, failed, output_line
+from dflash_aot.bin.jsonl import READ_AHEAD_LINES, answer_lines, failed, output_line
 from dflash_aot.runtime import Engine, Result, SamplingParams, TokenLogprob
 
 DONE = Result([5, 6], "ab", "length", 3, [1], [[5, 7]], None, 0.1, 0.2)
-TOLD = [TokenLogprob(5, -0.25, ((5, -0.25), (7, -1.5))), TokenLogprob(6, -2.0)]
+LOGPROBS = [TokenLogprob(5, -0.25, ((5, -0.25), (7, -1.5))), TokenLogprob(6, -2.0)]
 LINE = {"prompt_ids": [1, 2, 3], "max_tokens": 4}
 
 
@@ -24,13 +24,13 @@ def ask(engine: Engine, *lines: dict | bytes, **defaults) -> list[Result]:
     return [result for _, result in answer_lines(engine, written, SamplingParams(**defaults))]
 
 
-def test_an_answer_has_log_probabilities_and_drafts_where_they_were_asked_for():
+def test_output_line_has_logprobs_and_drafted_only_on_request():
     plain = json.loads(output_line("a", DONE, False))
     assert plain == {
         "id": "a", "token_ids": [5, 6], "text": "ab", "finish_reason": "length", "prompt_tokens": 3, "accepted": [1],
         "error": None,
     }  # fmt: skip
-    told = json.loads(output_line("a", replace(DONE, logprobs=TOLD), True))
+    told = json.loads(output_line("a", replace(DONE, logprobs=LOGPROBS), True))
     assert told.pop("drafted") == [[5, 7]]
     assert told.pop("logprobs") == [
         {"token_id": 5, "logprob": -0.25, "top": [[5, -0.25], [7, -1.5]]},
@@ -39,19 +39,19 @@ def test_an_answer_has_log_probabilities_and_drafts_where_they_were_asked_for():
     assert told == plain
 
 
-def test_an_answer_that_was_cut_short_says_why():
+def test_output_line_of_an_incomplete_result_has_its_error():
     cut = replace(DONE, finish_reason="cancelled", error="its deadline of 2 s has passed")
     answer = json.loads(output_line(1, cut, False))
     assert (answer["token_ids"], answer["finish_reason"], answer["error"]) == ([5, 6], "cancelled", cut.error)
     assert json.loads(output_line(1, failed("no"), False))["error"] == "no"
 
 
-def test_every_parameter_of_a_line_reaches_the_engine_as_the_interface_has_it(engine):
-    """Leaving out any of them would have given another answer."""
+def test_every_sampling_field_of_a_line_reaches_the_engine(engine):
+    """The result differs if any field is left out."""
     asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     asked |= {"logit_bias": {"17": 5, "0": -100}, "logprobs": 2}
-    (answer,) = ask(engine, {**asked, "k": 7})  # log-probabilities are the same to the last bit with the same K
+    (answer,) = ask(engine, {**asked, "k": 7})  # with equal K log-probabilities are equal to the last bit
     params = SamplingParams(**{**asked, "logit_bias": {17: 5, 0: -100}}, k=7)
     expected = engine.generate(LINE["prompt_ids"], params)
     assert (answer.error, answer.token_ids, answer.logprobs) == (None, expected.token_ids, expected.logprobs)
@@ -61,33 +61,33 @@ def test_every_parameter_of_a_line_reaches_the_engine_as_the_interface_has_it(en
         assert (without.token_ids, without.logprobs) != (answer.token_ids, answer.logprobs), name
 
 
-def test_the_k_of_a_line_is_what_is_verified(engine):
+def test_k_of_a_line_sets_the_drafted_tokens_per_round(engine):
     answers = {k: ask(engine, {"k": k, "max_tokens": 12}, trace=True)[0] for k in (0, 3, 7)}
     assert all({len(block) for block in answer.drafted} == {k} for k, answer in answers.items())
     assert answers[0].token_ids == answers[3].token_ids == answers[7].token_ids
 
 
 @pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p"])
-def test_what_a_line_says_is_checked_and_what_it_leaves_out_comes_from_the_flags(engine, name):
+def test_line_fields_are_checked_and_absent_fields_have_the_defaults(engine, name):
     asked = {"temperature": 1.5, "seed": 3, "max_tokens": 16, name: 0.5}
-    said, by_flag, bare = (
+    by_line, by_default, without = (
         *ask(engine, asked),
         *ask(engine, {"max_tokens": 16}, **{field: value for field, value in asked.items() if field != "max_tokens"}),
         *ask(engine, {**asked, name: None}),
     )
-    assert said.error is None and said.token_ids == by_flag.token_ids != bare.token_ids
+    assert by_line.error is None and by_line.token_ids == by_default.token_ids != without.token_ids
     (wrong,) = ask(engine, {name: "much"})
     assert wrong.finish_reason == "error" and f"{name} is 'much'" in wrong.error
 
 
-def test_a_bias_forces_a_token(engine):
+def test_logit_bias_forces_a_token(engine):
     assert ask(engine, {"logit_bias": {"42": 100}})[0].token_ids == [42] * 4
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]: an object is needed"),
+        ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]: an object of token ids and numbers is needed"),
         ({"logit_bias": {"x": 1}}, "logit_bias names 'x': a token id is needed"),
         ({"logit_bias": {"-1": 1}}, "logit_bias names '-1'"),
         ({"logit_bias": {"01": 1}}, "logit_bias names '01'"),
@@ -108,26 +108,27 @@ def test_a_bias_forces_a_token(engine):
         ({"wait": True}, "unknown fields wait"),
         (b'{"prompt_ids": [1], "logit_bias": {"1": 2, "1": 3}}', "'1' is given twice"),
         (b'{"prompt_ids": [1], "max_tokens": 1, "max_tokens": 2}', "'max_tokens' is given twice"),
-        (b'{"prompt_ids": [1], "temperature": 1e999}', "1e999 is too large a number"),
+        (b'{"prompt_ids": [1], "temperature": 1e999}', "the number 1e999 is too large"),
         (b'{"prompt_ids": [1, 2], "max_tokens": ' + b"9" * 4300 + b"}", "a number of 4300 digits"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_name_and_harms_no_other(engine, fields, words):
+def test_invalid_line_is_refused_and_other_lines_are_served(engine, fields, words):
     before, wrong, after = ask(engine, {}, fields, {})
     assert (wrong.finish_reason, wrong.token_ids) == ("error", []) and words in wrong.error
     assert before.token_ids == after.token_ids and len(before.token_ids) == 4 and before.error is None
 
 
-def test_a_deadline_that_passes_is_told(engine):
+def test_passed_deadline_cancels_the_request_with_an_error(engine):
     (late,) = ask(engine, {"max_tokens": 150, "deadline": 1e-6})
     assert late.finish_reason == "cancelled" and "deadline" in late.error and len(late.token_ids) < 150
     (early,) = ask(engine, {"deadline": 600, "priority": -3})
     assert (early.finish_reason, early.error) == ("length", None)
 
 
-def test_more_lines_than_may_wait_are_all_served(bundle):
+def test_more_lines_than_the_queue_holds_are_all_served(bundle):
     with Engine.open(bundle("tied"), k=0, max_waiting=1) as engine:
-        answers = ask(engine, *[{"max_tokens": 1}] * (AHEAD + 10))
-        assert [(answer.finish_reason, answer.error) for answer in answers] == [("length", None)] * (AHEAD + 10)
+        count = READ_AHEAD_LINES + 10
+        answers = ask(engine, *[{"max_tokens": 1}] * count)
+        assert [(answer.finish_reason, answer.error) for answer in answers] == [("length", None)] * count
         assert engine.stats().refused == 0

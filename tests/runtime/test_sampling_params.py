@@ -1,4 +1,4 @@
-"""Which parameters are refused, by name, and what the greedy executables are enough for."""
+"""SamplingParams: accepted and refused values, and the parameters that need sampled executables."""
 
 import math
 from dataclasses import fields
@@ -7,33 +7,33 @@ from types import MappingProxyType
 import pytest
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
 
-NO_NUMBERS = ("hot", True, None, math.nan, [1.0])
-NO_WHOLE_NUMBERS = (1.5, 2.0, True, "8", [1])
-# By name, what cannot be: of another kind, or just outside the limits.
-BAD = {
-    "max_tokens": [*NO_WHOLE_NUMBERS, 0, -3],
-    "temperature": [*NO_NUMBERS, -0.1, math.inf, 10_001],
-    "top_k": [*NO_WHOLE_NUMBERS, None, -1],
-    "top_p": [*NO_NUMBERS, 0, -0.5, 1e-9, 1.01, math.inf],
-    "seed": [*NO_WHOLE_NUMBERS, -(2**63) - 1, 2**63],
+NOT_NUMBERS = ("hot", True, None, math.nan, [1.0])
+NOT_WHOLE_NUMBERS = (1.5, 2.0, True, "8", [1])
+# By parameter: values of other types, and values just outside the bounds.
+REFUSED = {
+    "max_tokens": [*NOT_WHOLE_NUMBERS, 0, -3],
+    "temperature": [*NOT_NUMBERS, -0.1, math.inf, 10_001],
+    "top_k": [*NOT_WHOLE_NUMBERS, None, -1],
+    "top_p": [*NOT_NUMBERS, 0, -0.5, 1e-9, 1.01, math.inf],
+    "seed": [*NOT_WHOLE_NUMBERS, -(2**63) - 1, 2**63],
     "stop": ["text", b"text", [""], ["a", ""], [1], [b"a"], 5, None, {"a"}, {"a": 1}],
     "stop_token_ids": [[1.0], ["1"], [True], [None], 5, "12", b"12", {1}, {1: 2}],
-    "min_p": [*NO_NUMBERS, -0.1, 1.01, math.inf],
-    "repetition_penalty": [*NO_NUMBERS, 0, -1.0, 1e-50, math.inf],
-    "presence_penalty": [*NO_NUMBERS, math.inf, -math.inf],
-    "frequency_penalty": [*NO_NUMBERS, math.inf, -math.inf],
+    "min_p": [*NOT_NUMBERS, -0.1, 1.01, math.inf],
+    "repetition_penalty": [*NOT_NUMBERS, 0, -1.0, 1e-50, math.inf],
+    "presence_penalty": [*NOT_NUMBERS, math.inf, -math.inf],
+    "frequency_penalty": [*NOT_NUMBERS, math.inf, -math.inf],
     "logit_bias": [
         *(5, "1", [1], [(1, 2.0)], {1}),
         *({"1": 1.0}, {-1: 1.0}, {1.0: 1.0}, {True: 1.0}, {None: 1.0}),
         *({1: "2"}, {1: None}, {1: True}, {1: math.nan}, {1: math.inf}, {1: 100.1}, {1: 0.0, 2: -100.1}),
     ],
-    "logprobs": [*NO_WHOLE_NUMBERS, -1, 21],
-    "k": [*NO_WHOLE_NUMBERS, -1],
+    "logprobs": [*NOT_WHOLE_NUMBERS, -1, 21],
+    "k": [*NOT_WHOLE_NUMBERS, -1],
 }
-# By name, the least and the most that can be, and every form it may have.
-GOOD = {
+# By parameter: the smallest and the largest value, and each type.
+ACCEPTED = {
     "max_tokens": [None, 1, 10**9],
     "temperature": [0, 0.0, 1e-6, 10_000],
     "top_k": [0, 1, 10**9],
@@ -51,39 +51,39 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_what_cannot_be_is_refused_by_name_and_value(name, value):
-    with pytest.raises(BadInput) as refusal:
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+def test_refusal_names_the_parameter_and_the_value(name, value):
+    with pytest.raises(BadInput) as error:
         SamplingParams(**{name: value})
-    assert str(refusal.value).startswith(f"{name} is {value!r}: ")
+    assert str(error.value).startswith(f"{name} is {value!r}: ")
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
-def test_what_can_be_is_taken_as_it_is(name, value):
-    taken = getattr(SamplingParams(**{name: value}), name)
-    assert taken == value and type(taken) is type(value)
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ACCEPTED.items() for value in values])
+def test_accepted_value_is_kept_unchanged(name, value):
+    kept = getattr(SamplingParams(**{name: value}), name)
+    assert kept == value and type(kept) is type(value)
 
 
-def test_no_parameter_is_left_unchecked():
-    assert {field.name for field in fields(SamplingParams)} == {*BAD, "trace"} == {*GOOD, "trace"}
+def test_all_parameters_are_covered_by_these_tests():
+    assert {field.name for field in fields(SamplingParams)} == {*REFUSED, "trace"} == {*ACCEPTED, "trace"}
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "given",
     [
         {},
         {"max_tokens": 5, "stop": ["a"], "stop_token_ids": [1], "trace": True, "k": 3},
-        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3},  # of the likeliest tokens the likeliest is the same
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3},  # these never remove the likeliest token
         {"logit_bias": {}},
     ],
     ids=str,
 )
-def test_the_likeliest_token_is_all_that_a_plain_request_asks_for(asked):
-    assert SamplingParams(**asked).plain
+def test_parameters_that_keep_the_greedy_choice_are_plain(given):
+    assert SamplingParams(**given).plain
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "given",
     [
         {"temperature": 0.1},
         {"repetition_penalty": 1.1},
@@ -95,7 +95,14 @@ def test_the_likeliest_token_is_all_that_a_plain_request_asks_for(asked):
     ],
     ids=str,
 )
-def test_what_the_greedy_executables_cannot_give_is_not_plain(asked):
-    params = SamplingParams(**asked)
+def test_parameters_that_need_sampled_executables_are_named(given):
+    params = SamplingParams(**given)
     assert not params.plain
-    assert params.shaped_by == tuple(asked)
+    assert params.shaped_by == tuple(given)
+
+
+def test_each_parameter_is_declared_with_meaning_and_default():
+    assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
+    for name, parameter in PARAMETERS.items():
+        assert parameter.meaning and parameter.accepts(parameter.default)
+        assert parameter.default == getattr(SamplingParams(), name)

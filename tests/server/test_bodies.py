@@ -14,7 +14,7 @@ from dflash_aot.server.request_schema import (
     CompletionRequest,
     Message,
     StreamOptions,
-    Strict,
+    StrictModel,
     TextFormat,
     TextPart,
 )
@@ -37,7 +37,7 @@ LONE = "\ud800"
 INSIDE = (
     *(str(Path(__file__).parents[2]), str(Path.home()), sys.prefix, ".py", "Traceback", "Error("),
     *("pydantic", "http://", "https://", "constrained", "function-", "ValidationError", "instance of", "NoneType"),
-    *(model.__name__ for model in (CompletionRequest, ChatRequest, StreamOptions, TextPart, TextFormat, Strict)),
+    *(model.__name__ for model in (CompletionRequest, ChatRequest, StreamOptions, TextPart, TextFormat, StrictModel)),
 )
 
 
@@ -247,7 +247,7 @@ def test_whole_characters_of_all_kinds_are_taken(client):
         ([{"role": "user"}], "messages.0.content: Field required"),
         ([{"role": "tool", "content": "a"}], "messages.0.role: Input should be 'system', 'developer', 'user' or"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "messages.0.content: "),
-        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls: none are taken here"),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls: none are accepted here"),
         ([*CHAT["messages"], 7], "messages.1: Input should be an object"),
     ],
 )

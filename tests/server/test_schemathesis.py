@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from dflash_aot.server.limits import MOST_CHOICES
+from dflash_aot.server.limits import MAX_CHOICES
 from tests.server.conftest import Server
 from tests.server.raw_client import read_sample, wait_until_idle
 
@@ -35,7 +35,7 @@ def watched(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 def shorten(body: dict[str, Any]) -> dict[str, Any]:
     """The same without what takes long; nothing wrong in it becomes right."""
-    sound = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "n": MOST_CHOICES + 1}
+    sound = {"max_tokens": 1 << 31, "max_completion_tokens": 1 << 31, "n": MAX_CHOICES + 1}
     short = {
         field: min(value, 2) if type(value) is int and 1 <= value < limit else value
         for field, limit in sound.items()
