@@ -1,7 +1,7 @@
 """Flags of the commands that open an engine: which bundle and checkpoints to serve, and sampling parameters."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from absl import flags
 
@@ -72,7 +72,7 @@ class SamplingFlags:
     """A flag for each scalar field of `SamplingParams` but k, which is the engine's, and for the stop texts."""
 
     def __init__(self, flag_values: flags.FlagValues):
-        define = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+        define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
         self._flags: dict[str, flags.FlagHolder] = {
             name: define[parameter.type](
                 name, parameter.default, parameter.meaning + HINTS.get(name, ""), flag_values=flag_values
