@@ -1,1 +1,1 @@
-"""Weight loading: from safetensors checkpoints to device arrays, by the bundle's weight recipe."""
+"""Weight loading: from safetensors checkpoints to device arrays, by the bundle's weight recipes."""

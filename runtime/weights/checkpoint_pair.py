@@ -1,4 +1,4 @@
-"""The two checkpoints of a bundle: where they are, whether they are what it was built for, where answers end."""
+"""Checkpoint pair of a bundle: where target and draft are, whether they match the bundle, the target's end tokens."""
 
 import json
 from collections.abc import Mapping
@@ -20,39 +20,42 @@ from dflash_aot.cache.model_config.target import read_target
 def locate_checkpoint_pair(
     manifest: Manifest, target: str | Path | None, draft: str | Path | None
 ) -> dict[Checkpoint, Path]:
-    """The directories, the bundle's own unless named. Raises BadCheckpoint."""
+    """Returns the directories of both checkpoints: the given ones, otherwise the bundle's own. Raises BadCheckpoint."""
     return {
         "target": locate_checkpoint(str(target or manifest.target.reference), "target"),
         "draft": locate_checkpoint(str(draft or manifest.draft.reference), "draft"),
     }
 
 
-def check_pair_facts(path: Path, manifest: Manifest, places: Mapping[Checkpoint, Path]) -> None:
-    """The checkpoints are what the executables compute. Raises IncompatibleBundle, fact by fact."""
-    target = read_target(read_config(places["target"]))
-    draft = read_draft(read_config(places["draft"]), target)
-    for place, built, found in (
-        (places["target"], manifest.target.facts, target),
-        (places["draft"], _computed(manifest.draft.facts), _computed(draft)),
+def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[Checkpoint, Path]) -> None:
+    """Checks that the checkpoints have the facts that the executables in `path` were built for.
+
+    Raises IncompatibleBundle naming each fact that differs.
+    """
+    target = read_target(read_config(directories["target"]))
+    draft = read_draft(read_config(directories["draft"]), target)
+    for directory, built, found in (
+        (directories["target"], manifest.target.facts, target),
+        (directories["draft"], _without_suggestions(manifest.draft.facts), _without_suggestions(draft)),
     ):
         if wrong := _list_differences(built, found):
             lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
             raise IncompatibleBundle(
-                f"{place} is not what {path} was built for:\n{lines}\n"
+                f"{directory} is not what {path} was built for:\n{lines}\n"
                 "Build a bundle for it: "
-                f"dflash-precompile --target {places['target']} --draft {places['draft']} --bundle DIR"
+                f"dflash-precompile --target {directories['target']} --draft {directories['draft']} --bundle DIR"
             )
 
 
-def _computed(draft: Draft) -> Draft:
-    """Without what its makers only suggest."""
+def _without_suggestions(draft: Draft) -> Draft:
+    """Removes the suggested K, which the executables don't depend on."""
     return msgspec.structs.replace(draft, k=None)
 
 
 def read_end_tokens(target: Path) -> frozenset[int]:
-    """The target's end-of-sequence tokens: `generation_config.json` before `config.json`, as transformers does.
+    """Returns the target's end-of-sequence tokens: from `generation_config.json`, otherwise from `config.json`.
 
-    Raises BadCheckpoint.
+    transformers looks them up in the same order. Raises BadCheckpoint.
     """
     for path in (target / "generation_config.json", target / "config.json"):
         if not path.exists():
@@ -70,7 +73,7 @@ def read_end_tokens(target: Path) -> frozenset[int]:
 
 
 def _list_differences(built: Any, found: Any, prefix: str = "") -> list[tuple[str, object, object]]:
-    """Every leaf in which two facts of the same type differ, by its dotted name."""
+    """Returns (dotted name, built, found) of each field in which two structs of the same type differ."""
     wrong: list[tuple[str, object, object]] = []
     for name in built.__struct_fields__:
         old, new = getattr(built, name), getattr(found, name)

@@ -190,7 +190,7 @@ def rename(pair: dict[str, Path]) -> Words:
 
 def reshape(pair: dict[str, Path]) -> Words:
     path = change_tensors(pair["draft"], lambda tensors: tensors.update({"norm.weight": np.ones(5, np.float32)}))
-    return [f"{path}: norm.weight is [5], its config.json makes it [64]"]
+    return [f"{path}: norm.weight is [5], but its config.json implies [64]"]
 
 
 def retype(pair: dict[str, Path]) -> Words:

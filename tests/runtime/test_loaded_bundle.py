@@ -475,7 +475,7 @@ def test_a_pair_the_wrong_way_round_is_noticed(bundle, tied):
 def test_damaged_weights_are_refused(bundle, edited):
     places = edited("draft")
     cut(Path(places["draft"]) / "model.safetensors")
-    assert "not a whole safetensors file" in refusal(BadCheckpoint, bundle("tiny"), **places)
+    assert "not a complete safetensors file" in refusal(BadCheckpoint, bundle("tiny"), **places)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -1,4 +1,4 @@
-"""Boxes of arguments as boxes of stored tensors, against NumPy on numbered elements."""
+"""Tensor slices: slices of arguments as slices of stored tensors, against NumPy on numbered elements."""
 
 import itertools
 import math
@@ -17,8 +17,17 @@ from dflash_aot.runtime.weights.tensor_slices import (
     to_numpy_slices,
 )
 
-G, R, D, H, W, M, E, L = 4, 2, 3, 6, 8, 4, 3, 2  # kv heads, queries per one, head, hidden, MLP, expert, experts, layers
-# The kinds of arguments there are: shape, the dimension that devices split, (stored, offset, extent) of some tensors.
+G, R, D, H, W, M, E, L = (
+    4,
+    2,
+    3,
+    6,
+    8,
+    4,
+    3,
+    2,
+)  # kv heads, queries per kv head, head, hidden, MLP, expert, experts, layers
+# Kinds of weight arguments: shape, the dimension that devices split, (stored, offset, extent) of each tensor.
 KINDS = {
     "q": ((G, R, D, H), 0, [((G * R * D, H), (0, 0, 0, 0), (G, R, D, H))]),
     "kv": ((G, 2, D, H), 0, [((G * D, H), (0, at, 0, 0), (G, 1, D, H)) for at in range(2)]),
@@ -38,21 +47,21 @@ def placements(kind: str) -> list[Placement]:
     return [Placement(f"tensor {at}", *one) for at, one in enumerate(KINDS[kind][2])]
 
 
-def assemble(shape: tuple[int, ...], kind: str, region) -> np.ndarray:
-    """What the boxes lead to, of tensors whose elements are all different."""
-    array = np.full(slice_shape(region), -1)
+def assemble(shape: tuple[int, ...], kind: str, wanted) -> np.ndarray:
+    """Returns a slice of an argument, from stored tensors whose elements are all different."""
+    array = np.full(slice_shape(wanted), -1)
     for number, placement in enumerate(placements(kind)):
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
-        if common := intersect_placement(region, placement):
+        if common := intersect_placement(wanted, placement):
             for piece in split_slice(common, 5):
                 part = shift_slice(piece, placement.offset)
                 values = stored[to_numpy_slices(find_stored_slice(placement, part))].reshape(slice_shape(part))
-                array[to_numpy_slices(shift_slice(piece, [start for start, _ in region]))] = values
+                array[to_numpy_slices(shift_slice(piece, [start for start, _ in wanted]))] = values
     return array
 
 
-def assemble_slowly(kind: str) -> np.ndarray:
-    """The whole argument, tensor by tensor."""
+def assemble_reference(kind: str) -> np.ndarray:
+    """Returns the whole argument, tensor by tensor."""
     array = np.full(KINDS[kind][0], -1)
     for number, placement in enumerate(placements(kind)):
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
@@ -64,24 +73,25 @@ def assemble_slowly(kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_every_devices_slice_is_that_of_the_whole_argument(kind, devices):
+def test_slice_of_each_device_equals_that_of_the_whole_argument(kind, devices):
     shape, split, _ = KINDS[kind]
-    whole = assemble_slowly(kind)
+    whole = assemble_reference(kind)
     assert whole.min() == 0  # filled completely
     for device in range(devices):
-        region = list(cover_tensor(shape))
+        device_slice = list(cover_tensor(shape))
         if split is not None:
             share = shape[split] // devices
-            region[split] = (device * share, (device + 1) * share)
-        np.testing.assert_array_equal(assemble(shape, kind, tuple(region)), whole[to_numpy_slices(tuple(region))])
+            device_slice[split] = (device * share, (device + 1) * share)
+        wanted = tuple(device_slice)
+        np.testing.assert_array_equal(assemble(shape, kind, wanted), whole[to_numpy_slices(wanted)])
 
 
-def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
-    """All boxes of a small extent: those with an answer are right, the others are no range."""
+def test_stored_slice_is_correct_or_raises():
+    """For all slices of a small extent: a returned slice is correct, the others are not a range when stored."""
     placement = Placement("t", (2 * 3, 2), (0, 0, 0, 0), (2, 3, 1, 2))
     numbers = np.arange(12).reshape(6, 2)
     ranges = [list(itertools.combinations(range(size + 1), 2)) for size in placement.extent]
-    answered = refused = 0
+    correct = refused = 0
     for part in itertools.product(*ranges):
         wanted = numbers.reshape(placement.extent)[to_numpy_slices(part)]
         try:
@@ -92,26 +102,26 @@ def test_a_box_is_a_range_of_each_stored_dimension_or_refused():
             refused += 1
         else:
             np.testing.assert_array_equal(found.reshape(slice_shape(part)), wanted)
-            answered += 1
-    assert answered and refused
+            correct += 1
+    assert correct and refused
 
 
 @pytest.mark.parametrize(
     ("stored", "extent"), [((4, 3), (3, 4)), ((2, 6), (4, 3)), ((6,), (4,)), ((4,), (2, 3)), ((2,), (2, 2))]
 )
-def test_a_reshape_over_the_borders_of_dimensions_is_refused(stored, extent):
+def test_reshape_across_stored_dimensions_raises(stored, extent):
     with pytest.raises(AssertionError):
         find_stored_slice(Placement("t", stored, (0,) * len(extent), extent), cover_tensor(extent))
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 24, 1000])
 @pytest.mark.parametrize(
-    "region", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
+    "whole", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
 )
-def test_a_box_that_is_split_has_the_same_numbers_in_the_same_order(region, most):
-    parts = [*split_slice(region, most)]
+def test_pieces_of_a_split_slice_cover_it_in_order(whole, most):
+    parts = [*split_slice(whole, most)]
     numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]
-    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in region)))
-    longer = next((axis for axis, (start, stop) in enumerate(region) if stop - start > 1), None)
+    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in whole)))
+    longer = next((axis for axis, (start, stop) in enumerate(whole) if stop - start > 1), None)
     for part in parts:
         assert math.prod(slice_shape(part)) <= most or longer is None or slice_shape(part)[longer] == 1

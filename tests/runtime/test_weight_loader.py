@@ -1,4 +1,4 @@
-"""The loader against a slow, obvious reader of the file format, and checkpoints that it refuses."""
+"""Weight loading: against a reference reader of the safetensors format, and invalid checkpoints."""
 
 import json
 import math
@@ -23,8 +23,8 @@ CPU = jax.devices("cpu")[0]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_slowly(path: Path) -> dict[str, np.ndarray]:
-    """A safetensors file by its specification: a length, a JSON header, bytes. float32 only."""
+def read_reference(path: Path) -> dict[str, np.ndarray]:
+    """Reads a safetensors file by its specification: a length, a JSON header, bytes. float32 only."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
@@ -37,12 +37,14 @@ def read_slowly(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_every_tensor_of_a_pair_arrives_where_its_recipe_says_and_every_argument_is_filled(golden, bundle):
+def test_tensors_of_a_pair_fill_every_argument_as_the_recipes_say(golden, bundle):
     manifest = read_manifest(bundle(golden.key))
     places = {"target": golden.target, "draft": golden.draft}
     stored = {
         role: {
-            name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in read_slowly(file).items()
+            name: tensor
+            for file in sorted(place.glob("*.safetensors"))
+            for name, tensor in read_reference(file).items()
         }
         for role, place in places.items()
     }
@@ -54,19 +56,19 @@ def test_every_tensor_of_a_pair_arrives_where_its_recipe_says_and_every_argument
         assert arguments[recipe.name].devices() == {CPU}
         filled = 0
         for placement in recipe.placements:
-            box = argument
+            part = argument
             for axis, (start, extent) in enumerate(zip(placement.offset, placement.extent, strict=True)):
-                box = np.take(box, range(start, start + extent), axis)
+                part = np.take(part, range(start, start + extent), axis)
             tensor = stored[recipe.checkpoint].pop(placement.tensor)
-            assert box.tobytes() == tensor.tobytes()
+            assert part.tobytes() == tensor.tobytes()
             filled += tensor.size
         assert filled == argument.size
     left = {name for tensors in stored.values() for name in tensors}
-    assert left <= {"lm_head.weight"}  # which a tied checkpoint may carry beside the embedding, see the swa set
+    assert left <= {"lm_head.weight"}  # a tied checkpoint may hold it beside the embedding, as the swa pair does
 
 
 def recipe(name: str, *tensors: str, shape=(2, 3), dtype="float32", checkpoint="target") -> WeightRecipe:
-    """Tensors of one shape stacked, or one tensor as it is."""
+    """A recipe that stacks tensors of one shape, or takes one tensor."""
     if len(tensors) < 2:
         tensors = tensors or (name,)
         placements = (Placement(tensors[0], shape, (0,) * len(shape), shape),)
@@ -78,8 +80,8 @@ def recipe(name: str, *tensors: str, shape=(2, 3), dtype="float32", checkpoint="
 
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
-PLAN = (recipe("ab", "a", "b"), recipe("c", shape=(4,)))
-SOUND = {"a": A, "b": A + 10, "c": np.ones(4, np.float32)}
+RECIPES = (recipe("ab", "a", "b"), recipe("c", shape=(4,)))
+VALID = {"a": A, "b": A + 10, "c": np.ones(4, np.float32)}
 
 
 @pytest.fixture
@@ -87,24 +89,24 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def load(place: Path, plan=PLAN, role="target") -> dict[str, np.ndarray]:
-    return {name: np.asarray(array) for name, array in load_weights(plan, {role: place}, [CPU]).items()}
+def load(place: Path, recipes=RECIPES, role="target") -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in load_weights(recipes, {role: place}, [CPU]).items()}
 
 
-def refusal(place: Path, plan=PLAN, role="target") -> str:
+def refusal(place: Path, recipes=RECIPES, role="target") -> str:
     with pytest.raises(BadCheckpoint) as error:
-        load(place, plan, role)
+        load(place, recipes, role)
     return str(error.value)
 
 
 def test_tensors_are_stacked_in_the_order_of_the_recipe(place):
-    save_file(SOUND, place / SINGLE)
+    save_file(VALID, place / SINGLE)
     assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
-def test_any_float_type_is_converted_to_the_served_one(place, stored, served):
+def test_stored_float_dtype_is_converted_to_the_served_dtype(place, stored, served):
     values = np.array([1 / 3, -2.5, 1e-3, 60000], np.float32)
     save_file({"c": values.astype(stored)}, place / SINGLE)
     found = load(place, [recipe("c", shape=(4,), dtype=served)])["target.c"]
@@ -112,74 +114,74 @@ def test_any_float_type_is_converted_to_the_served_one(place, stored, served):
     np.testing.assert_array_equal(found, values.astype(stored).astype(served))
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_a_missing_tensor_is_named(place, name):
-    save_file({other: tensor for other, tensor in SOUND.items() if other != name}, place / SINGLE)
+@pytest.mark.parametrize("name", VALID)
+def test_missing_tensor_is_named(place, name):
+    save_file({other: tensor for other, tensor in VALID.items() if other != name}, place / SINGLE)
     assert f"missing: {name}" in refusal(place)
 
 
-def test_a_tensor_left_over_is_named(place):
-    save_file({**SOUND, "bias": A}, place / SINGLE)
+def test_unexpected_tensor_is_named(place):
+    save_file({**VALID, "bias": A}, place / SINGLE)
     assert "bias" in refusal(place) and "no place for" in refusal(place)
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1), (2, 4), (0, 3)])
-def test_a_misshapen_tensor_is_refused_with_both_shapes(place, shape):
-    save_file({**SOUND, "b": np.zeros(shape, np.float32)}, place / SINGLE)
+def test_wrong_shape_raises_with_both_shapes(place, shape):
+    save_file({**VALID, "b": np.zeros(shape, np.float32)}, place / SINGLE)
     assert f"b is {list(shape)}" in refusal(place) and "[2, 3]" in refusal(place)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_a_single_value_that_is_not_finite_is_found(place, value, stored):
-    poisoned = (A + 10).astype(stored)
-    poisoned[1, 2] = value
-    save_file({**SOUND, "b": poisoned}, place / SINGLE)
+def test_single_value_that_is_not_finite_raises(place, value, stored):
+    values = (A + 10).astype(stored)
+    values[1, 2] = value
+    save_file({**VALID, "b": values}, place / SINGLE)
     assert "b holds NaN or infinity" in refusal(place)
 
 
-def test_infinities_that_cancel_are_found(place):
-    poisoned = A.copy()
-    poisoned[0, 0], poisoned[1, 1] = math.inf, -math.inf
-    save_file({**SOUND, "a": poisoned}, place / SINGLE)
+def test_infinities_that_cancel_in_the_sum_raise(place):
+    values = A.copy()
+    values[0, 0], values[1, 1] = math.inf, -math.inf
+    save_file({**VALID, "a": values}, place / SINGLE)
     assert "a holds NaN or infinity" in refusal(place)
 
 
-def test_finite_values_whose_sum_overflows_are_sound(place):
+def test_finite_values_whose_sum_overflows_are_loaded(place):
     huge = np.full((2, 3), 3e38, np.float32)
-    save_file({**SOUND, "a": huge}, place / SINGLE)
+    save_file({**VALID, "a": huge}, place / SINGLE)
     np.testing.assert_array_equal(load(place)["target.ab"][0], huge)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int8, np.uint8, np.bool_, np.float64])
-def test_a_tensor_of_another_type_is_refused(place, kind):
-    save_file({**SOUND, "b": np.ones((2, 3), kind)}, place / SINGLE)
+def test_tensor_of_another_dtype_raises(place, kind):
+    save_file({**VALID, "b": np.ones((2, 3), kind)}, place / SINGLE)
     assert "expected one of BF16, F16, F32" in refusal(place)
 
 
-def test_a_file_cut_anywhere_is_refused(place):
-    save_file(SOUND, place / SINGLE)
+def test_truncated_file_raises(place):
+    save_file(VALID, place / SINGLE)
     whole = (place / SINGLE).read_bytes()
     for size in (0, 4, 8, 20, len(whole) - 30, len(whole) - 1):
         (place / SINGLE).write_bytes(whole[:size])
-        assert "not a whole safetensors file" in refusal(place)
+        assert "not a complete safetensors file" in refusal(place)
 
 
-def test_a_file_of_something_else_is_refused(place):
+def test_file_of_another_format_raises(place):
     (place / SINGLE).write_bytes(b"\x80\x04K\x01." * 50)
-    assert "not a whole safetensors file" in refusal(place)
+    assert "not a complete safetensors file" in refusal(place)
 
 
-def test_a_directory_without_weights_is_refused(place):
+def test_directory_without_weights_raises(place):
     assert "holds no weights" in refusal(place)
 
 
-def test_a_directory_in_the_place_of_the_file_is_refused(place):
+def test_directory_instead_of_the_file_raises(place):
     (place / SINGLE).mkdir()
     assert SINGLE in refusal(place)
 
 
-def write_shards(place: Path, where: dict[str, str], tensors=SOUND) -> None:
+def write_shards(place: Path, where: dict[str, str], tensors=VALID) -> None:
     (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     for file in set(where.values()):
         save_file({name: tensors[name] for name, at in where.items() if at == file}, place / file)
@@ -188,33 +190,32 @@ def write_shards(place: Path, where: dict[str, str], tensors=SOUND) -> None:
 PLACES = {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
 
 
-def test_shards_are_read_as_the_index_says(place):
+def test_index_decides_where_tensors_are_read(place):
     write_shards(place, PLACES)
-    save_file({"a": A}, place / SINGLE)  # left behind by an earlier version: the index counts
+    save_file({"a": A}, place / SINGLE)  # left over from an earlier version: the index decides
     assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
 
 
-def test_a_missing_shard_is_named(place):
+def test_missing_shard_is_named(place):
     write_shards(place, PLACES)
     (place / "two.safetensors").unlink()
     assert "two.safetensors does not exist" in refusal(place)
 
 
-def test_a_truncated_shard_is_named(place):
+def test_truncated_shard_is_named(place):
     write_shards(place, PLACES)
     whole = (place / "two.safetensors").read_bytes()
     (place / "two.safetensors").write_bytes(whole[:-1])
-    assert "two.safetensors is not a whole safetensors file" in refusal(place)
+    assert "two.safetensors is not a complete safetensors file" in refusal(place)
 
 
-def test_a_tensor_that_is_not_in_its_shard_is_named(place):
+def test_tensor_missing_from_its_shard_is_named(place):
     write_shards(place, PLACES)
     save_file({"a": A}, place / "one.safetensors")
     assert "one.safetensors lacks c" in refusal(place)
 
 
-def test_a_tensor_in_two_shards_is_refused(place):
-    """The index names the first; which of the two is meant cannot be known."""
+def test_tensor_in_two_shards_raises(place):
     write_shards(place, PLACES)
     save_file({"b": A + 10, "a": A + 99}, place / "two.safetensors")
     assert "a" in refusal(place) and "two.safetensors" in refusal(place)
@@ -223,7 +224,7 @@ def test_a_tensor_in_two_shards_is_refused(place):
 @pytest.mark.parametrize(
     "file", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/one.safetensors", "", ".."]
 )
-def test_an_index_that_points_outside_is_refused(place, file):
+def test_index_that_points_outside_the_directory_raises(place, file):
     inside = place / "inside"
     inside.mkdir()
     save_file({"b": A}, place / "outside.safetensors")
@@ -233,7 +234,7 @@ def test_an_index_that_points_outside_is_refused(place, file):
 
 
 @pytest.mark.parametrize("file", ["a\0b", "\ud800", "a" * 5000])
-def test_an_index_that_names_what_no_file_can_be_called_is_refused(place, file):
+def test_invalid_file_name_in_the_index_raises(place, file):
     (place / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
     refusal(place)
 
@@ -241,65 +242,65 @@ def test_an_index_that_names_what_no_file_can_be_called_is_refused(place, file):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\ud800", "[" * 100_000]
 )
-def test_an_index_that_is_none_is_refused(place, text):
+def test_invalid_index_raises(place, text):
     (place / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     assert INDEX in refusal(place)
 
 
-def test_a_tied_target_may_carry_its_head(place):
-    save_file({**SOUND, "lm_head.weight": A}, place / SINGLE)
+def test_head_of_a_tied_target_is_ignored(place):
+    save_file({**VALID, "lm_head.weight": A}, place / SINGLE)
     assert set(load(place)) == {"target.ab", "target.c"}
 
 
-def test_a_draft_with_a_head_of_its_own_is_refused(place):
-    """It was trained with that head: served with the target's, nearly nothing would be accepted."""
-    plan = [recipe("a", checkpoint="draft")]
+def test_head_of_a_draft_raises(place):
+    """The draft was trained with this head: with the target's, nearly nothing would be accepted."""
+    recipes = [recipe("a", checkpoint="draft")]
     save_file({"a": A, "lm_head.weight": A}, place / SINGLE)
-    assert "lm_head.weight" in refusal(place, plan, "draft")
+    assert "lm_head.weight" in refusal(place, recipes, "draft")
 
 
-def test_the_checkpoint_that_is_wrong_is_named(place):
+def test_invalid_checkpoint_of_the_pair_is_named(place):
     for role in ("target", "draft"):
         (place / role).mkdir()
         save_file({"a": A}, place / role / SINGLE)
-    plan = [recipe("a"), recipe("a", checkpoint="draft"), recipe("b", checkpoint="draft")]
+    recipes = [recipe("a"), recipe("a", checkpoint="draft"), recipe("b", checkpoint="draft")]
     with pytest.raises(BadCheckpoint, match="/draft: .*missing: b"):
-        load_weights(plan, {role: place / role for role in ("target", "draft")}, [CPU])
+        load_weights(recipes, {role: place / role for role in ("target", "draft")}, [CPU])
 
 
-def test_what_is_loaded_does_not_change_with_the_file(place):
-    save_file(SOUND, place / SINGLE)
-    arguments = load_weights(PLAN, {"target": place}, [CPU])
+def test_loaded_weights_do_not_change_with_the_file(place):
+    save_file(VALID, place / SINGLE)
+    arguments = load_weights(RECIPES, {"target": place}, [CPU])
     shutil.copyfile("/dev/null", place / SINGLE)
     assert np.asarray(arguments["target.ab"]).tolist() == [A.tolist(), (A + 10).tolist()]
 
 
-def test_what_a_draft_kept_of_its_verifier_is_not_looked_at(place):
+def test_verifier_tensors_of_a_draft_are_ignored(place):
     spare = {"verifier_lm_head.weight": np.full(3, math.nan, np.float32), "verifier_norm.weight": A}
-    save_file({**SOUND, **spare}, place / SINGLE)
-    plan = [recipe("ab", "a", "b", checkpoint="draft"), recipe("c", shape=(4,), checkpoint="draft")]
-    assert set(load(place, plan, "draft")) == {"draft.ab", "draft.c"}
+    save_file({**VALID, **spare}, place / SINGLE)
+    recipes = [recipe("ab", "a", "b", checkpoint="draft"), recipe("c", shape=(4,), checkpoint="draft")]
+    assert set(load(place, recipes, "draft")) == {"draft.ab", "draft.c"}
     assert "2 tensors that this architecture has no place for: verifier_" in refusal(place)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_fused_projections_are_refused_by_name(place, role):
+def test_fused_projections_are_named_in_the_error(place, role):
     save_file({"a": A, "layers.0.self_attn.qkv_proj.weight": A}, place / SINGLE)
-    plan = [recipe("a", checkpoint=role), recipe("layers.0.self_attn.q_proj.weight", checkpoint=role)]
-    assert "layers.0.self_attn.qkv_proj.weight: fused q, k and v projections" in refusal(place, plan, role)
+    recipes = [recipe("a", checkpoint=role), recipe("layers.0.self_attn.q_proj.weight", checkpoint=role)]
+    assert "layers.0.self_attn.qkv_proj.weight: fused q, k and v projections" in refusal(place, recipes, role)
 
 
 @pytest.fixture
 def places(tmp_path) -> dict[str, Path]:
-    """A directory for each of a pair."""
+    """A directory for each checkpoint of a pair."""
     found = {role: tmp_path / role for role in ("target", "draft")}
     for directory in found.values():
         directory.mkdir()
     return found
 
 
-def borrowing(shape=(2, 3)) -> list[WeightRecipe]:
-    """A draft's embedding, which is the target's where it has none."""
+def shared_embedding(shape=(2, 3)) -> list[WeightRecipe]:
+    """Recipes of a draft that uses the target's embedding if it has none itself."""
     own = recipe("embed", shape=shape, checkpoint="draft")
     return [
         recipe("embed"),
@@ -308,40 +309,40 @@ def borrowing(shape=(2, 3)) -> list[WeightRecipe]:
     ]
 
 
-def test_an_embedding_that_is_left_out_is_the_targets_and_on_the_device_once(places):
+def test_draft_without_embedding_shares_the_targets_array(places):
     save_file({"embed": A}, places["target"] / SINGLE)
-    save_file({"fc": SOUND["c"]}, places["draft"] / SINGLE)
-    arguments = load_weights(borrowing(), places, [CPU])
+    save_file({"fc": VALID["c"]}, places["draft"] / SINGLE)
+    arguments = load_weights(shared_embedding(), places, [CPU])
     assert arguments["draft.embed"] is arguments["target.embed"]
     np.testing.assert_array_equal(arguments["draft.embed"], A)
 
 
-def test_an_embedding_of_the_drafts_own_comes_first(places):
+def test_own_embedding_of_a_draft_is_used(places):
     save_file({"embed": A}, places["target"] / SINGLE)
-    save_file({"embed": A + 10, "fc": SOUND["c"]}, places["draft"] / SINGLE)
-    arguments = load_weights(borrowing(), places, [CPU])
+    save_file({"embed": A + 10, "fc": VALID["c"]}, places["draft"] / SINGLE)
+    arguments = load_weights(shared_embedding(), places, [CPU])
     np.testing.assert_array_equal(arguments["draft.embed"], A + 10)
     np.testing.assert_array_equal(arguments["target.embed"], A)
 
 
-def test_a_targets_embedding_that_does_not_fit_is_refused(places):
+def test_shared_embedding_of_another_shape_raises(places):
     save_file({"embed": A}, places["target"] / SINGLE)
-    save_file({"fc": SOUND["c"]}, places["draft"] / SINGLE)
+    save_file({"fc": VALID["c"]}, places["draft"] / SINGLE)
     with pytest.raises(
         BadCheckpoint, match=r"/draft: embed is missing, and the target's embed is \[2, 3\], not \[2, 4\]"
     ):
-        load_weights(borrowing((2, 4)), places, [CPU])
+        load_weights(shared_embedding((2, 4)), places, [CPU])
 
 
-def test_what_nothing_can_stand_in_for_is_still_missing(places):
+def test_missing_tensor_that_cannot_be_shared_is_named(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"embed": A}, places["draft"] / SINGLE)
     with pytest.raises(BadCheckpoint, match="/draft: 1 tensors are missing: fc"):
-        load_weights(borrowing(), places, [CPU])
+        load_weights(shared_embedding(), places, [CPU])
 
 
-MET = [1, 4, 6]  # of a vocabulary of 8
-MASK = np.isin(np.arange(8), MET)
+REACHED = [1, 4, 6]  # of a vocabulary of 8
+MASK = np.isin(np.arange(8), REACHED)
 OFFSETS = np.array([1, 3, 4])
 MAPPING = WeightRecipe(
     "draft.d2t", "draft", (3,), "int32", (Placement("d2t", (3,), (0,), (3,)),), mapped=MaskedMap("t2d", 8)
@@ -353,15 +354,15 @@ def write_map(place: Path, offsets, mask=MASK) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_a_map_into_the_targets_vocabulary_arrives_as_offsets(place, kind):
+def test_vocabulary_map_is_loaded_as_offsets(place, kind):
     write_map(place, OFFSETS.astype(kind))
     found = load(place, [MAPPING], "draft")["draft.d2t"]
     assert found.dtype == np.int32
-    assert (np.arange(3) + found).tolist() == MET
+    assert (np.arange(3) + found).tolist() == REACHED
 
 
 @pytest.mark.parametrize(("tokens", "words"), [([1, 4, 6], "outside the vocabulary"), ([1, 2, 3], "disagree on")])
-def test_a_map_of_tokens_where_offsets_are_meant_is_called_that(place, tokens, words):
+def test_vocabulary_map_of_tokens_instead_of_offsets_raises(place, tokens, words):
     write_map(place, tokens, np.isin(np.arange(8), tokens))
     assert words in (found := refusal(place, [MAPPING], "draft"))
     assert "it holds tokens, expected is each one's distance from its row" in found
@@ -378,43 +379,43 @@ def test_a_map_of_tokens_where_offsets_are_meant_is_called_that(place, tokens, w
         ([1, 3, 5], "and t2d disagree on 2 tokens"),
     ],
 )
-def test_a_map_that_leads_elsewhere_is_refused(place, offsets, words):
+def test_invalid_offsets_of_a_vocabulary_map_raise(place, offsets, words):
     write_map(place, offsets)
     found = refusal(place, [MAPPING], "draft")
     assert words in found and "it holds tokens" not in found
 
 
 @pytest.mark.parametrize("flipped", range(8))
-def test_a_mask_that_disagrees_in_one_token_is_refused(place, flipped):
+def test_mask_that_disagrees_in_one_token_raises(place, flipped):
     write_map(place, OFFSETS, MASK ^ (np.arange(8) == flipped))
     assert "d2t and t2d disagree on 1 tokens" in refusal(place, [MAPPING], "draft")
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.uint32, np.int16, np.bool_])
-def test_a_map_of_another_type_is_refused(place, kind):
+def test_vocabulary_map_of_another_dtype_raises(place, kind):
     write_map(place, OFFSETS.astype(kind))
     assert "expected one of I32, I64" in refusal(place, [MAPPING], "draft")
 
 
-def test_a_mask_of_another_type_is_refused(place):
+def test_mask_of_another_dtype_raises(place):
     write_map(place, OFFSETS, MASK.astype(np.uint8))
     assert "t2d is U8, expected one of BOOL" in refusal(place, [MAPPING], "draft")
 
 
-def test_a_map_or_mask_of_another_size_is_refused(place):
+def test_vocabulary_map_or_mask_of_another_size_raises(place):
     write_map(place, [1, 3])
-    assert "d2t is [2], its config.json makes it [3]" in refusal(place, [MAPPING], "draft")
+    assert "d2t is [2], but its config.json implies [3]" in refusal(place, [MAPPING], "draft")
     write_map(place, OFFSETS, MASK[:7])
-    assert "t2d is [7], its config.json makes it [8]" in refusal(place, [MAPPING], "draft")
+    assert "t2d is [7], but its config.json implies [8]" in refusal(place, [MAPPING], "draft")
 
 
 @pytest.mark.parametrize(("kept", "lost"), [("d2t", "t2d"), ("t2d", "d2t")])
-def test_a_map_without_its_mask_or_a_mask_alone_is_refused(place, kept, lost):
+def test_vocabulary_map_and_mask_need_each_other(place, kept, lost):
     save_file({kept: {"d2t": OFFSETS, "t2d": MASK}[kept]}, place / SINGLE)
     assert f"missing: {lost}" in refusal(place, [MAPPING], "draft")
 
 
-def test_a_map_of_a_draft_with_a_full_vocabulary_has_no_place(place):
+def test_vocabulary_map_of_a_full_vocabulary_raises(place):
     save_file({"a": A, "d2t": OFFSETS, "t2d": MASK}, place / SINGLE)
     assert "no place for: d2t, t2d" in refusal(place, [recipe("a", checkpoint="draft")], "draft")
 
@@ -425,7 +426,7 @@ NAMES = ("a", "b", "c", "__metadata__", "verifier_x", "", "\0", "ä" * 99, "lm_h
 
 
 def mutate_header(rng: random.Random, header: dict) -> bytes:
-    """One fact of one tensor, another name for it, or its loss."""
+    """Changes one field of one tensor, its name, or its whole entry."""
     name = rng.choice(list(header))
     facts = header[name]
     match rng.randrange(6):
@@ -446,7 +447,7 @@ def mutate_header(rng: random.Random, header: dict) -> bytes:
 
 
 def mutate(rng: random.Random, whole: bytes) -> bytes:
-    """Bits, lengths, cuts, or what the header says."""
+    """Changes bytes, the header's length, the file's length, or the header's JSON."""
     size = int.from_bytes(whole[:8], "little")
     content, header = bytearray(whole), whole[8 : 8 + size]
     match rng.randrange(4):
@@ -466,7 +467,7 @@ def mutate(rng: random.Random, whole: bytes) -> bytes:
 
 
 def outcome(place: Path) -> str:
-    """What loading comes to; any other error than our own goes through."""
+    """Returns "loaded" or the name of the project's error; any other error is raised."""
     try:
         found = load(place)
     except DflashError as error:
@@ -476,8 +477,8 @@ def outcome(place: Path) -> str:
     return "loaded"
 
 
-def test_a_mutated_file_is_loaded_or_refused_and_nothing_else(place):
-    save_file(SOUND, place / SINGLE)
+def test_mutated_file_is_loaded_or_raises_bad_checkpoint(place):
+    save_file(VALID, place / SINGLE)
     whole, rng = (place / SINGLE).read_bytes(), random.Random(17)
     outcomes: Counter[str] = Counter()
     for _ in range(2500):

@@ -1,0 +1,141 @@
+"""Memory-mapped safetensors: the tensors of a checkpoint directory, in one file or in shards with an index."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  adds to NumPy the bfloat16 dtype that safetensors returns
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dflash_aot.cache.bundle.weight_recipe import MaskedMap, Placement
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor, to_numpy_slices
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
+
+
+class CheckpointTensors:
+    """The tensors of one checkpoint directory. The files are memory-mapped: only the parts that are read take memory.
+
+    Attributes:
+        directory: the checkpoint's directory.
+    """
+
+    def __init__(self, directory: Path):
+        """Raises BadCheckpoint for files that are missing, broken, or differ from their index."""
+        self._files: dict[str, Path] = {}
+        self._open = {}
+        for path, indexed in _list_files(directory):
+            try:
+                file = safe_open(path, framework="numpy")
+            except FileNotFoundError as error:
+                raise BadCheckpoint(f"{path} does not exist, but {INDEX_FILE} names it") from error
+            except (SafetensorError, OSError, ValueError) as error:  # ValueError: not a valid file name
+                raise BadCheckpoint(
+                    f"{path} is not a complete safetensors file: {error}. Download or copy it again"
+                ) from error
+            found = set(file.keys())
+            if twice := found & self._files.keys():
+                raise BadCheckpoint(f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?")
+            if indexed is not None and (missing := indexed - found):
+                raise BadCheckpoint(f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there")
+            self._open[path] = file
+            self._files |= dict.fromkeys(found, path)
+        self.directory = directory
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
+    ) -> np.ndarray:
+        """Returns one tensor, or only `part` of the tensor, in its stored dtype.
+
+        shape, dtypes: what the tensor must have, dtypes in safetensors' names.
+
+        Raises BadCheckpoint for another shape or dtype, and for NaN or infinity among FLOATS.
+        """
+        path = self._files[name]
+        tensor = self._open[path].get_slice(name)
+        if (found := tuple(tensor.get_shape())) != shape:
+            raise BadCheckpoint(f"{path}: {name} is {list(found)}, but its config.json implies {list(shape)}")
+        if tensor.get_dtype() not in dtypes:
+            raise BadCheckpoint(f"{path}: {name} is {tensor.get_dtype()}, expected one of {', '.join(dtypes)}")
+        values = tensor[to_numpy_slices(cover_tensor(shape) if part is None else part)]
+        if dtypes is FLOATS and not _is_finite(values):
+            raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
+        return values
+
+    def read_vocabulary_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
+        """Returns the offsets [n] of a draft with a reduced vocabulary: row i is the target's token i + offsets[i].
+
+        The n rows must lead to n different tokens, and these must be the tokens that the mask names. Raises
+        BadCheckpoint.
+        """
+        offsets = self.read(placement.tensor, placement.stored, INTEGERS).astype(np.int64)
+        mask = self.read(mapped.mask, (mapped.size,), ("BOOL",))
+        if flaw := _find_flaw_of_offsets(offsets, mask, mapped.mask):
+            hint = ": it holds tokens, expected is each one's distance from its row" * _are_tokens(offsets, mask)
+            raise BadCheckpoint(f"{self._files[placement.tensor]}: {placement.tensor} {flaw}{hint}")
+        return offsets
+
+
+def list_some(names: Iterable[str], most: int = 4) -> str:
+    """The first `most` names in order, for a message, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """Yields each file of the checkpoint, and the tensors that the index places there (None without an index)."""
+    if (directory / INDEX_FILE).exists():
+        files = _read_index(directory / INDEX_FILE)
+        for name in sorted(set(files.values())):
+            yield directory / name, {tensor for tensor, file in files.items() if file == name}
+    elif (directory / SINGLE_FILE).exists():
+        yield directory / SINGLE_FILE, None
+    else:
+        raise BadCheckpoint(f"{directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns the file name of each tensor. Raises BadCheckpoint, also for a file outside the directory."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        valid = all(isinstance(file, str) and Path(file).name == file for file in files.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not an index of shards: {type(error).__name__}: {error}") from error
+    if not valid:
+        raise BadCheckpoint(f"{path}: weight_map names something that is not a file beside it")
+    return files
+
+
+def _find_flaw_of_offsets(offsets: np.ndarray, mask: np.ndarray, name: str) -> str | None:
+    """Says what is wrong with the offsets [n] of a vocabulary map, or None. `mask` [size] is the tensor `name`."""
+    size, rows = mask.size, np.arange(offsets.size)
+    if outside := int(((offsets < -rows) | (offsets >= size - rows)).sum()):
+        return f"leads {outside} of {offsets.size} rows outside the vocabulary of {size}"
+    reached = np.zeros(size, bool)
+    reached[rows + offsets] = True
+    if reached.sum() != offsets.size:
+        return f"leads {offsets.size} rows to only {reached.sum()} different tokens"
+    if differing := int((reached != mask).sum()):
+        return f"and {name} disagree on {differing} tokens: they come from two different trainings"
+    return None
+
+
+def _are_tokens(offsets: np.ndarray, mask: np.ndarray) -> bool:
+    """Whether the values are token ids instead of offsets: then they are exactly the tokens that the mask names."""
+    return np.array_equal(np.sort(offsets), np.flatnonzero(mask))
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite.
+
+    A finite sum proves it in one pass without a temporary mask; a sum that overflows needs a look at each value.
+    """
+    with np.errstate(all="ignore"):
+        total = np.sum(tensor, dtype=np.float32)
+    return bool(np.isfinite(total)) or bool(np.isfinite(tensor).all())
