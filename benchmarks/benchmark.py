@@ -11,7 +11,7 @@ import msgspec
 from dflash_aot.benchmarks.findings import Findings
 from dflash_aot.benchmarks.record import SCHEMA, Record, describe_site, read_commit, read_load
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.remote.user_cache import user_cache
+from dflash_aot.cache.remote.user_cache import user_cache_directory
 
 Note = Callable[[str], None]  # progress, for whoever waits
 Sample = dict[str, Any]  # flat; "way", and whatever else it was taken under
@@ -19,7 +19,7 @@ Sample = dict[str, Any]  # flat; "way", and whatever else it was taken under
 
 def default_scratch() -> Path:
     """Where bundles and the like are kept from one run to the next, unless told otherwise."""
-    return user_cache() / "bench"
+    return user_cache_directory() / "bench"
 
 
 class Benchmark(Protocol):

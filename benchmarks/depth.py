@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from dflash_aot.benchmarks.script import run_script
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
 WIDTH = 64  # tokens of a prompt
@@ -61,7 +61,7 @@ def main() -> None:
         "easy": SamplingParams(max_tokens=options.max_tokens, stop_token_ids=()),
         "hard": SamplingParams(max_tokens=options.max_tokens, stop_token_ids=(), temperature=2.0, seed=1),
     }
-    start_jax(manifest.environment.platform)
+    select_jax_platforms(manifest.environment.platform)
     with ExitStack() as stack:
         ks: tuple[int | Literal["auto"], ...] = (*manifest.grid.k, AUTO)
         engines: dict[int | str, Engine] = {

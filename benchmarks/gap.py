@@ -35,7 +35,7 @@ from dflash_aot.benchmarks.pairs import choose_pair, ensure_bundle
 from dflash_aot.benchmarks.script import run_script
 from dflash_aot.benchmarks.traffic import Prompt, Serve, Served, gather
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.runtime import Engine
 
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    start_jax("cpu")
+    select_jax_platforms("cpu")
     figures = []
     with ExitStack() as stack:
         bundle, target, draft = open_bundle(options)

@@ -59,14 +59,14 @@ class Jitted:
             manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling
         )
         self._weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), self._devices)
-        self._signatures = {_name(one): one for one in self._programs.signatures(manifest.grid)}
+        self._signatures = {_name(one): one for one in self._programs.list_signatures(manifest.grid)}
         self._ready: dict[Name, Executable] = {}
 
     def find(self, program: str, *sizes: int) -> Executable:
         """Called once."""
         if (name := (program, sizes)) not in self._ready:
             signature = self._signatures[name]
-            known = self._manifest.known_arrays()
+            known = self._manifest.arrays_by_name()
             jitted = jit_program(signature, self._programs.function(signature), known, make_mesh(self._devices))
             executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called alike
             executable.bind(self._weights)

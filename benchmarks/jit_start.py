@@ -14,8 +14,7 @@ import numpy as np
 from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.benchmarks.start import Order, Start
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
-from dflash_aot.cache.bundle.manifest_checks import name_executable
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
@@ -33,7 +32,7 @@ def start_jit(order: Order, laps: Laps) -> Start:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     manifest = read_manifest(Path(order.bundle))
-    start_jax(manifest.environment.platform)
+    select_jax_platforms(manifest.environment.platform)
     server = JitServer(manifest, order.target, order.draft, laps)
     if order.scope == "grid":
         server.call_all()
@@ -52,17 +51,17 @@ class JitServer:
     def __init__(self, manifest: Manifest, target: str, draft: str, laps: Laps):
         programs = Programs(manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling)
         self._grid, devices = manifest.grid, bundle_devices(manifest)
-        known, mesh = programs.known_arrays(self._grid), make_mesh(devices)
+        known, mesh = programs.arrays_by_name(self._grid), make_mesh(devices)
         laps.end("programs")
         weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices)
         self._state = DeviceState(manifest.state, devices)
         laps.end("weights")
         self._all: dict[tuple, Executable] = {}
-        for signature in programs.signatures(self._grid):
+        for signature in programs.list_signatures(self._grid):
             jitted = jit_program(signature, programs.function(signature), known, mesh)
             executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called alike
             executable.bind(weights)
-            self._all[name_executable(signature)] = executable
+            self._all[signature.executable_id] = executable
         self._called: set[tuple] = set()
 
     @property

@@ -30,7 +30,7 @@ from dflash_aot.benchmarks.questions import HELD_OUT
 from dflash_aot.benchmarks.script import run_script
 from dflash_aot.benchmarks.traffic import Answer, Prompt, deal
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.runtime import Engine
 
@@ -167,7 +167,7 @@ def main() -> None:
     figures = []
     with ExitStack() as stack:
         bundle = Path(options.bundle) if options.bundle else build_bundle()
-        start_jax(read_manifest(bundle).environment.platform)
+        select_jax_platforms(read_manifest(bundle).environment.platform)
         engine = stack.enter_context(Engine.open(bundle, preload=True))
         long = load_prompts(HELD_OUT, PER_CALLER, engine.target, LONG)
         for short in map(int, options.short.split(",")):

@@ -15,7 +15,7 @@ from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -85,7 +85,7 @@ def find_peaks(dtype: str, question: Peaks) -> Peaked:
 def open_way(order: BundleForward) -> Iterator[Handlers]:
     """Raises as `open_bundle` does."""
     manifest = read_manifest(Path(order.bundle))
-    start_jax(manifest.environment.platform)
+    select_jax_platforms(manifest.environment.platform)
     opened = load_engine_parts(Path(order.bundle), order.target, order.draft, manifest.grid.k[-1])
     passes = Passes(opened.bundle, opened.state, order.text)
     yield {Forward: passes.forward, Peaks: partial(find_peaks, manifest.dtype)}

@@ -12,7 +12,7 @@ from dflash_aot.benchmarks.serve_inside import serve_inside
 from dflash_aot.benchmarks.serve_traffic import Come
 from dflash_aot.benchmarks.traffic import Arrive, Serve
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime import Engine
 from dflash_aot.runtime.engine import MAX_WAITING
 
@@ -20,7 +20,7 @@ from dflash_aot.runtime.engine import MAX_WAITING
 @contextmanager
 def open_way(order: EngineOrder) -> Iterator[Handlers]:
     """Raises as `Engine.open` does."""
-    start_jax(read_manifest(Path(order.bundle)).environment.platform)
+    select_jax_platforms(read_manifest(Path(order.bundle)).environment.platform)
     max_waiting = order.max_waiting or MAX_WAITING
     # Without preload it would load what is left while it is measured, or while others are.
     with Engine.open(order.bundle, order.target, order.draft, order.k, max_waiting, preload=True) as engine:

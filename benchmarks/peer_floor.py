@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_aot.benchmarks.observation import Floor, FloorOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 
 
 def make_program(arguments: int, width: int) -> Callable[[jax.Array], jax.Array]:
@@ -50,7 +50,7 @@ def measure_floor(question: Floor) -> list[float]:
 @contextmanager
 def open_way(order: FloorOrder) -> Iterator[Handlers]:
     """On the platform's first device."""
-    start_jax(order.platform)
+    select_jax_platforms(order.platform)
     yield {Floor: measure_floor}
 
 

@@ -10,14 +10,14 @@ from dflash_aot.benchmarks.orders import JitOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Serve, Served
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 
 
 @contextmanager
 def open_way(order: JitOrder) -> Iterator[Handlers]:
     """What a question needs is compiled when the first one of its kind is asked."""
     manifest = read_manifest(Path(order.bundle))
-    start_jax(manifest.environment.platform)
+    select_jax_platforms(manifest.environment.platform)
     jitted = Jitted(manifest, order.target, order.draft)
 
     @functools.cache

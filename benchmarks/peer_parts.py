@@ -14,7 +14,7 @@ from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Dissect, Parts
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -66,7 +66,7 @@ def dissect(source: Loaded, question: Dissect) -> Parts:
 @contextmanager
 def open_way(order: PartsOrder) -> Iterator[Handlers]:
     """Raises as `Engine.open` does."""
-    start_jax(read_manifest(Path(order.bundle)).environment.platform)
+    select_jax_platforms(read_manifest(Path(order.bundle)).environment.platform)
     opened = load_engine_parts(Path(order.bundle), order.target, order.draft, "auto", preload=True)
     yield {Dissect: functools.partial(dissect, Loaded(opened.bundle, opened.state))}
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint, Placement
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.cache.model_config.architecture import default_taps
+from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -58,10 +58,10 @@ PAIRS = {
     "large": Shapes(6, 2, 1024, 2048),
     "tiny": Shapes(6, 2, 512, 2048, hidden=64, kv_heads=1, mlp=128),
 }
-SEEDS: dict[Checkpoint, int] = {"target": 8, "draft": 9}
+SEEDS: dict[CheckpointRole, int] = {"target": 8, "draft": 9}
 
 
-def ensure_pair(name: str, cache: Path) -> dict[Checkpoint, Path]:
+def ensure_pair(name: str, cache: Path) -> dict[CheckpointRole, Path]:
     """The two checkpoints' directories by role, written below `cache` unless they are there. Always the same weights.
 
     Raises BadInput for a name that is none of PAIRS, nor one with a block behind it.
@@ -70,7 +70,10 @@ def ensure_pair(name: str, cache: Path) -> dict[Checkpoint, Path]:
     if not found or found[1] not in PAIRS:
         raise BadInput(f"{name!r}: no such random pair; there are {', '.join(PAIRS)}, and each as {{NAME}}-block256")
     shapes, block = found[1], int(found[2] or BLOCK)
-    places: dict[Checkpoint, Path] = {"target": cache / shapes / "target", "draft": cache / shapes / f"draft-{block}"}
+    places: dict[CheckpointRole, Path] = {
+        "target": cache / shapes / "target",
+        "draft": cache / shapes / f"draft-{block}",
+    }
     configs = make_configs(PAIRS[shapes], block)
     for role, place in places.items():
         if not place.is_dir():
@@ -78,7 +81,7 @@ def ensure_pair(name: str, cache: Path) -> dict[Checkpoint, Path]:
     return places
 
 
-def make_configs(shapes: Shapes, block: int) -> dict[Checkpoint, dict]:
+def make_configs(shapes: Shapes, block: int) -> dict[CheckpointRole, dict]:
     """What stands in both `config.json`."""
     common = {
         **COMMON,
@@ -89,7 +92,7 @@ def make_configs(shapes: Shapes, block: int) -> dict[Checkpoint, dict]:
         "num_key_value_heads": shapes.kv_heads,
         "intermediate_size": shapes.mlp,
     }
-    taps = default_taps(shapes.layers, shapes.draft_layers)
+    taps = default_target_layer_ids(shapes.layers, shapes.draft_layers)
     return {
         "target": {**common, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": shapes.layers},
         "draft": {
@@ -102,7 +105,7 @@ def make_configs(shapes: Shapes, block: int) -> dict[Checkpoint, dict]:
     }
 
 
-def _write_checkpoint(role: Checkpoint, place: Path, configs: dict[Checkpoint, dict]) -> None:
+def _write_checkpoint(role: CheckpointRole, place: Path, configs: dict[CheckpointRole, dict]) -> None:
     """Whole or not at all, whoever else writes the same one."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".writing-") as scratch:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import write_atomically
-from dflash_aot.cache.environment import join_flags
+from dflash_aot.cache.environment import read_flags
 from dflash_aot.cache.errors import BadInput
 
 SCHEMA = 1
@@ -80,7 +80,7 @@ def describe_site(load_before: float) -> Site:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         python=platform.python_version(),
         versions={package: _version(package) for package in PACKAGES},
-        xla_flags=join_flags("XLA_FLAGS"),
+        xla_flags=read_flags("XLA_FLAGS"),
         load=(load_before, read_load()),
     )
 

@@ -21,7 +21,7 @@ from dflash_aot.benchmarks.script import run_script
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
@@ -61,7 +61,7 @@ def main() -> None:
     grid = read_manifest(Path(options.bundle)).grid
     if grid.rounds == 1 or grid.slots > 1:
         raise BadInput(f"{options.bundle}: its grid is {grid}; batch=1 and rounds above 1 are needed")
-    start_jax(read_manifest(Path(options.bundle)).environment.platform)
+    select_jax_platforms(read_manifest(Path(options.bundle)).environment.platform)
     opened = load_engine_parts(Path(options.bundle), None, None, grid.k[-1])
     dispatch = Dispatcher(opened.bundle, opened.state)
     print(f"medians of {options.repeats}, per round: milliseconds, and microseconds of work of the dispatching thread")

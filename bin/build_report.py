@@ -48,7 +48,7 @@ def report_build(
             "reused": len(entries) - len(compiled),
             "seconds": report.seconds,
             "bytes": size,
-            "canaries": sum(entry.canary is not None for entry in entries),
+            "canaries": sum(entry.self_test is not None for entry in entries),
             "reproducible": comparison and msgspec.to_builtins(comparison),
             "store": store and msgspec.to_builtins(store),
             "findings": list_findings(deployment, entries),
@@ -81,7 +81,7 @@ def list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]
     """What a TPU executable should not do, and does; nothing on other platforms, see `find_flaws`."""
     if deployment.platform != "tpu":
         return []
-    programs, known = deployment.programs, deployment.programs.known_arrays(deployment.grid)
+    programs, known = deployment.programs, deployment.programs.arrays_by_name(deployment.grid)
     return [
         flaw
         for entry in entries

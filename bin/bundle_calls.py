@@ -4,10 +4,10 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Entry, Manifest, mend_command, read_manifest
-from dflash_aot.cache.bundle.quarantine import Kind
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest, rebuild_command
+from dflash_aot.cache.bundle.quarantine import FaultKind
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import set_all_aside
+from dflash_aot.cache.bundle.verification import quarantine_files
 from dflash_aot.cache.errors import BuildFailed
 
 
@@ -16,7 +16,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     label: str
     path: Path
-    kind: Kind
+    kind: FaultKind
     words: str
 
 
@@ -52,14 +52,14 @@ def call_executables(bundle: Path, manifest: Manifest, move: bool, record: bool)
         for entry in manifest.entries:
             trial = canaries.try_one(entry)
             if trial.kind:
-                faults.append(Fault(entry.signature.label, store.path(entry), trial.kind, trial.words))
+                faults.append(Fault(entry.signature.label, store.executable_path(entry), trial.kind, trial.words))
             compared += trial.compared
-            entries.append(entry if trial.compared else msgspec.structs.replace(entry, canary=trial.canary))
+            entries.append(entry if trial.compared else msgspec.structs.replace(entry, self_test=trial.canary))
     recorded = 0
     if record and not faults:
         recorded = _record(store, manifest, tuple(entries))
     broken = [(fault.path, fault.kind, fault.words) for fault in faults]
-    moved, left = set_all_aside(bundle, broken) if move and broken else ({}, None)
+    moved, left = quarantine_files(bundle, broken) if move and broken else ({}, None)
     return Calls(
         called=len(entries),
         compared=compared,
@@ -67,7 +67,7 @@ def call_executables(bundle: Path, manifest: Manifest, move: bool, record: bool)
         faults=tuple(faults),
         set_aside={fault.label: str(moved[fault.path]) for fault in faults if fault.path in moved},
         not_set_aside=left,
-        mend=mend_command(bundle),
+        mend=rebuild_command(bundle),
     )
 
 
@@ -78,9 +78,9 @@ def _record(store: Store, manifest: Manifest, entries: tuple[Entry, ...]) -> int
         with store.hold_lock():
             if read_manifest(store.bundle).digest != manifest.digest:
                 raise BuildFailed(f"{store.bundle} was published anew meanwhile: nothing is recorded. Try again")
-            store.recall(manifest)
+            store.restore_records(manifest)
             for entry in new:
-                store.record(entry)
+                store.write_record(entry)
             store.publish(msgspec.structs.replace(manifest, entries=entries))
     return len(new)
 

@@ -14,17 +14,23 @@ from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
 from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.command_line import format_bytes
 from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
-from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove
-from dflash_aot.cache.bundle.manifest import Manifest, mend_command, parse_manifest, read_content, read_manifest
+from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove_garbage
+from dflash_aot.cache.bundle.manifest import (
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    read_manifest_bytes,
+    rebuild_command,
+)
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import (
-    Flaw,
-    Stray,
-    find_flaws,
-    find_strays,
-    list_promises,
-    set_flaws_aside,
+    FileFlaw,
+    UnexpectedFile,
+    find_file_flaws,
+    find_unexpected_files,
+    list_expected_files,
+    quarantine_flaws,
 )
 from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.remote.fetch import fetch_bundle
@@ -60,8 +66,8 @@ class VerificationReport(msgspec.Struct, frozen=True):
     bundle: str
     files: int
     bytes: int
-    flaws: tuple[Flaw, ...]
-    strays: tuple[Stray, ...]
+    flaws: tuple[FileFlaw, ...]
+    strays: tuple[UnexpectedFile, ...]
     signers: Signers | None
     verified_key: str | None
     quarantined: dict[str, str] = msgspec.field(name="set_aside")  # the names in --json
@@ -107,12 +113,12 @@ def verify_bundle(
     compared if files and executables are sound. Raises MissingBundle, CorruptBundle, BadInput, and what
     `call_executables` and `check_answers` raise.
     """
-    content = read_content(bundle)
+    content = read_manifest_bytes(bundle)
     signer = check_signature(bundle, content, key) if key is not None else None
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
-    promises, flaws = list_promises(bundle, manifest), find_flaws(bundle, manifest)
-    moved, left = set_flaws_aside(bundle, manifest, flaws) if quarantine else ({}, None)
+    promises, flaws = list_expected_files(bundle, manifest), find_file_flaws(bundle, manifest)
+    moved, left = quarantine_flaws(bundle, manifest, flaws) if quarantine else ({}, None)
     calls = call_executables(bundle, manifest, quarantine, record) if deep and not flaws else None
     sound = not flaws and not (calls and calls.faults)
     return VerificationReport(
@@ -120,7 +126,7 @@ def verify_bundle(
         files=len(promises),
         bytes=sum(promise.blob.bytes for promise in promises),
         flaws=tuple(flaws),
-        strays=tuple(find_strays(bundle, manifest)),
+        strays=tuple(find_unexpected_files(bundle, manifest)),
         signers=list_signers(bundle, content),
         verified_key=signer.id if signer else None,
         quarantined={str(path): str(place) for path, place in moved.items()},
@@ -137,11 +143,11 @@ def _check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> 
     return check_answers(bundle, manifest, options)
 
 
-def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[Flaw]) -> str:
+def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> str:
     """The command that replaces broken files: from the bundle's programs, or from the checkpoints if one is broken."""
-    programs = {promise.path for promise in list_promises(bundle, manifest) if not promise.pickled}
+    programs = {promise.path for promise in list_expected_files(bundle, manifest) if not promise.pickled}
     lost = any(flaw.path in programs for flaw in flaws)
-    return manifest.rebuild_command(bundle) if lost else mend_command(bundle)
+    return manifest.build_command(bundle) if lost else rebuild_command(bundle)
 
 
 def format_verification(report: VerificationReport) -> str:
@@ -175,7 +181,7 @@ def report_signing(bundle: Path, key: Path | None, as_json: bool) -> int:
     if key is None:
         raise BadInput("sign needs --key PRIVATE.pem. Make one: openssl genpkey -algorithm ed25519 -out private.pem")
     signer, signers = sign_bundle(bundle, key)
-    path = bundle / signatures.FILE
+    path = bundle / signatures.SIGNATURE_FILE
     if as_json:
         print(json.dumps({"bundle": str(bundle), "file": str(path), "key": signer, "signers": signers}))
     else:
@@ -192,17 +198,17 @@ def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
     from dflash_aot.cache.signing.ed25519 import read_private_key  # noqa: PLC0415
 
     signer = read_private_key(key)
-    read_content(bundle)  # taking the lock would create a missing directory
+    read_manifest_bytes(bundle)  # taking the lock would create a missing directory
     with Store(bundle).hold_lock():
-        content = read_content(bundle)
+        content = read_manifest_bytes(bundle)
         manifest = parse_manifest(bundle, content)
         check_consistent(bundle, manifest)
-        if flaws := find_flaws(bundle, manifest):
+        if flaws := find_file_flaws(bundle, manifest):
             raise CorruptBundle(
                 f"{bundle}: nothing is signed, because {len(flaws)} files differ from the manifest, for example "
                 f"{flaws[0].path}. dflash-bundle verify {shlex.quote(str(bundle))} lists them"
             )
-        envelope = signatures.sign(bundle, content, signer)
+        envelope = signatures.sign_manifest(bundle, content, signer)
     return signer.public.id, [signature.keyid for signature in envelope.signatures]
 
 
@@ -245,7 +251,7 @@ def collect_garbage(bundle: Path, keep_hours: float, dry_run: bool, now: float) 
         garbage = find_garbage(bundle, read_manifest(bundle), now)
         removed = [item for item in garbage if not keep_hours or item.age >= keep_hours * HOUR]
         if not dry_run:
-            remove(removed)
+            remove_garbage(removed)
     kept = [item for item in garbage if item not in removed]
     return GarbageReport(str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed))
 

@@ -13,14 +13,14 @@ from dflash_aot.cache.bundle.manifest import (
     DraftModel,
     Manifest,
     TargetModel,
-    mend_command,
     parse_manifest,
-    read_content,
     read_manifest,
+    read_manifest_bytes,
+    rebuild_command,
 )
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
-from dflash_aot.cache.bundle.manifest_diff import Change, Comparison, ExecutableChange, compare_manifests
-from dflash_aot.cache.environment import Difference, Environment, compare_host
+from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
+from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.model_config.architecture import Decoder
 from dflash_aot.cache.signing.signatures import Signers, list_signers
@@ -74,7 +74,7 @@ class Compatibility(msgspec.Struct, frozen=True):
     """
 
     fits: bool
-    differences: tuple[Difference, ...]
+    differences: tuple[EnvironmentDifference, ...]
     known_only_when_jax_starts: tuple[str, ...]
     rebuild_from_programs: str = msgspec.field(name="mend")  # the names in --json
     rebuild_from_checkpoints: str = msgspec.field(name="rebuild")
@@ -123,7 +123,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
 
 def report_inspection(bundle: Path, as_json: bool) -> int:
     """Prints the report of `inspect`; returns 0 if this machine can serve the bundle, else the exit code for that."""
-    content = read_content(bundle)
+    content = read_manifest_bytes(bundle)
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
     inspection = inspect_bundle(bundle, manifest, list_signers(bundle, content))
@@ -134,7 +134,7 @@ def report_inspection(bundle: Path, as_json: bool) -> int:
 def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) -> BundleInspection:
     """Summarizes a manifest. No other file is read."""
     programs = summarize_programs(manifest)
-    differences, unknown = compare_host(manifest.environment)
+    differences, unknown = compare_with_host(manifest.environment)
     return BundleInspection(
         bundle=str(bundle),
         schema=manifest.schema,
@@ -154,8 +154,8 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
             fits=not differences,
             differences=tuple(differences),
             known_only_when_jax_starts=tuple(unknown),
-            rebuild_from_programs=mend_command(bundle),
-            rebuild_from_checkpoints=manifest.rebuild_command(bundle),
+            rebuild_from_programs=rebuild_command(bundle),
+            rebuild_from_checkpoints=manifest.build_command(bundle),
         ),
     )
 
@@ -173,7 +173,7 @@ def summarize_programs(manifest: Manifest) -> tuple[ProgramSummary, ...]:
 def sum_device_memory(manifest: Manifest) -> DeviceMemory:
     """Adds up what the manifest says of arrays and executables."""
     devices, state = manifest.environment.device_count, {array.name for array in manifest.state}
-    arrays = manifest.known_arrays().values()
+    arrays = manifest.arrays_by_name().values()
     return DeviceMemory(
         weights=sum(array.shard_bytes(devices) for array in arrays if array.name not in state),
         state=sum(array.shard_bytes(devices) for array in manifest.state),
@@ -270,7 +270,7 @@ def report_diff(a: Path, b: Path, as_json: bool) -> int:
     return 0 if comparison.equal else DIFFERENT
 
 
-def format_comparison(comparison: Comparison, a: str, b: str) -> str:
+def format_comparison(comparison: ManifestDiff, a: str, b: str) -> str:
     """The report of `diff` as text. Lines with `-` show what `a` has, lines with `+` what `b` has."""
     if comparison.equal:
         return f"{a} and {b} hold the same executables for the same models and environment"
@@ -279,7 +279,7 @@ def format_comparison(comparison: Comparison, a: str, b: str) -> str:
     return "\n".join([f"- {a}", f"+ {b}", *changes, *executables])
 
 
-def _format_change(change: Change, indent: str = "") -> list[str]:
+def _format_change(change: FieldChange, indent: str = "") -> list[str]:
     return [
         f"{indent}{change.field}",
         f"{indent}  - {_shorten(change.a)}",

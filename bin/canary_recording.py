@@ -9,7 +9,7 @@ import msgspec
 from tqdm import tqdm
 
 from dflash_aot.bin.command_line import format_bytes
-from dflash_aot.cache.bundle.manifest import Canary, Entry, Manifest
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, SelfTest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.runtime.self_test.client import Canaries, order_canaries
@@ -19,7 +19,7 @@ MEMORY = Path("/proc/meminfo")
 
 
 def prove_executables(
-    store: Store, manifest: Manifest, compiled: frozenset[str], canaries: Mapping[str, Canary], asked: bool
+    store: Store, manifest: Manifest, compiled: frozenset[str], canaries: Mapping[str, SelfTest], asked: bool
 ) -> tuple[Entry, ...]:
     """The manifest's entries, each with what it computes; `canaries` by label are what they are held to.
 
@@ -27,7 +27,7 @@ def prove_executables(
     not do what they should; they are set aside.
     """
     entries = [_hold_to(entry, canaries) for entry in manifest.entries]
-    untried = [entry for entry in entries if entry.key in compiled or not is_comparable(entry.canary)]
+    untried = [entry for entry in entries if entry.key in compiled or not is_comparable(entry.self_test)]
     if not asked or not untried:
         return tuple(entries)
     if reason := _find_obstacle(manifest, store.bundle):
@@ -37,15 +37,15 @@ def prove_executables(
     return tuple(proven.get(entry.key, entry) for entry in entries)
 
 
-def _hold_to(entry: Entry, canaries: Mapping[str, Canary]) -> Entry:
-    return msgspec.structs.replace(entry, canary=entry.canary or canaries.get(entry.signature.label))
+def _hold_to(entry: Entry, canaries: Mapping[str, SelfTest]) -> Entry:
+    return msgspec.structs.replace(entry, self_test=entry.self_test or canaries.get(entry.signature.label))
 
 
 def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
     """An accelerator is held by this process, or is not here at all; a processor has only so much memory."""
     if manifest.environment.platform != "cpu":
         return f"on the host that serves, run dflash-bundle verify {shlex.quote(str(bundle))} --deep --record"
-    needed = sum(array.bytes for array in manifest.known_arrays().values()) + sum(one.bytes for one in manifest.state)
+    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(one.bytes for one in manifest.state)
     available = _available_memory()
     if available is not None and needed > available:
         return f"that takes {format_bytes(needed)} of memory, and {format_bytes(available)} are available"
@@ -75,12 +75,12 @@ def _try_all(store: Store, manifest: Manifest, entries: list[Entry]) -> dict[str
                 print(f"no more executables were called: {error}", file=sys.stderr)
                 break
             if trial.kind:
-                store.set_aside(entry, trial.kind, trial.words)
+                store.quarantine(entry, trial.kind, trial.words)
                 failures.append(f"  {entry.signature.label}: {trial.words}")
             else:
-                canary = entry.canary if trial.compared else trial.canary
-                proven[entry.key] = msgspec.structs.replace(entry, canary=canary)
-                store.record(proven[entry.key])
+                canary = entry.self_test if trial.compared else trial.canary
+                proven[entry.key] = msgspec.structs.replace(entry, self_test=canary)
+                store.write_record(proven[entry.key])
     if failures:
         lines = "\n".join(failures)
         raise BuildFailed(

@@ -20,7 +20,7 @@ from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.remote.urls import hide_secrets, is_url
-from dflash_aot.cache.remote.user_cache import user_cache
+from dflash_aot.cache.remote.user_cache import user_cache_directory
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
 
@@ -123,7 +123,7 @@ def default_bundle(target: str, draft: str, topology: str | None = None) -> Path
 
     One for a described `topology` has a place of its own: what is served here stays.
     """
-    base = user_cache()
+    base = user_cache_directory()
     if topology:
         base /= topology.replace(":", "-")
     if target == EMBEDDED:

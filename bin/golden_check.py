@@ -32,7 +32,7 @@ from dflash_aot.bin.golden import (
 )
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 
@@ -47,7 +47,7 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
         check_golden(golden, manifest, options.golden)
     if options.record:
         check_writable(options.record)
-    start_jax(manifest.environment.platform)
+    select_jax_platforms(manifest.environment.platform)
     prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])
     test = AcceptanceTest(manifest, prompts, golden)
     for k in manifest.grid.k:  # 0 is the first

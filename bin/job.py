@@ -12,14 +12,14 @@ from dflash_aot.bin.bucket_table import Deployment
 from dflash_aot.bin.canary_recording import prove_executables
 from dflash_aot.bin.command_line import format_bytes
 from dflash_aot.bin.place import Place, check_cluster, describe_place, find_chip, open_site
-from dflash_aot.cache.bundle.manifest import SCHEMA, Canary, DraftModel, Manifest, TargetModel
+from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Manifest, SelfTest, TargetModel
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.remote.shared_store import SharedStore
-from dflash_aot.cache.sampling_state import Sampling
+from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.compile.analysis.build_estimate import estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, check_fits, read_compiler_figures
@@ -45,13 +45,13 @@ class Job:
     store: Store
     jobs: int | None = None
     call_canaries: bool = True
-    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    canaries: Mapping[str, SelfTest] = field(default_factory=dict)
     known: Manifest | None = None
     cluster: str | None = None
 
 
 def describe_deployment(
-    target: Target, draft: Draft, grid: Grid, dtype: str | None, sampling: tuple[Sampling, ...], place: Place
+    target: Target, draft: Draft, grid: Grid, dtype: str | None, sampling: tuple[SamplingMode, ...], place: Place
 ) -> Deployment:
     """A pair at a place; `dtype` None: what suits it. Raises BadInput where devices cannot share the pair."""
     platform, devices = describe_place(place)
@@ -68,7 +68,7 @@ def run_job(job: Job, shared: SharedStore | None = None) -> Report:
     with job.store.open_for_building():
         check_space(job)
         if job.known:
-            job.store.recall(job.known)
+            job.store.restore_records(job.known)
         with open_site(job.place, job.store, job.jobs, job.cluster) as site:
             report = _build_with_progress(job.source, site, job.store, shared)
         if conflicts := find_layout_conflicts(report.entries):
@@ -88,7 +88,7 @@ def check_space(job: Job) -> None:
     """What is missing finds room on the disk, as far as is known what it takes. Raises BadInput."""
     signatures, pair = job.source.signatures, job.deployment.programs.pair
     effort = estimate_build(signatures, pair, job.deployment.platform)
-    missing = effort.bytes - job.store.held_bytes(signatures) if effort else 0
+    missing = effort.bytes - job.store.stored_bytes(signatures) if effort else 0
     free = shutil.disk_usage(job.store.bundle).free
     if missing > free:
         raise BadInput(

@@ -10,7 +10,7 @@ import jax
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 from dflash_aot.compile.pipeline.build_target import Machine, attach, count_devices
 from dflash_aot.compile.pipeline.compilation_manager import Site
@@ -32,7 +32,7 @@ def choose_place(platform: str | None, topology_name: str | None, tensor_paralle
     platform = platform or ("tpu" if topology else None)
     if topology and platform != "tpu":
         raise BadInput(f"--topology {topology.name} is a TPU's, but --platform is {platform}")
-    start_jax(platform)
+    select_jax_platforms(platform)
     if platform == "tpu" and not is_tpu_attached():
         if topology is None:
             raise BadInput(f"--platform tpu: none is attached. Say which with --topology: {', '.join(TOPOLOGIES)}")

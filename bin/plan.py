@@ -16,7 +16,7 @@ from dflash_aot.compile.analysis.memory_plan import CompilerFigures
 def report_plan(deployment: Deployment, bundle: Path, jobs: int, tau: float | None, as_json: bool) -> None:
     """Counts, the expected effort, memory and bounds bucket by bucket, and what padding wastes."""
     programs, grid, draft = deployment.programs, deployment.grid, deployment.draft
-    signatures = programs.signatures(grid)
+    signatures = programs.list_signatures(grid)
     counts = Counter(signature.program for signature in signatures)
     weights = sum(recipe.bytes for recipe in programs.recipes())
     state = sum(array.bytes for array in state_arrays(programs.pair, grid))

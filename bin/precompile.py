@@ -29,16 +29,16 @@ from dflash_aot.bin.reproducibility import check_reproducible
 from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.grid import EXAMPLE, Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.grid import EXAMPLE_BUCKETS, Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k, parse_speculative_config
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.remote.object_store import open_objects
+from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
-from dflash_aot.cache.sampling_state import SAMPLINGS, check_sampling
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, check_sampling_modes
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.ray_cluster import OWN
 from dflash_aot.compile.programs.program_source import TracedPrograms
@@ -57,7 +57,7 @@ _TARGET = flags.DEFINE_string(
 _DRAFT = flags.DEFINE_string("draft", None, "its DFlash draft, likewise; neither: the embedded pair", flag_values=FLAGS)
 _BUNDLE = flags.DEFINE_string("bundle", None, "where to build; default: the user's cache directory", flag_values=FLAGS)
 _BUCKETS = flags.DEFINE_string(
-    "buckets", None, f"the grid, such as '{EXAMPLE}', or a .toml with these keys", flag_values=FLAGS
+    "buckets", None, f"the grid, such as '{EXAMPLE_BUCKETS}', or a .toml with these keys", flag_values=FLAGS
 )
 _PLATFORM = flags.DEFINE_enum("platform", None, ["cpu", "cuda", "tpu"], "default: what is attached", flag_values=FLAGS)
 _TOPOLOGY = flags.DEFINE_string(
@@ -75,7 +75,7 @@ _DTYPE = flags.DEFINE_enum(
 )
 _SAMPLING = flags.DEFINE_string(
     "sampling",
-    ",".join(SAMPLINGS),
+    ",".join(SAMPLING_MODES),
     "kinds of verification to build: greedy, sample or both; a request that asks for another one is refused",
     flag_values=FLAGS,
 )
@@ -163,7 +163,9 @@ def _check_plan_flags() -> None:
 
 def _plan_job() -> Job:
     """What the flags ask for. Raises BadInput, BadCheckpoint."""
-    sampling = check_sampling(_SAMPLING.value.split(",") if _SAMPLING.value else [], f"--sampling '{_SAMPLING.value}'")
+    sampling = check_sampling_modes(
+        _SAMPLING.value.split(",") if _SAMPLING.value else [], f"--sampling '{_SAMPLING.value}'"
+    )
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
     references = choose_pair(_TARGET.value, _choose_draft(speculative))
     target, draft = read_pair(*references)
@@ -223,7 +225,7 @@ def _open_shared_store() -> AbstractContextManager[SharedStore | None]:
     """Raises StoreFailed before anything is compiled."""
     if _STORE.value is None:
         return nullcontext()
-    shared = SharedStore(open_objects(_STORE.value))
+    shared = SharedStore(open_object_store(_STORE.value))
     if not shared.report().writable:
         _say(f"WARNING: {shared.report().url} is read only: what is built here stays here")
     return shared
@@ -240,7 +242,7 @@ def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
 
 def choose_grid(target: Target, draft: Draft, speculative: SpeculativeConfig) -> Grid:
     """What was asked for, or what is sensible. Raises BadInput."""
-    positions, k = min(target.decoder.positions, draft.decoder.positions), check_depth(speculative, draft)
+    positions, k = min(target.decoder.positions, draft.decoder.positions), choose_k(speculative, draft)
     if _BUCKETS.value is None:
         return default_grid(draft.block, positions, k)
     grid = parse_grid(_BUCKETS.value, draft.block)
@@ -265,7 +267,7 @@ def describe_draft(draft: Draft) -> str:
     parts = [
         f"{draft.decoder.layers} layers" + (f", {sliding} of them sliding" if sliding else ""),
         f"blocks of {draft.block}",
-        f"taps {', '.join(map(str, draft.taps))}",
+        f"taps {', '.join(map(str, draft.target_layer_ids))}",
     ]
     if draft.vocab is not None:
         parts.append(f"a head of its own over {draft.vocab} of {draft.decoder.vocab} tokens")

@@ -29,6 +29,6 @@ def plan_rebuild(bundle: Path, signed_by: Path | None, store: Store, jobs: int |
         store=store,
         jobs=jobs,
         call_canaries=call_canaries,
-        canaries={entry.signature.label: entry.canary for entry in manifest.entries if entry.canary},
+        canaries={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
         known=manifest if store.bundle.resolve() == bundle.resolve() else None,
     )

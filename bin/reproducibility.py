@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
 
@@ -52,7 +52,7 @@ def check_reproducible(bundle: Path, jobs: int) -> Comparison:
     return found
 
 
-def _locate(reference: str, role: Checkpoint) -> str:
+def _locate(reference: str, role: CheckpointRole) -> str:
     """Where a checkpoint is, also for somebody with another home."""
     return reference if reference == EMBEDDED else str(locate_checkpoint(reference, role).absolute())
 

@@ -24,7 +24,7 @@ from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import Served, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
@@ -158,7 +158,7 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
 def open_engine() -> Iterator[Engine]:
     """The engine that the flags describe; on the platform that the bundle is for."""
     bundle = _locate_bundle()
-    start_jax(read_manifest(bundle, _SERVED.signed_by).environment.platform)
+    select_jax_platforms(read_manifest(bundle, _SERVED.signed_by).environment.platform)
     with Engine.open(
         bundle,
         _SERVED.target,

@@ -6,7 +6,13 @@ import jax
 from jax.sharding import AxisType
 from msgspec import structs
 
-from dflash_aot.cache.environment import VIRTUAL_DEVICES, Environment, is_tpu_attached, join_flags, read_host
+from dflash_aot.cache.environment import (
+    VIRTUAL_DEVICES_FLAG,
+    Environment,
+    is_tpu_attached,
+    read_flags,
+    read_host_environment,
+)
 from dflash_aot.cache.topology import find_topology
 
 
@@ -14,7 +20,7 @@ def read_environment(platform_name: str, device_count: int = 1) -> Environment:
     """This process's environment on `attached_devices`; starts JAX. Raises RuntimeError, as that does."""
     devices = attached_devices(platform_name, device_count)
     topology = _attached_topology(devices[0].platform)
-    return describe_environment(devices, topology)
+    return make_environment(devices, topology)
 
 
 def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Device, ...]:
@@ -28,7 +34,7 @@ def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Dev
     if any(device.process_index for device in devices):
         raise RuntimeError(f"these {len(devices)} devices belong to several hosts, which is not supported")
     if len(devices) < device_count:
-        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES}={device_count} makes so many" if platform_name == "cpu" else ""
+        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES_FLAG}={device_count} makes so many" if platform_name == "cpu" else ""
         raise RuntimeError(f"{device_count} {platform_name} devices are needed, here are {len(devices)}{remedy}")
     return order_in_mesh(sorted(devices, key=_position)[:device_count])
 
@@ -39,11 +45,11 @@ def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
     return tuple(mesh.devices.flat)
 
 
-def describe_environment(devices: Sequence[jax.Device], topology: str) -> Environment:
+def make_environment(devices: Sequence[jax.Device], topology: str) -> Environment:
     """Of these devices, attached or described, in this order."""
     first = devices[0]
     return Environment(
-        **structs.asdict(read_host(first.platform)),
+        **structs.asdict(read_host_environment(first.platform)),
         platform=first.platform,
         platform_version=first.client.platform_version,
         device_kind=first.device_kind,
@@ -51,7 +57,7 @@ def describe_environment(devices: Sequence[jax.Device], topology: str) -> Enviro
         device_count=len(devices),
         coordinates=tuple(",".join(map(str, _coordinates(device))) for device in devices),
         # JAX itself adds to these on a TPU host, when it is imported.
-        libtpu_init_args=join_flags("LIBTPU_INIT_ARGS") if first.platform == "tpu" else "",
+        libtpu_init_args=read_flags("LIBTPU_INIT_ARGS") if first.platform == "tpu" else "",
     )
 
 

@@ -16,8 +16,8 @@ from msgspec import structs
 INSTRUCTION_SETS = re.compile(
     r"(sse|ssse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|pclmul|vpclmul|gfni|sha|asimd|neon|sve|bf16|i8mm)\w*"
 )
-VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
-GOOGLE = "0x1ae0"  # the vendor of a TPU on the PCI bus
+VIRTUAL_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+GOOGLE_PCI_VENDOR = "0x1ae0"  # the vendor of a TPU on the PCI bus
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     libtpu_init_args: str
 
 
-class Host(msgspec.Struct, frozen=True):
+class HostEnvironment(msgspec.Struct, frozen=True):
     """The part of an `Environment` that is known before JAX starts."""
 
     jax: str
@@ -56,7 +56,7 @@ class Host(msgspec.Struct, frozen=True):
     xla_flags: str
 
 
-class Difference(msgspec.Struct, frozen=True):
+class EnvironmentDifference(msgspec.Struct, frozen=True):
     """One field that does not fit: what the bundle was built for, what is here."""
 
     field: str
@@ -64,36 +64,36 @@ class Difference(msgspec.Struct, frozen=True):
     here: str
 
 
-def read_host(platform_name: str) -> Host:
+def read_host_environment(platform_name: str) -> HostEnvironment:
     """This machine, for executables of that platform; "" and () for what they don't depend on."""
     on_tpu = platform_name == "tpu"
-    return Host(
+    return HostEnvironment(
         jax=_installed_version("jax"),
         jaxlib=_installed_version("jaxlib"),
         libtpu=libtpu_version() if on_tpu else "",
         machine="" if on_tpu else platform.machine(),  # nothing in an executable for TPU runs on its host
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
         # How many devices are made of the processor is compared as what it leads to.
-        xla_flags=join_flags("XLA_FLAGS", but=VIRTUAL_DEVICES),
+        xla_flags=read_flags("XLA_FLAGS", but=VIRTUAL_DEVICES_FLAG),
     )
 
 
-def differences(built: Environment, here: Environment) -> list[Difference]:
+def find_differences(built: Environment, here: Environment) -> list[EnvironmentDifference]:
     """Every field in which an executable built there does not fit here. More CPU features than needed are fine."""
     found = []
     for field in Environment.__struct_fields__:
         old, new = getattr(built, field), getattr(here, field)
         if field == "cpu_features":
             if missing := sorted(set(old) - set(new)):
-                found.append(Difference(field, f"uses {' '.join(missing)}", "not on this processor"))
+                found.append(EnvironmentDifference(field, f"uses {' '.join(missing)}", "not on this processor"))
         elif old != new:
-            found.append(Difference(field, _spell(old), _spell(new)))
+            found.append(EnvironmentDifference(field, _spell(old), _spell(new)))
     return found
 
 
-def compare_host(built: Environment) -> tuple[list[Difference], list[str]]:
+def compare_with_host(built: Environment) -> tuple[list[EnvironmentDifference], list[str]]:
     """`differences` as far as they are known before JAX starts, and the fields that are known only then."""
-    known: dict[str, object] = structs.asdict(read_host(built.platform))
+    known: dict[str, object] = structs.asdict(read_host_environment(built.platform))
     if built.platform != "tpu":
         known |= {"topology": "", "libtpu_init_args": ""}
     elif not is_tpu_attached():
@@ -103,7 +103,7 @@ def compare_host(built: Environment) -> tuple[list[Difference], list[str]]:
         if built.device_count == 1:  # every machine has that one
             known |= {"device_count": 1, "coordinates": ("0",)}
     here = structs.replace(built, **known)
-    return differences(built, here), [field for field in Environment.__struct_fields__ if field not in known]
+    return find_differences(built, here), [field for field in Environment.__struct_fields__ if field not in known]
 
 
 def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")) -> bool:
@@ -114,10 +114,10 @@ def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/p
     if any(files.glob("accel[0-9]*")):
         return True
     vendors = (vendor.read_text().strip() for vendor in devices.glob("*/vendor"))
-    return any(files.glob("vfio/[0-9]*")) and GOOGLE in vendors
+    return any(files.glob("vfio/[0-9]*")) and GOOGLE_PCI_VENDOR in vendors
 
 
-def join_flags(variable: str, but: str | None = None) -> str:
+def read_flags(variable: str, but: str | None = None) -> str:
     """The flags in an environment variable, in its order; without those that begin with `but`."""
     return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
 

@@ -12,16 +12,16 @@ from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
 ROUNDS = "rounds"  # beside the axes: one number, and it may be left out
-MEANING = {
+AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
     "k": "speculative tokens verified per round, at least 0",
     "prefill": "prompt tokens per chunk, at least 1",
     ROUNDS: "rounds of a single row per dispatch, at least 1",
 }
-LOWEST = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1}
-LARGEST = 1 << 24
-EXAMPLE = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
+MIN_SIZES = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1}
+MAX_SIZE = 1 << 24
+EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -124,14 +124,16 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
     K = 0 is always in it. Raises BadInput.
     """
     if missing := [axis for axis in AXES if axis not in axes]:
-        raise BadInput(f"{source}: {', '.join(missing)} not given. All four are needed, for example '{EXAMPLE}'")
+        raise BadInput(
+            f"{source}: {', '.join(missing)} not given. All four are needed, for example '{EXAMPLE_BUCKETS}'"
+        )
     if unknown := [axis for axis in axes if axis not in (*AXES, ROUNDS)]:
         raise BadInput(f"{source}: unknown {', '.join(unknown)}; the axes are {', '.join(AXES)}, and {ROUNDS}")
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
     rounds = _check_axis(ROUNDS, axes.get(ROUNDS, [1]), source)
     grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))}, rounds=rounds[0])
     if rounds[1:]:
-        raise BadInput(f"{source}: rounds={','.join(map(str, rounds))}: one number is needed, {MEANING[ROUNDS]}")
+        raise BadInput(f"{source}: rounds={','.join(map(str, rounds))}: one number is needed, {AXIS_MEANINGS[ROUNDS]}")
     if grid.rounds > 1 and 1 not in grid.batch:
         raise BadInput(f"{source}: rounds={grid.rounds} is for batch=1, and batch is {','.join(map(str, grid.batch))}")
     if grid.k[-1] > block - 1:
@@ -149,10 +151,10 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
 
 def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]:
     sizes = list(sizes)
-    wrong = [size for size in sizes if type(size) is not int or not LOWEST[axis] <= size <= LARGEST]
+    wrong = [size for size in sizes if type(size) is not int or not MIN_SIZES[axis] <= size <= MAX_SIZE]
     if not sizes or wrong:
         found = ", ".join(map(repr, wrong)) or "nothing"
-        raise BadInput(f"{source}: {axis} holds {found}; it is {MEANING[axis]}")
+        raise BadInput(f"{source}: {axis} holds {found}; it is {AXIS_MEANINGS[axis]}")
     if len(set(sizes)) < len(sizes):
         raise BadInput(f"{source}: {axis} names a size twice: {','.join(map(str, sizes))}")
     return tuple(sorted(sizes))
@@ -167,7 +169,7 @@ def parse_grid(text: str, block: int) -> Grid:
     for word in text.split():
         found = re.fullmatch(r"([a-z]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
         if not found:
-            raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE}'")
+            raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE_BUCKETS}'")
         axis, sizes = found.groups()
         if axis in axes:
             raise BadInput(f"{source}: {axis} is given twice")

@@ -8,7 +8,7 @@ import jax
 from dflash_aot.cache.environment import is_tpu_attached
 
 
-def start_jax(platform: str | None) -> None:
+def select_jax_platforms(platform: str | None) -> None:
     """Keeps JAX from starting what is not used. `platform` is what will be; None: whatever is attached.
 
     That is an accelerator, and libtpu where there is no TPU: it says so in many lines.

@@ -6,15 +6,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dflash_aot.cache.signature import AXIS, Dimensions
+from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """The devices, in this order, along the one axis there is."""
-    return Mesh(np.array(devices), (AXIS,))
+    return Mesh(np.array(devices), (MESH_AXIS,))
 
 
-def place(sharding: Dimensions, devices: Sequence[jax.Device]) -> Sharding:
+def make_sharding(sharding: MeshAxes, devices: Sequence[jax.Device]) -> Sharding:
     """Where an array of this sharding lies. On one device nothing is split: JAX dispatches that faster."""
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])

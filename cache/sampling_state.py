@@ -5,11 +5,11 @@ from typing import Literal, get_args
 
 from dflash_aot.cache.errors import BadInput
 
-Sampling = Literal["greedy", "sample"]
-SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
-MOST_TOP_LOGPROBS = 20  # of one token: as many as OpenAI's interface gives
+SamplingMode = Literal["greedy", "sample"]
+SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
+MAX_TOP_LOGPROBS = 20  # of one token: as many as OpenAI's interface gives
 # Columns of `sampling`, and the value with which each changes nothing.
-NEUTRAL = {
+NEUTRAL_SAMPLING = {
     "temperature": 0.0,
     "top_k": 0.0,
     "top_p": 1.0,
@@ -18,21 +18,21 @@ NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-SAMPLING_COLUMNS = tuple(NEUTRAL)
+SAMPLING_COLUMNS = tuple(NEUTRAL_SAMPLING)
 
 
-def count_tops(vocab: int) -> int:
+def count_top_logprobs(vocab: int) -> int:
     """How many of the likeliest tokens a sampled verification tells of: a small vocabulary has no more."""
-    return min(MOST_TOP_LOGPROBS, vocab)
+    return min(MAX_TOP_LOGPROBS, vocab)
 
 
-def check_sampling(kinds: Sequence[str], source: str) -> tuple[Sampling, ...]:
+def check_sampling_modes(kinds: Sequence[str], source: str) -> tuple[SamplingMode, ...]:
     """Kinds of verification to build, in their own order. `source` names them in messages. Raises BadInput."""
-    known = ", ".join(SAMPLINGS)
-    if unknown := [kind for kind in kinds if kind not in SAMPLINGS]:
+    known = ", ".join(SAMPLING_MODES)
+    if unknown := [kind for kind in kinds if kind not in SAMPLING_MODES]:
         raise BadInput(f"{source}: {', '.join(map(repr, unknown))} is no kind of verification; there are {known}")
     if len(set(kinds)) < len(kinds):
         raise BadInput(f"{source} names one twice")
     if not kinds:
         raise BadInput(f"{source} names none; there are {known}")
-    return tuple(kind for kind in SAMPLINGS if kind in kinds)
+    return tuple(kind for kind in SAMPLING_MODES if kind in kinds)

@@ -13,22 +13,23 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
-from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, Sampling, count_tops
+from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingMode, count_top_logprobs
 
 ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "rounds", "move", "admit"]
 INT, FLOAT, BOOL = "int32", "float32", "bool"
-ENDS = 8  # tokens that end a row, at most, which the device knows of; the host knows all
-AXIS = "model"  # of the mesh: what tensor parallelism splits
-Dimensions = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
+MAX_STOP_TOKENS = 8  # tokens that end a row, at most, which the device knows of; the host knows all
+MESH_AXIS = "model"  # of the mesh: what tensor parallelism splits
+MeshAxes = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
+ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
 
 
-class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name, shape and dtype of one array, whole; `sharding` says which dimension the devices split, if any."""
 
     name: str
     shape: tuple[int, ...]
     dtype: Dtype
-    sharding: Dimensions = ()
+    sharding: MeshAxes = ()
 
     @property
     def bytes(self) -> int:
@@ -52,7 +53,7 @@ class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
 
 
-class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What signatures depend on of the two models."""
 
     target_kv: KvShape
@@ -61,7 +62,7 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: int
     vocab: int
     dtype: str
-    sampling: tuple[Sampling, ...] = ("greedy",)
+    sampling: tuple[SamplingMode, ...] = ("greedy",)
 
     @property
     def samples(self) -> bool:
@@ -69,12 +70,12 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "sample" in self.sampling
 
 
-def describe_pair(target: Target, draft: Draft, dtype: str, sampling: tuple[Sampling, ...]) -> Pair:
+def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingMode, ...]) -> PairShapes:
     """From the facts of both models."""
-    return Pair(
+    return PairShapes(
         target_kv=_kv_shape(target.decoder),
         draft_kv=_kv_shape(draft.decoder),
-        feature_width=len(draft.taps) * target.decoder.hidden,
+        feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
         block=draft.block,
         vocab=target.decoder.vocab,
         dtype=dtype,
@@ -98,55 +99,60 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: tuple[str, ...]
     state: tuple[str, ...]
     donated: tuple[str, ...]
-    arguments: tuple[Array, ...]
-    results: tuple[Array, ...]
+    arguments: tuple[ArraySpec, ...]
+    results: tuple[ArraySpec, ...]
 
     @property
     def label(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.bucket.items())
         return f"{self.program} {sizes}".rstrip()
 
+    @property
+    def executable_id(self) -> ExecutableId:
+        """The id of this program's executable for this bucket, unique in a bundle."""
+        return self.program, tuple(self.bucket.values())
 
-def state_arrays(pair: Pair, grid: Grid) -> tuple[Array, ...]:
+
+def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
     """Everything that a slot is, for the largest batch. The slack keeps a clamped write off valid positions."""
 
-    def kv(name: str, shape: KvShape) -> Array:
+    def kv(name: str, shape: KvShape) -> ArraySpec:
         positions = grid.capacity + grid.widest_write
         shape_ = (shape.layers, grid.slots, shape.kv_heads, positions, shape.head_dim)
-        return Array(name, shape_, pair.dtype, sharding=(None, None, AXIS, None, None))
+        return ArraySpec(name, shape_, pair.dtype, sharding=(None, None, MESH_AXIS, None, None))
 
     return (
         kv("target_k", pair.target_kv),
         kv("target_v", pair.target_kv),
         kv("draft_k", pair.draft_kv),
         kv("draft_v", pair.draft_kv),
-        Array("lengths", (grid.slots,), INT),
-        Array("anchors", (grid.slots,), INT),
+        ArraySpec("lengths", (grid.slots,), INT),
+        ArraySpec("anchors", (grid.slots,), INT),
         *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
     )
 
 
-def sampling_arrays(pair: Pair, slots: int) -> tuple[Array, ...]:
+def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
     """How each slot chooses its tokens.
 
     `sampling` as SAMPLING_COLUMNS, `seeds` the high and low half of 64 bits, `bias` what is added to each logit,
     `prompted` the tokens that stand in the prompt, `counts` how often each stands in the output, `tops` 1 where the
     log-probabilities of the likeliest tokens are wanted.
     """
-    vocab, split = (slots, pair.vocab), (None, AXIS)
+    vocab, split = (slots, pair.vocab), (None, MESH_AXIS)
     return (
-        Array("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
-        Array("seeds", (slots, 2), INT),
-        Array("bias", vocab, FLOAT, sharding=split),
-        Array("prompted", vocab, BOOL, sharding=split),
-        Array("counts", vocab, INT, sharding=split),
-        Array("tops", (slots,), INT),
+        ArraySpec("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
+        ArraySpec("seeds", (slots, 2), INT),
+        ArraySpec("bias", vocab, FLOAT, sharding=split),
+        ArraySpec("prompted", vocab, BOOL, sharding=split),
+        ArraySpec("counts", vocab, INT, sharding=split),
+        ArraySpec("tops", (slots,), INT),
     )
 
 
-def known_arrays(state: Iterable[Array], weights: Iterable[WeightRecipe]) -> dict[str, Array]:
+def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) -> dict[str, ArraySpec]:
     """State and weights by name, as signatures refer to them."""
-    made = (Array(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights)
+    made = (ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights)
     return {array.name: array for array in (*state, *made)}
 
 
@@ -163,7 +169,7 @@ class ProgramWeights(msgspec.Struct, frozen=True):
     context: tuple[str, ...]
 
 
-def signatures(pair: Pair, grid: Grid, weights: ProgramWeights) -> list[Signature]:
+def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> list[Signature]:
     """Every program at every bucket that the grid needs."""
     buckets, chunks = grid.buckets(), grid.chunks()
     writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
@@ -184,7 +190,7 @@ def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
     return bucket.batch == 1 and grid.rounds > 1
 
 
-def prefill_signature(pair: Pair, chunk: Chunk, weights: ProgramWeights) -> Signature:
+def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
     """Target forward over `counts` of P prompt tokens of one slot; leaves length and anchor behind its last one."""
     P = chunk.prefill
     return Signature(
@@ -194,12 +200,12 @@ def prefill_signature(pair: Pair, chunk: Chunk, weights: ProgramWeights) -> Sign
         state=TARGET_STATE,
         donated=TARGET_STATE,
         arguments=(
-            Array("tokens", (1, P), INT),
-            Array("slots", (1,), INT),
-            Array("starts", (1,), INT),
-            Array("counts", (1,), INT),
+            ArraySpec("tokens", (1, P), INT),
+            ArraySpec("slots", (1,), INT),
+            ArraySpec("starts", (1,), INT),
+            ArraySpec("counts", (1,), INT),
         ),
-        results=(Array("features", (1, P, pair.feature_width), pair.dtype), Array("first", (1,), INT)),
+        results=(ArraySpec("features", (1, P, pair.feature_width), pair.dtype), ArraySpec("first", (1,), INT)),
     )
 
 
@@ -213,34 +219,34 @@ def draft_signature(bucket: Bucket, weights: ProgramWeights) -> Signature:
         state=(*DRAFT_STATE, "lengths", "anchors"),
         donated=(),
         arguments=(),
-        results=(Array("block", (B, K + 1), INT),),
+        results=(ArraySpec("block", (B, K + 1), INT),),
     )
 
 
-def verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights) -> Signature:
+def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
     """Target forward over the block, greedy choice, acceptance, new lengths and anchors of the active rows.
 
     `verdict` is all that the host reads of a round: [accepted, the K drafted tokens, the K+1 chosen ones] per row.
     `starts` are the lengths before the round. With K = 0 there is no block: the anchor is all of it.
     """
     B, K = bucket.batch, bucket.k
-    block = (Array("block", (B, K + 1), INT),) if K else ()
+    block = (ArraySpec("block", (B, K + 1), INT),) if K else ()
     return Signature(
         program="verify",
         bucket={"batch": B, "length": bucket.length, "k": K},
         weights=weights.target,
         state=TARGET_STATE,
         donated=TARGET_STATE,
-        arguments=(*block, Array("active", (B,), BOOL)),
+        arguments=(*block, ArraySpec("active", (B,), BOOL)),
         results=(
-            Array("features", (B, K + 1, pair.feature_width), pair.dtype),
-            Array("starts", (B,), INT),
-            Array("verdict", (B, 2 * K + 2), INT),
+            ArraySpec("features", (B, K + 1, pair.feature_width), pair.dtype),
+            ArraySpec("starts", (B,), INT),
+            ArraySpec("verdict", (B, 2 * K + 2), INT),
         ),
     )
 
 
-def sampled_verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights) -> Signature:
+def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
     """As `verify`, each token chosen as its slot's sampling state says, the committed ones counted there.
 
     `verdict` holds K+1 columns more: the log-probabilities of the chosen tokens, float32 as int32 of the same bits.
@@ -248,7 +254,7 @@ def sampled_verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights
     log-probabilities are of the target's own distribution, before anything is asked of it.
     """
     B, K = bucket.batch, bucket.k
-    greedy, tops = verify_signature(pair, bucket, weights), (B, K + 1, count_tops(pair.vocab))
+    greedy, tops = verify_signature(pair, bucket, weights), (B, K + 1, count_top_logprobs(pair.vocab))
     features, starts, _ = greedy.results
     return msgspec.structs.replace(
         greedy,
@@ -258,14 +264,14 @@ def sampled_verify_signature(pair: Pair, bucket: Bucket, weights: ProgramWeights
         results=(
             features,
             starts,
-            Array("verdict", (B, 3 * K + 3), INT),
-            Array("top_tokens", tops, INT),
-            Array("top_logprobs", tops, FLOAT),
+            ArraySpec("verdict", (B, 3 * K + 3), INT),
+            ArraySpec("top_tokens", tops, INT),
+            ArraySpec("top_logprobs", tops, FLOAT),
         ),
     )
 
 
-def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeights) -> Signature:
+def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: ProgramWeights) -> Signature:
     """Features of `width` positions from `starts` on → draft context keys and values of the named slots."""
     return Signature(
         program="kv_write",
@@ -274,9 +280,9 @@ def kv_write_signature(pair: Pair, rows: int, width: int, weights: ProgramWeight
         state=DRAFT_STATE,
         donated=DRAFT_STATE,
         arguments=(
-            Array("features", (rows, width, pair.feature_width), pair.dtype),
-            Array("slots", (rows,), INT),
-            Array("starts", (rows,), INT),
+            ArraySpec("features", (rows, width, pair.feature_width), pair.dtype),
+            ArraySpec("slots", (rows,), INT),
+            ArraySpec("starts", (rows,), INT),
         ),
         results=(),
     )
@@ -297,12 +303,16 @@ def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Si
         weights=tuple(dict.fromkeys(used)),
         state=state,
         donated=state,
-        arguments=(Array("count", (1,), INT), Array("left", (1,), INT), Array("ends", (ENDS,), INT)),
-        results=(Array("verdicts", (rounds, 2 * K + 2), INT), Array("left_over", (1,), INT)),
+        arguments=(
+            ArraySpec("count", (1,), INT),
+            ArraySpec("left", (1,), INT),
+            ArraySpec("ends", (MAX_STOP_TOKENS,), INT),
+        ),
+        results=(ArraySpec("verdicts", (rounds, 2 * K + 2), INT), ArraySpec("left_over", (1,), INT)),
     )
 
 
-def move_signature(pair: Pair) -> Signature:
+def move_signature(pair: PairShapes) -> Signature:
     """Copies everything that one slot is to another."""
     state = (*TARGET_STATE, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
     return Signature(
@@ -311,12 +321,12 @@ def move_signature(pair: Pair) -> Signature:
         weights=(),
         state=state,
         donated=state,
-        arguments=(Array("source", (1,), INT), Array("destination", (1,), INT)),
+        arguments=(ArraySpec("source", (1,), INT), ArraySpec("destination", (1,), INT)),
         results=(),
     )
 
 
-def admit_signature(pair: Pair) -> Signature:
+def admit_signature(pair: PairShapes) -> Signature:
     """How one slot chooses its tokens from now on; nothing of its output is counted yet.
 
     An `anchor` of at least 0 becomes the slot's, and `starts` its length; below 0 both stay.
@@ -329,14 +339,14 @@ def admit_signature(pair: Pair) -> Signature:
         state=state,
         donated=state,
         arguments=(
-            Array("slots", (1,), INT),
-            Array("starts", (1,), INT),
-            Array("anchor", (1,), INT),
-            Array("slot_sampling", (1, len(SAMPLING_COLUMNS)), FLOAT),
-            Array("slot_seeds", (1, 2), INT),
-            Array("slot_bias", vocab, FLOAT),
-            Array("slot_prompted", vocab, BOOL),
-            Array("slot_tops", (1,), INT),
+            ArraySpec("slots", (1,), INT),
+            ArraySpec("starts", (1,), INT),
+            ArraySpec("anchor", (1,), INT),
+            ArraySpec("slot_sampling", (1, len(SAMPLING_COLUMNS)), FLOAT),
+            ArraySpec("slot_seeds", (1, 2), INT),
+            ArraySpec("slot_bias", vocab, FLOAT),
+            ArraySpec("slot_prompted", vocab, BOOL),
+            ArraySpec("slot_tops", (1,), INT),
         ),
         results=(),
     )

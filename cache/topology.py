@@ -60,7 +60,7 @@ CHIPS = (
     Chip("tpu7x", "TPU7x", 2, 2, 192 * GIB, 97020 * MIB, 7380e9, 2307e12),
 )
 ALIASES = {"v5litepod": "v5e", "v7x": "tpu7x"}
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 # What one host has, as docs.cloud.google.com/tpu/docs lists it, or a single chip of it.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("v5e", "v6e"), ((1, 1), (2, 2), (2, 4))),
@@ -78,8 +78,8 @@ def parse_topology(name: str) -> Topology:
     meant = [one.name for one in TOPOLOGIES.values() if one.chip.name == generation and size in _spellings(one)]
     if meant:
         hint = f"did you mean {meant[0]}?"
-    elif generation in SHAPES and math.prod(map(int, re.findall(r"\d{1,9}", size))) > MOST_DEVICES:
-        hint = f"a slice of several hosts is not supported, one of up to {MOST_DEVICES} devices is."
+    elif generation in SHAPES and math.prod(map(int, re.findall(r"\d{1,9}", size))) > MAX_DEVICES:
+        hint = f"a slice of several hosts is not supported, one of up to {MAX_DEVICES} devices is."
     else:
         hint = "no such slice."
     raise BadInput(f"--topology {name}: {hint} There are {', '.join(TOPOLOGIES)}")

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss, QueueFull
-from dflash_aot.cache.remote.user_cache import user_cache
+from dflash_aot.cache.remote.user_cache import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.requests.async_stream import AsyncStream
 
@@ -94,7 +94,7 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, default=user_cache() / "embedded")
+    parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max_waiting", type=int, default=64)
     given = parser.parse_args()

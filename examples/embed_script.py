@@ -7,7 +7,7 @@ python examples/embed_script.py [--bundle DIR]
 import argparse
 from pathlib import Path
 
-from dflash_aot.cache.remote.user_cache import user_cache
+from dflash_aot.cache.remote.user_cache import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 
 PROMPTS = ["import os", "class Queue:", "def main():"]
@@ -37,5 +37,5 @@ def main(bundle: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, default=user_cache() / "embedded")
+    parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     main(parser.parse_args().bundle)

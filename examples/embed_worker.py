@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.remote.user_cache import user_cache
+from dflash_aot.cache.remote.user_cache import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 
 
@@ -91,7 +91,7 @@ async def answer(engine: Engine, job: Job) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, default=user_cache() / "embedded")
+    parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--drain_seconds", type=float, default=30.0)
     given = parser.parse_args()

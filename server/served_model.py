@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.cache.jax_platform import start_jax
+from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
@@ -90,7 +90,7 @@ def open_model(serving: Serving, on_phase: Callable[[str], None]) -> Model:
     if is_url(serving.bundle):
         on_phase("fetch")
     bundle = locate_bundle(serving.bundle, serving.require_signature)
-    start_jax(read_manifest(bundle, serving.require_signature).environment.platform)
+    select_jax_platforms(read_manifest(bundle, serving.require_signature).environment.platform)
     engine = Engine.open(
         bundle,
         serving.target,

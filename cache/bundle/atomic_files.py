@@ -7,12 +7,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-UNFINISHED = ".unfinished"
+TEMPORARY_SUFFIX = ".unfinished"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Temporary name in the same directory, fsync, rename, fsync the directory. Raises OSError, which names `path`."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -43,7 +43,7 @@ def read_plain(path: Path, limit: int | None = None) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, f"a {name_kind(status.st_mode)}, where a file should be", str(path))
+            raise OSError(errno.EINVAL, f"a {file_kind(status.st_mode)}, where a file should be", str(path))
         if limit is not None and status.st_size > limit:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, where at most {limit} are read", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
@@ -52,20 +52,20 @@ def read_plain(path: Path, limit: int | None = None) -> bytes:
         os.close(descriptor)
 
 
-def name_kind(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """What `st_mode` says that it is, if it is no plain file."""
     kinds = {stat.S_ISLNK: "symbolic link", stat.S_ISDIR: "directory", stat.S_ISFIFO: "fifo", stat.S_ISSOCK: "socket"}
     return next((name for holds, name in kinds.items() if holds(mode)), "device")
 
 
-def temporaries(directory: Path) -> list[Path]:
+def list_temporary_files(directory: Path) -> list[Path]:
     """What writers that were killed left behind in `directory`."""
-    return [path for path in directory.iterdir() if is_temporary(path)]
+    return [path for path in directory.iterdir() if is_temporary_file(path)]
 
 
-def is_temporary(path: Path) -> bool:
+def is_temporary_file(path: Path) -> bool:
     """By its name."""
-    return path.name.startswith(".") and path.name.endswith(UNFINISHED)
+    return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
 
 
 def _sync_directory(path: Path) -> None:

@@ -11,7 +11,7 @@ from dflash_aot.cache.bundle.manifest import Blob, Entry
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.errors import CorruptBundle
 
-LARGEST = 1 << 30  # bytes of a file, and of what it unpacks to, whatever is promised; executables take some MB
+MAX_BLOB_BYTES = 1 << 30  # bytes of a file, and of what it unpacks to, whatever is promised; executables take some MB
 
 
 class BrokenBlob(ValueError):
@@ -25,26 +25,26 @@ class BrokenBlob(ValueError):
         self.field, self.promised, self.found, self.content = field, str(promised), str(found), content
 
 
-def pack(serialized: bytes) -> tuple[Blob, bytes]:
+def pack_blob(serialized: bytes) -> tuple[Blob, bytes]:
     """What is serialized, as a file: a fifth of its size, unpacked in 3 ms per MB."""
     content = zlib.compress(serialized)
     return Blob(hashlib.sha256(content).hexdigest(), len(content), len(serialized)), content
 
 
-def unpack(blob: Blob, content: bytes) -> bytes:
+def unpack_blob(blob: Blob, content: bytes) -> bytes:
     """What a file holds, once it is whole: its size, its sha256, what it unpacks to, and an executable's pickle.
 
     Unpacked no further than to the promised size. Raises BrokenBlob.
     """
-    check_hash(blob, content)
-    serialized = unpack_checked(blob, content)
+    check_blob_hash(blob, content)
+    serialized = decompress_blob(blob, content)
     if isinstance(blob, Entry):
         with _within_memory(blob):
             _check_pickle(serialized)
     return serialized
 
 
-def check_hash(blob: Blob, content: bytes) -> None:
+def check_blob_hash(blob: Blob, content: bytes) -> None:
     """Its size and its sha256. Raises BrokenBlob."""
     if len(content) != blob.bytes:
         words = f"{len(content)} bytes, the manifest promises {blob.bytes}"
@@ -53,7 +53,7 @@ def check_hash(blob: Blob, content: bytes) -> None:
         raise BrokenBlob(f"its sha256 is {found}", "sha256", blob.sha256, found)
 
 
-def unpack_checked(blob: Blob, content: bytes) -> bytes:
+def decompress_blob(blob: Blob, content: bytes) -> bytes:
     """What a file holds whose hash was checked; no further than to the promised size. Raises BrokenBlob."""
     with _within_memory(blob):
         return _decompress(blob.serialized_bytes, content)
@@ -70,22 +70,22 @@ def _within_memory(blob: Blob) -> Iterator[None]:
         raise BrokenBlob(words, "serialized_bytes", size, words, content=False) from error
 
 
-def find_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:
+def find_blob_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:
     """In what a file is not whole, see `unpack`."""
     try:
-        unpack(blob, content)
+        unpack_blob(blob, content)
     except BrokenBlob as flaw:
         return flaw
     return None
 
 
-def read_packed(blob: Blob, path: Path) -> bytes:
+def read_blob_file(blob: Blob, path: Path) -> bytes:
     """A file as it lies there, once it is whole. Raises CorruptBundle, which names it."""
     try:
-        content = read_plain(path, LARGEST)
+        content = read_plain(path, MAX_BLOB_BYTES)
     except OSError as error:
         raise CorruptBundle(f"{path}: {error.strerror}") from error
-    if flaw := find_flaw(blob, content):
+    if flaw := find_blob_flaw(blob, content):
         raise CorruptBundle(f"{path}: {flaw}") from flaw
     return content
 
@@ -94,8 +94,8 @@ def _decompress(size: int, content: bytes) -> bytes:
     def broken(words: str) -> BrokenBlob:
         return BrokenBlob(words, "serialized_bytes", size, words)
 
-    if size > LARGEST:
-        raise broken(f"promises to unpack to {size} bytes, no file unpacks to more than {LARGEST}")
+    if size > MAX_BLOB_BYTES:
+        raise broken(f"promises to unpack to {size} bytes, no file unpacks to more than {MAX_BLOB_BYTES}")
     unpacking = zlib.decompressobj()
     try:
         serialized = unpacking.decompress(content, size + 1)

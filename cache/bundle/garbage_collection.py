@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import temporaries
-from dflash_aot.cache.bundle.manifest import FILE, Manifest
-from dflash_aot.cache.bundle.quarantine import DIRECTORY
-from dflash_aot.cache.bundle.verification import BLOB, RECORD, list_promises
+from dflash_aot.cache.bundle.atomic_files import list_temporary_files
+from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Manifest
+from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
+from dflash_aot.cache.bundle.verification import BLOB_NAME, RECORD_NAME, list_expected_files
 
-FOLDERS = ("entries", "executables", "programs")  # records first: they never speak of a blob that is not there
+DIRECTORIES = ("entries", "executables", "programs")  # records first: they never speak of a blob that is not there
 
 
 class Garbage(msgspec.Struct, frozen=True):
@@ -30,17 +30,17 @@ def find_garbage(bundle: Path, manifest: Manifest, now: float) -> list[Garbage]:
     Whoever opened the bundle before the manifest was replaced may still read what only the old one refers to: that
     is no older than the new manifest.
     """
-    published = _last_change(bundle / FILE)
+    published = _last_change(bundle / MANIFEST_FILE)
     found = [
         Garbage(path, why, _size(path), now - max(_last_change(path), published))
         for path, why in _unreferenced(bundle, manifest)
     ]
-    left = [(path, "unfinished") for folder in _folders(bundle) for path in temporaries(folder)]
-    left += [(path, "set aside") for path in _list(bundle / DIRECTORY)]
+    left = [(path, "unfinished") for folder in _folders(bundle) for path in list_temporary_files(folder)]
+    left += [(path, "set aside") for path in _list(bundle / QUARANTINE_DIRECTORY)]
     return found + [Garbage(path, why, _size(path), now - _last_change(path)) for path, why in left]
 
 
-def remove(garbage: Iterable[Garbage]) -> None:
+def remove_garbage(garbage: Iterable[Garbage]) -> None:
     """Raises OSError."""
     for one in garbage:
         if one.path.is_dir() and not one.path.is_symlink():
@@ -50,17 +50,17 @@ def remove(garbage: Iterable[Garbage]) -> None:
 
 
 def _unreferenced(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
-    keep = {promise.path for promise in list_promises(bundle, manifest)}
+    keep = {promise.path for promise in list_expected_files(bundle, manifest)}
     keep |= {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries}
-    for folder in FOLDERS:
-        pattern = RECORD if folder == "entries" else BLOB
+    for folder in DIRECTORIES:
+        pattern = RECORD_NAME if folder == "entries" else BLOB_NAME
         for path in _list(bundle / folder):
             if path not in keep and pattern.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
                 yield path, "not referred to"
 
 
 def _folders(bundle: Path) -> list[Path]:
-    return [bundle, *(bundle / name for name in FOLDERS if _is_folder(bundle / name))]
+    return [bundle, *(bundle / name for name in DIRECTORIES if _is_folder(bundle / name))]
 
 
 def _list(folder: Path) -> list[Path]:

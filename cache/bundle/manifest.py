@@ -12,27 +12,27 @@ from typing import Annotated
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint, FloatDtype, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, FloatDtype, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
-from dflash_aot.cache.sampling_state import Sampling
-from dflash_aot.cache.signature import Array, Signature, known_arrays
+from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.signatures import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
 SCHEMA = 6
-FILE = "manifest.json"
-LARGEST = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
-END = b'"\n}\n'  # behind the digest
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
+DIGEST_TAIL = b'"\n}\n'  # behind the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # which every reader of JSON holds exactly
 
 
-class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes on the device, as the compiler counts them."""
 
     arguments: Size
@@ -42,14 +42,14 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: Size
 
 
-class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The compiler's own count of a call; it counts the body of a loop once."""
 
     flops: float
     bytes_accessed: float
 
 
-class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An output of a canary. Of state, what the call `changed`; of a result, all.
 
     changed: how many numbers. values: some of them, evenly spread. mean: of all, without their signs.
@@ -62,11 +62,11 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mean: float
 
 
-class Canary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an executable made of inputs that everyone can make: those of `runtime.canary_inputs` in this `version`."""
 
     version: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[SelfTestOutput, ...]
 
 
 class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +83,7 @@ class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Size
 
 
-class Inspection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExecutableAnalysis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the optimized program is like: how inputs and outputs lie in memory, what it copies, what devices exchange.
 
     `layouts` by name, as XLA writes them, `{1,0:T(8,128)(2,1)}`: dimensions minor to major, then tiles. `collectives`
@@ -116,10 +116,10 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     key: Sha256
     program: Blob
     seconds: float
-    memory: Memory
-    cost: Cost
-    inspection: Inspection
-    canary: Canary | None = None
+    memory: MemoryUse
+    cost: CallCost
+    analysis: ExecutableAnalysis = msgspec.field(name="inspection")
+    self_test: SelfTest | None = msgspec.field(default=None, name="canary")
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,22 +144,22 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: TargetModel
     draft: DraftModel
     dtype: FloatDtype
-    sampling: tuple[Sampling, ...]
+    sampling: tuple[SamplingMode, ...]
     grid: Grid
-    state: tuple[Array, ...]
+    state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
     digest: str = ""
 
-    def known_arrays(self) -> dict[str, Array]:
+    def arrays_by_name(self) -> dict[str, ArraySpec]:
         """State and weights by name, as signatures refer to them."""
-        return known_arrays(self.state, self.weights)
+        return arrays_by_name(self.state, self.weights)
 
-    def rebuild_command(self, bundle: Path) -> str:
+    def build_command(self, bundle: Path) -> str:
         """The command that makes this bundle here, from its checkpoints."""
         return shlex.join(["dflash-precompile", "--bundle", str(bundle), *self.build_flags()])
 
-    def build_flags(self, locate: Callable[[str, Checkpoint], str] = lambda reference, _: reference) -> list[str]:
+    def build_flags(self, locate: Callable[[str, CheckpointRole], str] = lambda reference, _: reference) -> list[str]:
         """What `dflash-precompile` is told, but for the place; checkpoints as `locate` gives them."""
         pair = [] if self.target.reference == EMBEDDED else [
             "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
@@ -177,17 +177,17 @@ def _name_devices(environment: Environment) -> list[str]:
     return [*platform, *(["--tensor_parallel", str(environment.device_count)] if environment.device_count > 1 else [])]
 
 
-def mend_command(bundle: Path) -> str:
+def rebuild_command(bundle: Path) -> str:
     """The command that compiles anew what of a bundle is broken or does not fit, from the programs that it holds."""
     return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
 
 
-def replace_commands(bundle: Path) -> str:
+def verify_and_rebuild_commands(bundle: Path) -> str:
     """The same for what is whole and does not do what it should: a builder takes it, unless it was set aside."""
-    return f"{shlex.join(['dflash-bundle', 'verify', str(bundle), '--deep'])}; {mend_command(bundle)}"
+    return f"{shlex.join(['dflash-bundle', 'verify', str(bundle), '--deep'])}; {rebuild_command(bundle)}"
 
 
-def build_command(bundle: Path) -> str:
+def generic_build_command(bundle: Path) -> str:
     """The command that builds a bundle of which nothing can be read."""
     command = shlex.join(["dflash-precompile", "--bundle", str(bundle)])
     return f"{command} (and --target, --draft for a pair of your own)"
@@ -197,7 +197,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """JSON that a person can read, with its own digest."""
     blank = msgspec.structs.replace(manifest, digest="")
     content = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
-    before, after = content[: -len(END)], content[-len(END) :]
+    before, after = content[: -len(DIGEST_TAIL)], content[-len(DIGEST_TAIL) :]
     return before + _digest(content).encode() + after
 
 
@@ -206,28 +206,28 @@ def read_manifest(bundle: Path, signed_by: Path | None = None) -> Manifest:
 
     Raises MissingBundle or CorruptBundle; BadInput for a key that is none.
     """
-    content = read_content(bundle)
+    content = read_manifest_bytes(bundle)
     if signed_by is not None:
         check_signature(bundle, content, signed_by)
     return parse_manifest(bundle, content)
 
 
-def read_content(bundle: Path) -> bytes:
+def read_manifest_bytes(bundle: Path) -> bytes:
     """The manifest as it lies there, which is what is signed. Raises MissingBundle or CorruptBundle."""
-    path = bundle / FILE
+    path = bundle / MANIFEST_FILE
     try:
-        return read_plain(path, LARGEST)
+        return read_plain(path, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBundle(
-            f"{path} does not exist: there is no bundle here. Build it: {build_command(bundle)}"
+            f"{path} does not exist: there is no bundle here. Build it: {generic_build_command(bundle)}"
         ) from error
     except OSError as error:
-        raise CorruptBundle(f"{path}: {error.strerror}. Build it again: {build_command(bundle)}") from error
+        raise CorruptBundle(f"{path}: {error.strerror}. Build it again: {generic_build_command(bundle)}") from error
 
 
 def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     """Raises CorruptBundle."""
-    return decode_manifest(content, str(bundle / FILE), f"Build it again: {build_command(bundle)}")
+    return decode_manifest(content, str(bundle / MANIFEST_FILE), f"Build it again: {generic_build_command(bundle)}")
 
 
 @functools.lru_cache(maxsize=1)  # a command reads it before it opens an engine, which reads it again

@@ -4,20 +4,26 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from dflash_aot.cache.bundle.manifest import Manifest, build_command
-from dflash_aot.cache.bundle.weight_recipe import WeightRecipe, find_flaw
+from dflash_aot.cache.bundle.manifest import Manifest, generic_build_command
+from dflash_aot.cache.bundle.weight_recipe import WeightRecipe, find_recipe_flaw
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.grid import AXES
-from dflash_aot.cache.signature import AXIS, Array, ProgramWeights, Signature, describe_pair, signatures, state_arrays
-
-Name = tuple[str, tuple[int, ...]]
+from dflash_aot.cache.signature import (
+    MESH_AXIS,
+    ArraySpec,
+    ProgramWeights,
+    Signature,
+    derive_pair_shapes,
+    list_signatures,
+    state_arrays,
+)
 
 
 def check_consistent(path: Path, manifest: Manifest) -> None:
     """Every bucket of the grid has its executables, which take and return what they must. Raises CorruptBundle."""
     if flaw := find_contradiction(manifest):
         # A grid that cannot be is no use in a command, and may be long.
-        again = build_command(path) if _find_flaw_of_grid(manifest) else manifest.rebuild_command(path)
+        again = generic_build_command(path) if _find_flaw_of_grid(manifest) else manifest.build_command(path)
         raise CorruptBundle(f"{path}/manifest.json: {flaw}. Build it again: {again}")
 
 
@@ -46,8 +52,8 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
     if flaw := _find_flaw_of_grid(manifest):
         yield flaw
     facts = manifest.target.facts, manifest.draft.facts
-    pair = describe_pair(*facts, manifest.dtype, manifest.sampling)
-    expected = {one.label: one for one in signatures(pair, manifest.grid, ProgramWeights((), (), ()))}
+    pair = derive_pair_shapes(*facts, manifest.dtype, manifest.sampling)
+    expected = {one.label: one for one in list_signatures(pair, manifest.grid, ProgramWeights((), (), ()))}
     found = [entry.signature.label for entry in manifest.entries]
     if missing := sorted(expected.keys() - set(found)):
         yield f"promises the grid {manifest.grid}, but has no entry for {', '.join(missing)}"
@@ -59,7 +65,7 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
         yield f"state is {_names(manifest.state)}, models and grid make it {_names(state)}"
     weights = {recipe.name for recipe in manifest.weights}
     for recipe in manifest.weights:
-        if flaw := find_flaw(recipe):
+        if flaw := find_recipe_flaw(recipe):
             yield f"weights: {recipe.name}: {flaw}"
         if recipe.otherwise is not None and recipe.otherwise not in weights:
             yield f"weights: {recipe.name} may be replaced by {recipe.otherwise}, of which weights says nothing"
@@ -72,7 +78,7 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
 
 
 def _can_split(recipe: WeightRecipe, devices: int) -> bool:
-    if len(recipe.sharding) not in (0, len(recipe.shape)) or set(recipe.sharding) - {None, AXIS}:
+    if len(recipe.sharding) not in (0, len(recipe.shape)) or set(recipe.sharding) - {None, MESH_AXIS}:
         return False
     return not any(axis and size % devices for axis, size in zip(recipe.sharding, recipe.shape, strict=False))
 
@@ -91,11 +97,6 @@ def _names(values: object) -> str:
     return ", ".join(one if isinstance(one, str) else _describe(one) for one in values) or "nothing"
 
 
-def _describe(array: Array) -> str:
+def _describe(array: ArraySpec) -> str:
     split = f" split {array.sharding}" if any(array.sharding) else ""
     return f"{array.name} {array.dtype}{list(array.shape)}{split}"
-
-
-def name_executable(signature: Signature) -> Name:
-    """What an executable is looked up by."""
-    return signature.program, tuple(signature.bucket.values())

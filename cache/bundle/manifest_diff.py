@@ -8,10 +8,10 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Entry, Manifest
 
 ABSENT = "absent"
-UNTOLD = "what the compiler was told"  # the only part of a key that no manifest holds
+COMPILER_OPTIONS_DIFFER = "what the compiler was told"  # the only part of a key that no manifest holds
 
 
-class Change(msgspec.Struct, frozen=True):
+class FieldChange(msgspec.Struct, frozen=True):
     """One field, dotted, and what each of the two has there."""
 
     field: str
@@ -28,13 +28,13 @@ class ExecutableChange(msgspec.Struct, frozen=True):
     label: str
     what: Literal["only in a", "only in b", "another key", "other bytes"]
     parts: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[FieldChange, ...] = ()
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class ManifestDiff(msgspec.Struct, frozen=True):
     """All that differs; how long builds took, and what the compiler told about them, is not compared."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[FieldChange, ...]
     executables: tuple[ExecutableChange, ...]
 
     @property
@@ -42,23 +42,25 @@ class Comparison(msgspec.Struct, frozen=True):
         return not (self.changes or self.executables)
 
 
-def compare_manifests(a: Manifest, b: Manifest) -> Comparison:
+def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
     """What both say, in the order in which a manifest says it."""
     fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
     changes = [
-        change for name in fields for change in compare(name, _builtins(getattr(a, name)), _builtins(getattr(b, name)))
+        change
+        for name in fields
+        for change in compare_values(name, _builtins(getattr(a, name)), _builtins(getattr(b, name)))
     ]
-    return Comparison(tuple(changes), tuple(_compare_entries(a, b)))
+    return ManifestDiff(tuple(changes), tuple(_compare_entries(a, b)))
 
 
-def compare(field: str, a: Any, b: Any) -> Iterator[Change]:
+def compare_values(field: str, a: Any, b: Any) -> Iterator[FieldChange]:
     """Down to the values that differ. Lists of named things are compared by name, other lists as a whole."""
     a, b = _by_name(a), _by_name(b)
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
-            yield from compare(f"{field}.{key}".lstrip("."), a.get(key, ABSENT), b.get(key, ABSENT))
+            yield from compare_values(f"{field}.{key}".lstrip("."), a.get(key, ABSENT), b.get(key, ABSENT))
     elif a != b:
-        yield Change(field, a, b)
+        yield FieldChange(field, a, b)
 
 
 def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
@@ -75,10 +77,10 @@ def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
 
 
 def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
-    changes = tuple(compare("", _builtins(a.signature), _builtins(b.signature)))
+    changes = tuple(compare_values("", _builtins(a.signature), _builtins(b.signature)))
     differs = {"signature": changes, "environment": elsewhere, "program": a.program.sha256 != b.program.sha256}
     parts = tuple(part for part, found in differs.items() if found)
-    return ExecutableChange(a.signature.label, "another key", parts or (UNTOLD,), changes)
+    return ExecutableChange(a.signature.label, "another key", parts or (COMPILER_OPTIONS_DIFFER,), changes)
 
 
 def _by_name(value: Any) -> Any:

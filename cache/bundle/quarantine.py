@@ -11,30 +11,30 @@ from typing import Literal
 
 import msgspec
 
-DIRECTORY = "set-aside"
-Kind = Literal["bytes", "canary", "crash"]
+QUARANTINE_DIRECTORY = "set-aside"
+FaultKind = Literal["bytes", "canary", "crash"]
 
 
-class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuarantineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is wrong with a file.
 
     bytes: it is not what was promised. canary: it is, and computes something else. crash: it is, and ends the process
     that calls it. `file` is relative to the bundle.
     """
 
-    kind: Kind
+    kind: FaultKind
     file: str
     words: str
 
 
-def set_aside(bundle: Path, file: Path, kind: Kind, words: str) -> Path | None:
+def quarantine_file(bundle: Path, file: Path, kind: FaultKind, words: str) -> Path | None:
     """Moves `file`, whatever lies there, and says where it is now; None if somebody else was faster.
 
     Raises OSError, where nothing can be written; then it lies where it lay.
     """
-    directory = bundle / DIRECTORY
+    directory = bundle / QUARANTINE_DIRECTORY
     directory.mkdir(exist_ok=True)
-    finding = Finding(kind, str(file.relative_to(bundle)), words)
+    finding = QuarantineRecord(kind, str(file.relative_to(bundle)), words)
     place = _claim(directory, file.name, msgspec.json.encode(finding))
     try:
         os.rename(file, place)
@@ -46,11 +46,11 @@ def set_aside(bundle: Path, file: Path, kind: Kind, words: str) -> Path | None:
     return place
 
 
-def find_refusal(bundle: Path, sha256: str) -> tuple[Path, Finding] | None:
+def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineRecord] | None:
     """The record that this very content does wrong, if there is one: to build it again would change nothing."""
-    for record in sorted((bundle / DIRECTORY).glob(f"{sha256}.*.json")):
+    for record in sorted((bundle / QUARANTINE_DIRECTORY).glob(f"{sha256}.*.json")):
         try:
-            finding = msgspec.json.decode(record.read_bytes(), type=Finding)
+            finding = msgspec.json.decode(record.read_bytes(), type=QuarantineRecord)
         except (OSError, msgspec.DecodeError):
             continue  # a note that was damaged itself accuses nobody
         if finding.kind != "bytes":

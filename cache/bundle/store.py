@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import read_plain, temporaries, write_atomically
-from dflash_aot.cache.bundle.blob import LARGEST, BrokenBlob, check_hash, unpack, unpack_checked
+from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
 from dflash_aot.cache.bundle.build_record import OTHER_PROGRAM, decode_record, find_record
-from dflash_aot.cache.bundle.manifest import FILE, Blob, Entry, Manifest, encode_manifest, mend_command
-from dflash_aot.cache.bundle.quarantine import DIRECTORY, Kind, find_refusal, set_aside
+from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest, encode_manifest, rebuild_command
+from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.signing.signatures import remove_outdated
@@ -74,7 +74,13 @@ class Store:
     @contextmanager
     def _writing(self, directory: Path) -> Iterator[None]:
         """Nothing is written to where a link leads: that is somebody else's. Raises BadInput, also for OSError."""
-        for own in (self._executables, self._programs, self._entries, self.bundle / DIRECTORY, self.bundle / LOCK):
+        for own in (
+            self._executables,
+            self._programs,
+            self._entries,
+            self.bundle / QUARANTINE_DIRECTORY,
+            self.bundle / LOCK,
+        ):
             if own.is_symlink():
                 raise BadInput(
                     f"cannot write to {self.bundle}: {own.name} is a symbolic link, and may lead to what is somebody "
@@ -97,7 +103,7 @@ class Store:
     def _sweep(self) -> None:
         """Removes what builders that were killed had begun to write; only the lock's holder writes here."""
         for directory in (self.bundle, self._executables, self._programs, self._entries):
-            for temporary in temporaries(directory):
+            for temporary in list_temporary_files(directory):
                 temporary.unlink()
 
     def find(self, key: str, signature: Signature, program: bytes) -> Entry | None:
@@ -111,14 +117,14 @@ class Store:
         try:
             entry = find_record(content, key, signature, program)
         except ValueError as flaw:
-            set_aside(self.bundle, record, "bytes", str(flaw))
+            quarantine_file(self.bundle, record, "bytes", str(flaw))
             return None
-        executable = self._unpack_or_set_aside(entry, self.path(entry))
+        executable = self._unpack_or_set_aside(entry, self.executable_path(entry))
         found = self._unpack_or_set_aside(entry.program, self.program_path(entry))
         if executable is None or found is None:
             return None
         if found != program:
-            set_aside(self.bundle, record, "bytes", OTHER_PROGRAM)
+            quarantine_file(self.bundle, record, "bytes", OTHER_PROGRAM)
             return None
         return entry
 
@@ -126,22 +132,22 @@ class Store:
         if (content := self._read_or_set_aside(path)) is None:
             return None
         try:
-            return unpack(blob, content)
+            return unpack_blob(blob, content)
         except BrokenBlob as flaw:
             if flaw.content:
-                set_aside(self.bundle, path, "bytes", str(flaw))
+                quarantine_file(self.bundle, path, "bytes", str(flaw))
             return None
 
     def _read_or_set_aside(self, path: Path) -> bytes | None:
         """Links and the like are set aside, too; a disk that does not answer proves nothing."""
         try:
-            return read_plain(path, LARGEST)
+            return read_plain(path, MAX_BLOB_BYTES)
         except OSError as error:
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                set_aside(self.bundle, path, "bytes", str(error.strerror))
+                quarantine_file(self.bundle, path, "bytes", str(error.strerror))
             return None
 
-    def path(self, entry: Entry) -> Path:
+    def executable_path(self, entry: Entry) -> Path:
         """Where its executable lies."""
         return self._executables / entry.sha256
 
@@ -149,11 +155,11 @@ class Store:
         """Where that lies which it was compiled from."""
         return self._programs / entry.program.sha256
 
-    def set_aside(self, entry: Entry, kind: Kind, words: str) -> Path | None:
+    def quarantine(self, entry: Entry, kind: FaultKind, words: str) -> Path | None:
         """Its blob, see `set_aside`: one that does not what it should will not be taken again."""
-        return set_aside(self.bundle, self.path(entry), kind, words)
+        return quarantine_file(self.bundle, self.executable_path(entry), kind, words)
 
-    def held_bytes(self, signatures: Iterable[Signature]) -> int:
+    def stored_bytes(self, signatures: Iterable[Signature]) -> int:
         """What executables of these, and their programs, take here; one of each, for they may be of another compiler.
 
         By what their records say: none of it is read, or verified.
@@ -162,7 +168,7 @@ class Store:
         for entry in self._list_records():
             if entry.signature in wanted:
                 wanted.remove(entry.signature)
-                held |= {self.path(entry): entry, self.program_path(entry): entry.program}
+                held |= {self.executable_path(entry): entry, self.program_path(entry): entry.program}
         return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
 
     def _list_records(self) -> Iterator[Entry]:
@@ -176,61 +182,61 @@ class Store:
 
         Raises BuildFailed for an executable that was set aside for what it does.
         """
-        if refusal := find_refusal(self.bundle, entry.sha256):
+        if refusal := find_quarantine_record(self.bundle, entry.sha256):
             record, finding = refusal
             raise BuildFailed(
                 f"the compiler made again what was set aside ({finding.kind}): {finding.words}. Another compiler or "
                 f"other flags may help; if the machine was at fault, remove {record} and build again"
             )
         write_atomically(self.program_path(entry), program)
-        write_atomically(self.path(entry), executable)
-        self.record(entry)
+        write_atomically(self.executable_path(entry), executable)
+        self.write_record(entry)
 
-    def record(self, entry: Entry) -> None:
+    def write_record(self, entry: Entry) -> None:
         """What is known of an executable, anew; its blobs are there."""
         write_atomically(self._entries / f"{entry.key}.json", msgspec.json.encode(entry))
 
-    def recall(self, manifest: Manifest) -> None:
+    def restore_records(self, manifest: Manifest) -> None:
         """What a manifest names is found again, also where records were not copied along. Raises BadInput."""
         with self._writing(self._entries):
             self._entries.mkdir(exist_ok=True)
             for entry in manifest.entries:
                 if not (self._entries / f"{entry.key}.json").exists():
-                    self.record(entry)
+                    self.write_record(entry)
 
     def publish(self, manifest: Manifest) -> None:
         """From here on readers see the new bundle; signatures over another manifest go."""
         content = encode_manifest(manifest)
-        write_atomically(self.bundle / FILE, content)
+        write_atomically(self.bundle / MANIFEST_FILE, content)
         remove_outdated(self.bundle, content)  # last: where the new bundle cannot be written, the old one stays signed
 
-    def read(self, entry: Entry) -> bytes:
+    def read_executable(self, entry: Entry) -> bytes:
         """A serialized executable that is what was promised. Its pickle is scanned when it is loaded, not here as well.
 
         Raises CorruptBundle.
         """
-        return self.unpack(entry, self.read_packed(entry))
+        return self.unpack_executable(entry, self.read_packed(entry))
 
     def read_packed(self, entry: Entry) -> bytes:
         """An executable's file as it lies there, of the size and sha256 that were promised. Raises CorruptBundle."""
         with self._reading(entry):
-            content = read_plain(self.path(entry), LARGEST)
-            check_hash(entry, content)
+            content = read_plain(self.executable_path(entry), MAX_BLOB_BYTES)
+            check_blob_hash(entry, content)
             return content
 
-    def unpack(self, entry: Entry, packed: bytes) -> bytes:
+    def unpack_executable(self, entry: Entry, packed: bytes) -> bytes:
         """What such a file holds, see `read`."""
         with self._reading(entry):
-            return unpack_checked(entry, packed)
+            return decompress_blob(entry, packed)
 
     def read_program(self, entry: Entry) -> bytes:
         """What an executable was compiled from, as it was promised. Raises CorruptBundle."""
         path = self.program_path(entry)
         with _refusing(path, f"program of {entry.signature.label}", "Build it again from its checkpoints"):
-            return unpack(entry.program, read_plain(path, LARGEST))
+            return unpack_blob(entry.program, read_plain(path, MAX_BLOB_BYTES))
 
     def _reading(self, entry: Entry) -> AbstractContextManager[None]:
-        return _refusing(self.path(entry), entry.signature.label, f"Mend it: {mend_command(self.bundle)}")
+        return _refusing(self.executable_path(entry), entry.signature.label, f"Mend it: {rebuild_command(self.bundle)}")
 
 
 @contextmanager

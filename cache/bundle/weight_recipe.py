@@ -11,7 +11,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "bool": 1}
 # Checked where they are read from JSON.
 Dtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16|int32|bool)\Z")]
 FloatDtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16)\Z")]
-Checkpoint = Literal["target", "draft"]
+CheckpointRole = Literal["target", "draft"]
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    checkpoint: Checkpoint
+    checkpoint: CheckpointRole
     shape: tuple[int, ...]
     dtype: Dtype
     placements: tuple[Placement, ...]
@@ -55,7 +55,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def find_flaw(recipe: WeightRecipe) -> str | None:
+def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
     """Why a recipe cannot be followed: boxes that lie outside, overlap or leave gaps, shapes that do not fit."""
     for placement in recipe.placements:
         box = (placement.offset, placement.extent)

@@ -10,7 +10,7 @@ import msgspec
 from dflash_aot.cache.model_config.rope import Rope
 
 
-class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Heads of one attention layer; heads · head_dim need not equal the hidden width.
 
     normed: queries and keys pass an RMS norm per head. biased: all four projections have a bias.
@@ -23,13 +23,13 @@ class Attention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     biased: bool = False
 
 
-class Dense(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
+class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
     """One gated MLP."""
 
     width: int
 
 
-class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
+class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
     """`count` gated MLPs, of which a router takes `chosen` for each token.
 
     normalized: the weights of the chosen ones are made to sum to one.
@@ -46,8 +46,8 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     layers: int
     hidden: int
-    mlp: Dense | Experts
-    attention: Attention
+    mlp: DenseMlp | MixtureOfExperts
+    attention: AttentionShape
     rope: Rope
     epsilon: float
     vocab: int
@@ -61,7 +61,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tied: bool
 
 
-class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the rows q of a block that starts at n see in a sliding layer; four readings are in use.
 
     Of the context: q - size < k, or for all rows alike n - size ≤ k where it is `anchored` (speculators).
@@ -87,9 +87,9 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoder: Decoder
     block: int
     mask_token: int
-    taps: tuple[int, ...]
+    target_layer_ids: tuple[int, ...] = msgspec.field(name="taps")
     target_hidden: int
-    windows: tuple[Window | None, ...]
+    windows: tuple[SlidingWindow | None, ...]
     dialect: Dialect = "z-lab"
     vocab: int | None = None
     k: int | None = None
@@ -100,12 +100,12 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.vocab is not None and self.vocab != self.decoder.vocab
 
     @property
-    def verified(self) -> int:
+    def default_k(self) -> int:
         """K where nobody says otherwise: 1 … block - 1."""
         return self.k or self.block - 1
 
 
-def default_taps(target_layers: int, draft_layers: int) -> tuple[int, ...]:
+def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     """Where a draft that names no taps listens (z-lab/dflash `build_target_layer_ids`)."""
     if draft_layers == 1:
         return (target_layers // 2,)

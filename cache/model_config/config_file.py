@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from dflash_aot.cache.errors import BadCheckpoint
 
 Value = TypeVar("Value")
-LARGEST = 1 << 31
-WORDS = {
+MAX_INTEGER = 1 << 31
+TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -20,13 +20,19 @@ WORDS = {
     list: "a list",
     dict: "an object",
 }
-FOUND = reprlib.Repr()  # a config may hold a megabyte under a key, or lists nested deeper than repr can go
-FOUND.maxlevel, FOUND.maxlist, FOUND.maxdict, FOUND.maxstring, FOUND.maxother = 4, 16, 16, 120, 120
+VALUE_REPR = reprlib.Repr()  # a config may hold a megabyte under a key, or lists nested deeper than repr can go
+VALUE_REPR.maxlevel, VALUE_REPR.maxlist, VALUE_REPR.maxdict, VALUE_REPR.maxstring, VALUE_REPR.maxother = (
+    4,
+    16,
+    16,
+    120,
+    120,
+)
 
 
-def describe(found: object) -> str:
+def shorten_value(found: object) -> str:
     """What was found, short enough for a message."""
-    return FOUND.repr(found)
+    return VALUE_REPR.repr(found)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class ConfigFile:
         return f"{self.path}: {self.prefix}{key}"
 
     def refusal(self, key: str, found: object, reason: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.where(key)} is {describe(found)}: {reason}")
+        return BadCheckpoint(f"{self.where(key)} is {shorten_value(found)}: {reason}")
 
     def has(self, key: str) -> bool:
         """Null means absent, as transformers writes it."""
@@ -50,25 +56,25 @@ class ConfigFile:
     def require(self, key: str, kind: type[Value]) -> Value:
         value = self.optional(key, kind)
         if value is None:
-            raise BadCheckpoint(f"{self.where(key)} is missing; expected {WORDS[kind]}")
+            raise BadCheckpoint(f"{self.where(key)} is missing; expected {TYPE_NAMES[kind]}")
         return value
 
     def optional(self, key: str, kind: type[Value]) -> Value | None:
         value = self.values.get(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise self.refusal(key, value, f"expected {WORDS[kind]}")
+            raise self.refusal(key, value, f"expected {TYPE_NAMES[kind]}")
         if kind is int and value is not None:
             self._check_size(key, self.values[key])
         return value
 
     def _check_size(self, key: str, value: int) -> None:
-        if abs(value) >= LARGEST:
-            raise self.refusal(key, value, f"no count, width or token of a model reaches {LARGEST}")
+        if abs(value) >= MAX_INTEGER:
+            raise self.refusal(key, value, f"no count, width or token of a model reaches {MAX_INTEGER}")
 
     def integer(self, key: str) -> int:
         return self.require(key, int)
 
-    def positive(self, key: str, most: int = LARGEST, default: int | None = None) -> int:
+    def positive(self, key: str, most: int = MAX_INTEGER, default: int | None = None) -> int:
         """`default` only for formats that give an absent key a meaning."""
         if default is not None and not self.has(key):
             return default

@@ -2,13 +2,13 @@
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.model_config.config_file import ConfigFile, describe
+from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES
 from dflash_aot.cache.model_config.zlab_draft import read_zlab
 
 # Drafts of other kinds, some under DFlash's own name, by the keys that give them away.
-RELATIVES = {
+UNSUPPORTED_KEYS = {
     "projector_type": "Domino",
     "markov_rank": "DSpark",
     "markov_head_type": "DSpark",
@@ -25,9 +25,9 @@ RELATIVES = {
     "shift_label": "a draft whose rows predict the token after their own",
     "sample_from_anchor": "a draft that samples its anchor",
 }
-PLAIN = {"projector_type": "dflash"}  # what such a key says of a draft that is none of them
-RELATIVE_NAMES = {"DFlash2DraftModel": "DFlash2", "DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
-SIDECAR = "mask_embedding.pt"
+ACCEPTED_VALUES = {"projector_type": "dflash"}  # what such a key says of a draft that is none of them
+UNSUPPORTED_ARCHITECTURES = {"DFlash2DraftModel": "DFlash2", "DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:
@@ -48,8 +48,8 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
     if not (config.has("dflash_config") or any("DFlash" in name for name in names)):
         hint = " This is a target: are --target and --draft the wrong way round?" * any(n in FAMILIES for n in names)
         raise BadCheckpoint(
-            f"{config.path}: architectures is {describe(found)}; as a draft this runs DFlashDraftModel, in z-lab's "
-            f"format (dflash_config) and in speculators' (speculators_config).{hint}"
+            f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
+            f"DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' (speculators_config).{hint}"
         )
     return read_zlab(config, target)
 
@@ -57,13 +57,13 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
 def _refuse_relatives(config: ConfigFile) -> None:
     """Relatives of DFlash that draft in another way."""
     for name in config.optional("architectures", list) or []:
-        if relative := RELATIVE_NAMES.get(name) if isinstance(name, str) else None:
+        if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
             raise config.refusal("architectures", name, f"this is {relative}, which is not supported")
     for place in (config, config.section("dflash_config")):
-        for key, relative in RELATIVES.items():
-            if (value := place.values.get(key)) and value != PLAIN.get(key):
+        for key, relative in UNSUPPORTED_KEYS.items():
+            if (value := place.values.get(key)) and value != ACCEPTED_VALUES.get(key):
                 raise place.refusal(key, value, f"this is {relative}, which is not supported")
-    if (sidecar := config.path.parent / SIDECAR).exists():
+    if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
         raise BadCheckpoint(f"{sidecar}: a draft with a mask embedding of its own is not supported")
 
 
@@ -92,8 +92,8 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
 def _check_taps(config: ConfigFile, layers: int, draft: Draft) -> None:
     """In the numbers that the file uses: speculators counts from the embedding, z-lab from the first layer."""
     key, offset = ("aux_hidden_state_layer_ids", 1) if draft.dialect == "speculators" else ("target_layer_ids", 0)
-    found = [tap + offset for tap in draft.taps]
-    for tap in draft.taps:
+    found = [tap + offset for tap in draft.target_layer_ids]
+    for tap in draft.target_layer_ids:
         if not 0 <= tap < layers:
             raise _refuse_fact(
                 config,
@@ -108,7 +108,7 @@ def _check_taps(config: ConfigFile, layers: int, draft: Draft) -> None:
                 found,
                 "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it",
             )
-    if not draft.taps or len(set(draft.taps)) < len(draft.taps):
+    if not draft.target_layer_ids or len(set(draft.target_layer_ids)) < len(draft.target_layer_ids):
         raise _refuse_fact(config, key, found, "at least one tap, each once")
 
 

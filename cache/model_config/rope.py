@@ -10,18 +10,18 @@ import msgspec
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile
 
-KINDS = ("default", "linear", "llama3", "yarn")
-ORIGINAL = "original_max_position_embeddings"
-WITHIN = (1e-9, 1e15)  # far beyond any model; no frequency that follows overflows a float32 or vanishes in it
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ORIGINAL_POSITIONS = "original_max_position_embeddings"
+VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; no frequency that follows overflows a float32 or vanishes in it
 
 
-class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
+class LinearScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
     """Positions divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
 
-class Llama3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama3"):
+class Llama3Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama3"):
     """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
 
     factor: float
@@ -30,7 +30,7 @@ class Llama3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama
     original_positions: int
 
 
-class Yarn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="yarn"):
+class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="yarn"):
     """Per-frequency interpolation, and cosines and sines scaled by `attention_factor` (Peng et al. 2023)."""
 
     factor: float
@@ -46,7 +46,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     theta: float
     head_dim: int
-    scaling: Linear | Llama3 | Yarn | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
     def inverse_frequencies(self) -> tuple[float, ...]:
         """D/2 angles per position, highest first."""
@@ -54,17 +54,17 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         match self.scaling:
             case None:
                 return plain
-            case Linear(factor):
+            case LinearScaling(factor):
                 return tuple(frequency / factor for frequency in plain)
-            case Llama3() as llama3:
+            case Llama3Scaling() as llama3:
                 return tuple(_scale_llama3(frequency, llama3) for frequency in plain)
-            case Yarn() as yarn:
+            case YarnScaling() as yarn:
                 return _scale_yarn(plain, yarn, self.theta, self.head_dim)
 
     @property
     def attention_factor(self) -> float:
         """What cosines and sines are multiplied by."""
-        return self.scaling.attention_factor if isinstance(self.scaling, Yarn) else 1.0
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
@@ -76,7 +76,7 @@ def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
     if len(set(scalings)) > 1:
         raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters says something else")
     named = next((section for section in sections if section.has("rope_theta")), config)
-    theta = named.number_within("rope_theta", *WITHIN)
+    theta = named.number_within("rope_theta", *VALUE_RANGE)
     if theta <= 1:
         raise named.refusal("rope_theta", theta, "more than 1 is needed for frequencies that fall")
     return Rope(theta, head_dim, scalings[0] if scalings else None)
@@ -88,7 +88,9 @@ def _refuse_partial(place: ConfigFile) -> None:
         raise place.refusal(key, place.values[key], "heads are rotated whole here")
 
 
-def _read_scaling(config: ConfigFile, section: ConfigFile, positions: int) -> Linear | Llama3 | Yarn | None:
+def _read_scaling(
+    config: ConfigFile, section: ConfigFile, positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     key = "rope_type" if section.has("rope_type") else "type"  # older files call it type
     for layer_type, value in section.values.items():
         if isinstance(value, dict):
@@ -99,34 +101,36 @@ def _read_scaling(config: ConfigFile, section: ConfigFile, positions: int) -> Li
         case None | "default":
             return None
         case "linear":
-            return Linear(_read_number(section, "factor"))
+            return LinearScaling(_read_number(section, "factor"))
         case "llama3":
             return _read_llama3(config, section)
         case "yarn":
             return _read_yarn(config, section, positions)
         case kind:
-            raise section.refusal(key, kind, f"the rotary embeddings that run are {', '.join(KINDS)}")
+            raise section.refusal(key, kind, f"the rotary embeddings that run are {', '.join(ROPE_TYPES)}")
 
 
-def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3:
+def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
     low, high = (_read_number(section, key) for key in ("low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise section.refusal("low_freq_factor", low, f"expected less than high_freq_factor, which is {high}")
-    original = _place_of_original(config, section).positive(ORIGINAL)
-    return Llama3(_read_number(section, "factor"), low, high, original)
+    original = _place_of_original(config, section).positive(ORIGINAL_POSITIONS)
+    return Llama3Scaling(_read_number(section, "factor"), low, high, original)
 
 
-def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> Yarn:
+def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> YarnScaling:
     """What is absent has the value that transformers gives it."""
     place = _place_of_original(config, section)
-    if not (place.has(ORIGINAL) or section.has("factor")):
-        raise BadCheckpoint(f"{section.where('factor')} is missing, and so is {ORIGINAL}, which it could follow from")
-    original = place.positive(ORIGINAL, default=positions)
+    if not (place.has(ORIGINAL_POSITIONS) or section.has("factor")):
+        raise BadCheckpoint(
+            f"{section.where('factor')} is missing, and so is {ORIGINAL_POSITIONS}, which it could follow from"
+        )
+    original = place.positive(ORIGINAL_POSITIONS, default=positions)
     factor = _read_number(section, "factor", default=positions / original)
     fast, slow = _read_number(section, "beta_fast", 32.0), _read_number(section, "beta_slow", 1.0)
     if fast < slow:
         raise section.refusal("beta_fast", fast, f"expected no less than beta_slow, which is {slow}")
-    return Yarn(
+    return YarnScaling(
         factor=factor,
         original_positions=original,
         beta_fast=fast,
@@ -145,20 +149,20 @@ def _default_attention_factor(section: ConfigFile, factor: float) -> float:
 
 def _place_of_original(config: ConfigFile, section: ConfigFile) -> ConfigFile:
     """At the top it counts more than in the section, as in transformers."""
-    return config if config.has(ORIGINAL) else section
+    return config if config.has(ORIGINAL_POSITIONS) else section
 
 
 def _read_number(section: ConfigFile, key: str, default: float | None = None) -> float:
     if default is not None and not section.has(key):
         return default
-    return section.number_within(key, *WITHIN)
+    return section.number_within(key, *VALUE_RANGE)
 
 
 def _attention_scale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _scale_llama3(frequency: float, scaling: Llama3) -> float:
+def _scale_llama3(frequency: float, scaling: Llama3Scaling) -> float:
     turns = scaling.original_positions * frequency / (2 * math.pi)  # over the original context
     if turns > scaling.high_frequency_factor:
         return frequency
@@ -169,7 +173,7 @@ def _scale_llama3(frequency: float, scaling: Llama3) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _scale_yarn(plain: tuple[float, ...], scaling: Yarn, theta: float, head_dim: int) -> tuple[float, ...]:
+def _scale_yarn(plain: tuple[float, ...], scaling: YarnScaling, theta: float, head_dim: int) -> tuple[float, ...]:
     """Frequencies that turn more than beta_fast times over the original context are kept, slow ones divided."""
 
     def index(turns: float) -> float:

@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.architecture import Draft
 FLAG = "--speculative_config"
 METHOD = "dflash"
 # vLLM takes these too. They would change what is computed, so they are not passed over.
-ELSEWHERE = (
+UNSUPPORTED_VLLM_KEYS = (
     "code_revision",
     "disable_by_batch_size",
     "disable_padded_drafter_batch",
@@ -44,7 +44,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise BadInput(f"{FLAG} holds a {type(values).__name__}, not an object")
     known = SpeculativeConfig.__struct_fields__
     for key in values:
-        if key in ELSEWHERE:
+        if key in UNSUPPORTED_VLLM_KEYS:
             raise BadInput(f"{FLAG}: {key} is vLLM's, and not supported here: leave it out")
         if key not in known:
             raise BadInput(f"{FLAG}: unknown key {key!r}; known are {', '.join(known)}")
@@ -63,7 +63,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     return config
 
 
-def check_depth(config: SpeculativeConfig, draft: Draft) -> int:
+def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
     """K: as overridden, or as the draft's makers verify. Raises BadInput for more than its block holds."""
     wanted = config.num_speculative_tokens
     if wanted is not None and wanted > draft.block - 1:
@@ -71,7 +71,7 @@ def check_depth(config: SpeculativeConfig, draft: Draft) -> int:
             f"{FLAG}: num_speculative_tokens is {wanted}, but the draft's block_size is {draft.block}: "
             f"the anchor and at most {draft.block - 1} drafted tokens"
         )
-    return draft.verified if wanted is None else wanted
+    return draft.default_k if wanted is None else wanted
 
 
 def _text(values: dict[str, Any], key: str) -> str | None:

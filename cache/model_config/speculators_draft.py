@@ -3,12 +3,12 @@
 from typing import Any
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Draft, Window
+from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 from dflash_aot.cache.model_config.zlab_draft import read_layer_types
 
-LAYERS = "transformer_layer_config"
+LAYERS_KEY = "transformer_layer_config"
 # `transformer_layer_config` holds what differs from transformers' Qwen3Config(); a test holds this table to it.
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -51,7 +51,7 @@ def read_speculators(config: ConfigFile) -> Draft:
         decoder=decoder,
         block=block,
         mask_token=config.integer("mask_token_id"),
-        taps=tuple(tap - 1 for tap in taps),  # hidden state 0 is the embedding's output
+        target_layer_ids=tuple(tap - 1 for tap in taps),  # hidden state 0 is the embedding's output
         target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
         windows=_read_windows(config, layers, decoder.layers),
         dialect="speculators",
@@ -68,9 +68,9 @@ def read_verifier(config: ConfigFile) -> str | None:
 def _fill_defaults(config: ConfigFile) -> ConfigFile:
     """The diff completed. An explicit null is no gap to fill: Qwen3Config has a meaning for two of them, and of the
     others makes a model that fails or none, so they are refused as missing."""
-    layers = config.section(LAYERS)
-    if not config.has(LAYERS):
-        raise BadCheckpoint(f"{config.where(LAYERS)} is missing; expected an object")
+    layers = config.section(LAYERS_KEY)
+    if not config.has(LAYERS_KEY):
+        raise BadCheckpoint(f"{config.where(LAYERS_KEY)} is missing; expected an object")
     if (kind := layers.optional("model_type", str)) not in (None, "qwen3"):
         raise layers.refusal("model_type", kind, "the layers that run are qwen3's")
     values = {**QWEN3_DEFAULTS, **layers.values}
@@ -79,7 +79,7 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
     return ConfigFile(config.path, values, layers.prefix)
 
 
-def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[Window | None, ...]:
+def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[SlidingWindow | None, ...]:
     """`layer_types`, or what Qwen3Config makes of `max_window_layers`; every row sees the same context."""
     windowed = layers.optional("use_sliding_window", bool)
     if layers.has("layer_types"):
@@ -92,7 +92,7 @@ def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[W
     if not windowed:
         raise layers.refusal("layer_types", layers.values["layer_types"], "use_sliding_window is false: no window")
     causal = not config.optional("sliding_window_non_causal", bool)
-    window = Window(layers.positive("sliding_window"), causal, anchored=True)
+    window = SlidingWindow(layers.positive("sliding_window"), causal, anchored=True)
     return tuple(window if slides else None for slides in sliding)
 
 

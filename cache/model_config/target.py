@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Dense, Experts, Target
-from dflash_aot.cache.model_config.config_file import ConfigFile, describe
+from dflash_aot.cache.model_config.architecture import DenseMlp, MixtureOfExperts, Target
+from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 
 
@@ -23,7 +23,7 @@ class Family:
 
     normed: bool
     head_dim: Callable[[ConfigFile], int]
-    mlp: Callable[[ConfigFile], Dense | Experts] = read_dense
+    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -41,7 +41,7 @@ def _head_dim_or_share(config: ConfigFile) -> int:
     return hidden // heads
 
 
-def _read_experts(config: ConfigFile) -> Experts:
+def _read_experts(config: ConfigFile) -> MixtureOfExperts:
     """Every layer routed. `num_local_experts` is what transformers 5 calls `num_experts`."""
     if (step := config.optional("decoder_sparse_step", int)) not in (None, 1):
         raise config.refusal("decoder_sparse_step", step, "only models with experts in every layer run")
@@ -51,13 +51,17 @@ def _read_experts(config: ConfigFile) -> Experts:
     chosen = config.positive("num_experts_per_tok")
     if chosen > count:
         raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
-    return Experts(count, chosen, config.positive("moe_intermediate_size"), config.require("norm_topk_prob", bool))
+    return MixtureOfExperts(
+        count, chosen, config.positive("moe_intermediate_size"), config.require("norm_topk_prob", bool)
+    )
 
 
-SLIDING = {"use_sliding_window": "sliding-window targets are not supported"}
+REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
 FAMILIES = {
-    "Qwen3ForCausalLM": Family(normed=True, head_dim=_named_head_dim, refused=SLIDING),
-    "Qwen3MoeForCausalLM": Family(normed=True, head_dim=_named_head_dim, mlp=_read_experts, refused=SLIDING),
+    "Qwen3ForCausalLM": Family(normed=True, head_dim=_named_head_dim, refused=REFUSE_SLIDING_WINDOW),
+    "Qwen3MoeForCausalLM": Family(
+        normed=True, head_dim=_named_head_dim, mlp=_read_experts, refused=REFUSE_SLIDING_WINDOW
+    ),
     "LlamaForCausalLM": Family(
         normed=False,
         head_dim=_head_dim_or_share,
@@ -65,7 +69,7 @@ FAMILIES = {
     ),
 }
 # What people try, and what it is.
-NEIGHBOURS = {
+UNSUPPORTED_TARGETS = {
     "Qwen3NextForCausalLM": "a hybrid with gated-delta layers, whose state cannot be taken back after a rejection",
     "Qwen3_5ForCausalLM": "a hybrid with gated-delta layers, whose state cannot be taken back after a rejection",
     "Qwen3_5ForConditionalGeneration": "a hybrid with gated-delta layers, and it sees images",
@@ -76,7 +80,7 @@ NEIGHBOURS = {
     "GptOssForCausalLM": "gpt-oss, with attention sinks and biased experts",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",
 }
-OTHER_LAYERS = {
+UNSUPPORTED_LAYER_TYPES = {
     "linear_attention": "gated-delta hybrids are not supported",
     "sliding_attention": "sliding-window targets are not supported",
 }
@@ -90,7 +94,7 @@ def read_target(config: ConfigFile) -> Target:
             raise config.refusal(key, True, meaning)
     for kind in config.optional("layer_types", list) or ():
         if kind != "full_attention":
-            known = OTHER_LAYERS.get(kind) if isinstance(kind, str) else None
+            known = UNSUPPORTED_LAYER_TYPES.get(kind) if isinstance(kind, str) else None
             raise config.refusal("layer_types", kind, known or "full attention is what runs")
     decoder = read_decoder(config, family.mlp(config), family.normed, family.head_dim(config))
     return Target(decoder, tied=config.require("tie_word_embeddings", bool))
@@ -104,7 +108,7 @@ def _choose_architecture(config: ConfigFile) -> str:
     if any(isinstance(name, str) and "DFlash" in name for name in found):
         hint = " This is a draft: are --target and --draft the wrong way round?"
     else:
-        hint = "".join(f" This is {meaning}." for name, meaning in NEIGHBOURS.items() if name in found)
+        hint = "".join(f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found)
     raise BadCheckpoint(
-        f"{config.path}: architectures is {describe(found)}; as a target this runs {', '.join(FAMILIES)}.{hint}"
+        f"{config.path}: architectures is {shorten_value(found)}; as a target this runs {', '.join(FAMILIES)}.{hint}"
     )

@@ -1,7 +1,7 @@
 """Drafts as z-lab publishes them: `DFlashDraftModel` with a `dflash_config`."""
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Draft, Target, Window, default_taps
+from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Target, default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 
@@ -15,7 +15,7 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
         decoder=decoder,
         block=_either(config, inner, "block_size"),
         mask_token=_either(inner, config, "mask_token_id"),
-        taps=default_taps(target.decoder.layers, decoder.layers) if taps is None else taps,
+        target_layer_ids=default_target_layer_ids(target.decoder.layers, decoder.layers) if taps is None else taps,
         target_hidden=target.decoder.hidden,
         windows=_read_windows(config, inner, decoder.layers),
     )
@@ -31,13 +31,13 @@ def _either(first: ConfigFile, second: ConfigFile, key: str) -> int:
     return next(iter(found.values()))
 
 
-def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int) -> tuple[Window | None, ...]:
+def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int) -> tuple[SlidingWindow | None, ...]:
     """Causal inside the block unless one of two keys says otherwise; full layers never are."""
     sliding = read_layer_types(config, layers)
     if not any(sliding):
         return (None,) * layers
     flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
-    window = Window(config.positive("sliding_window"), causal=False not in flags)
+    window = SlidingWindow(config.positive("sliding_window"), causal=False not in flags)
     return tuple(window if slides else None for slides in sliding)
 
 

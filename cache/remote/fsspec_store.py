@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 import fsspec
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.remote.object_store import REFUSALS
-from dflash_aot.cache.remote.retry import Patience
+from dflash_aot.cache.remote.object_store import PERMISSION_ERRNOS
+from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.urls import hide_secrets
 
 T = TypeVar("T")
 # Where an object appears whole, or not at all, when it was put. Elsewhere it is renamed when it is whole.
-WHOLE_PUTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "memory"}
+ATOMIC_PUT_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "memory"}
 # Where a server may send the whole object, whatever part of it was asked for.
-STREAMS = {"http", "https"}
-TRAILING = re.compile(r"(?<![:/])/+$")  # slashes, but those of "memory://"
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+STREAMED_PROTOCOLS = {"http", "https"}
+TRAILING_SLASHES = re.compile(r"(?<![:/])/+$")  # slashes, but those of "memory://"
+PACKAGE_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # Asking again would get the same answer. Whatever else a backend raises may pass.
-LASTING = (
+PERMANENT_ERRORS = (
     FileNotFoundError,
     FileExistsError,
     IsADirectoryError,
@@ -34,20 +34,20 @@ LASTING = (
     ValueError,
     TypeError,
 )
-BUSY = {408, 425, 429}  # of HTTP's 4xx
-FORBIDDEN = {401, 403, 405, 501}
-LASTING_NUMBERS = {*REFUSALS, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EDQUOT}
+TRANSIENT_STATUSES = {408, 425, 429}  # of HTTP's 4xx
+REFUSED_STATUSES = {401, 403, 405, 501}
+PERMANENT_ERRNOS = {*PERMISSION_ERRNOS, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EDQUOT}
 
 
-class Remote:
+class FsspecStore:
     """`system` as fsspec makes it, `root` a path in it. See `Objects`."""
 
-    def __init__(self, system: fsspec.AbstractFileSystem, root: str, url: str, patience: Patience):
+    def __init__(self, system: fsspec.AbstractFileSystem, root: str, url: str, retry: RetryPolicy):
         self.url = hide_secrets(url)
-        self._system, self._root, self._patience = system, root, patience
+        self._system, self._root, self._retry = system, root, retry
         protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
-        self._puts_whole = not protocols.isdisjoint(WHOLE_PUTS)
-        self._read = self._read_stream if not protocols.isdisjoint(STREAMS) else self._read_range
+        self._puts_whole = not protocols.isdisjoint(ATOMIC_PUT_PROTOCOLS)
+        self._read = self._read_stream if not protocols.isdisjoint(STREAMED_PROTOCOLS) else self._read_range
 
     def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
         try:
@@ -90,7 +90,7 @@ class Remote:
             return method(f"{self._root}/{name}", *arguments, **options, **timed)
 
         try:
-            return self._patience.insist(attempt, size, is_transient)
+            return self._retry.call(attempt, size, is_transient)
         except FileNotFoundError:
             raise
         except Exception as error:  # every backend has errors of its own
@@ -125,11 +125,11 @@ class Remote:
         where, words = f"{self.url}/{name}", hide_secrets(_find_words(error))
         if is_refusal(error):
             return StoreRefused(f"{where}: not allowed: {words}")
-        tries = f" ({self._patience.attempts} attempts)" if is_transient(error) else ""
+        tries = f" ({self._retry.attempts} attempts)" if is_transient(error) else ""
         return StoreFailed(f"{where}: {words}{tries}")
 
 
-def open_remote(url: str, patience: Patience) -> Remote:
+def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
     """Nothing is asked yet.
 
     Raises BadInput for a URL with a query, StoreFailed for one that fsspec does not know, or whose package is missing.
@@ -143,29 +143,29 @@ def open_remote(url: str, patience: Patience) -> Remote:
     try:
         system, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        extra = EXTRAS.get(protocol)
+        extra = PACKAGE_EXTRAS.get(protocol)
         remedy = f"pip install 'dflash-aot[{extra}]'" if extra else error
         raise StoreFailed(f"{shown}: the package for {protocol} is not installed: {remedy}") from error
     except Exception as error:  # every backend has its own
         raise StoreFailed(f"{shown}: {hide_secrets(_find_words(error))}") from error
-    return Remote(system, root.rstrip("/"), TRAILING.sub("", shown), patience)
+    return FsspecStore(system, root.rstrip("/"), TRAILING_SLASHES.sub("", shown), retry)
 
 
 def is_transient(error: Exception) -> bool:
     """Whether it may be gone when one asks again."""
-    if isinstance(error, LASTING) or is_refusal(error):
+    if isinstance(error, PERMANENT_ERRORS) or is_refusal(error):
         return False
     status = _find_status(error)
     if status is not None:
-        return status >= 500 or status in BUSY
-    return not (isinstance(error, OSError) and error.errno in LASTING_NUMBERS)
+        return status >= 500 or status in TRANSIENT_STATUSES
+    return not (isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS)
 
 
 def is_refusal(error: Exception) -> bool:
     """By Python's errors, by HTTP's numbers, and as gcsfs says it."""
-    if isinstance(error, OSError) and (error.errno in REFUSALS or str(error).startswith("Forbidden: ")):
+    if isinstance(error, OSError) and (error.errno in PERMISSION_ERRNOS or str(error).startswith("Forbidden: ")):
         return True
-    return isinstance(error, PermissionError | NotImplementedError) or _find_status(error) in FORBIDDEN
+    return isinstance(error, PermissionError | NotImplementedError) or _find_status(error) in REFUSED_STATUSES
 
 
 def _find_status(error: BaseException | None) -> int | None:

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Protocol
 
 from dflash_aot.cache.bundle.atomic_files import read_plain, write_atomically
-from dflash_aot.cache.bundle.blob import LARGEST, BrokenBlob, unpack
+from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Blob
 from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.remote.retry import PATIENT, Patience
+from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
 from dflash_aot.cache.remote.urls import is_url
 
-REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS}
+PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """Names are relative, with slashes; `url` is for people, without secrets.
 
     Everything raises StoreRefused where it is not allowed, StoreFailed where something else is in the way.
@@ -38,7 +38,7 @@ class Objects(Protocol):
         """If it is there."""
 
 
-class Directory:
+class DirectoryStore:
     """Objects that are files."""
 
     def __init__(self, path: Path):
@@ -52,7 +52,7 @@ class Directory:
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise CorruptBundle(f"{self._path / name}: {error.strerror}") from error
-            raise _translate(self._path / name, error) from error
+            raise _to_store_error(self._path / name, error) from error
 
     def size(self, name: str) -> int | None:
         try:
@@ -60,7 +60,7 @@ class Directory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise _translate(self._path / name, error) from error
+            raise _to_store_error(self._path / name, error) from error
 
     def write(self, name: str, content: bytes) -> None:
         path = self._path / name
@@ -68,41 +68,41 @@ class Directory:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content)
         except OSError as error:
-            raise _translate(path, error) from error
+            raise _to_store_error(path, error) from error
 
     def remove(self, name: str) -> None:
         try:
             (self._path / name).unlink(missing_ok=True)
         except OSError as error:
-            raise _translate(self._path / name, error) from error
+            raise _to_store_error(self._path / name, error) from error
 
 
-def open_objects(place: str, patience: Patience = PATIENT) -> Objects:
+def open_object_store(place: str, retry: RetryPolicy = DEFAULT_RETRY) -> ObjectStore:
     """Those in a directory, which is made when something is written, or behind a URL.
 
     Nothing is asked yet. Raises BadInput for a URL with a query, StoreFailed for one that nobody knows, or whose
     package is missing.
     """
     if not is_url(place):
-        return Directory(Path(place).expanduser())
+        return DirectoryStore(Path(place).expanduser())
     # A tenth of a second and a thread that only those pay who use URLs.
-    from dflash_aot.cache.remote.fsspec_store import open_remote  # noqa: PLC0415
+    from dflash_aot.cache.remote.fsspec_store import open_fsspec_store  # noqa: PLC0415
 
-    return open_remote(place, patience)
+    return open_fsspec_store(place, retry)
 
 
-def read_blob(objects: Objects, name: str, blob: Blob) -> tuple[bytes, bytes]:
+def read_blob(objects: ObjectStore, name: str, blob: Blob) -> tuple[bytes, bytes]:
     """As it lies there, and unpacked, once it is whole. Raises StoreFailed, CorruptBundle."""
-    most = min(blob.bytes, LARGEST)  # whatever it promises
+    most = min(blob.bytes, MAX_BLOB_BYTES)  # whatever it promises
     content = objects.read(name, most, most)
     if content is None:
         raise CorruptBundle(f"{objects.url}/{name}: not there, though it was promised")
     try:
-        return content, unpack(blob, content)
+        return content, unpack_blob(blob, content)
     except BrokenBlob as flaw:
         raise CorruptBundle(f"{objects.url}/{name}: {flaw}") from flaw
 
 
-def _translate(path: Path, error: OSError) -> StoreFailed:
-    kind = StoreRefused if error.errno in REFUSALS else StoreFailed
+def _to_store_error(path: Path, error: OSError) -> StoreFailed:
+    kind = StoreRefused if error.errno in PERMISSION_ERRNOS else StoreFailed
     return kind(f"{path}: {error.strerror}")

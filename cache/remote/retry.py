@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """So many attempts, each of so many seconds and, for what is moved, as many more as a slow line takes.
 
     `pause`: seconds before the second attempt at most; before each further one twice as many.
@@ -21,7 +21,7 @@ class Patience:
     bytes_per_second: float = 250_000.0
     pause: float = 1.0
 
-    def insist(self, action: Callable[[float], T], size: int, is_transient: Callable[[Exception], bool]) -> T:
+    def call(self, action: Callable[[float], T], size: int, is_transient: Callable[[Exception], bool]) -> T:
         """What `action` returns, which is told how many seconds it has to move `size` bytes; else its last error."""
         seconds = self.seconds + size / self.bytes_per_second
         for attempt in range(1, self.attempts):
@@ -35,4 +35,4 @@ class Patience:
         return action(seconds)
 
 
-PATIENT = Patience()
+DEFAULT_RETRY = RetryPolicy()

@@ -12,13 +12,13 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.remote.object_store import Objects
-from dflash_aot.cache.remote.shared_entries import Shared, has_record, read_shared, write_shared
+from dflash_aot.cache.remote.object_store import ObjectStore
+from dflash_aot.cache.remote.shared_entries import SharedExecutable, has_shared, read_shared, write_shared
 from dflash_aot.cache.signature import Signature
 
 T = TypeVar("T")
-PATIENCE = 3  # failures in a row, after which nothing more is asked of it
-WRITERS = 4
+MAX_FAILURES_IN_A_ROW = 3  # failures in a row, after which nothing more is asked of it
+UPLOAD_THREADS = 4
 PROBE, PROBED = ".writable", b"dflash-precompile was here\n"
 
 
@@ -36,11 +36,11 @@ class StoreReport(msgspec.Struct, frozen=True):
 class SharedStore:
     """A build's view of it. No failure of it is the build's: all are noted. Leaving the context waits for writes."""
 
-    def __init__(self, objects: Objects):
+    def __init__(self, objects: ObjectStore):
         """Asks whether it can be read, and written. Raises StoreFailed where it cannot be read, or is not there."""
         objects.read(PROBE, len(PROBED))
         self._objects, self._writable = objects, _is_writable(objects)
-        self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="store")
+        self._pool = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="store")
         self._lock = threading.Lock()  # of what follows
         self._found: dict[str, Entry | None] = {}  # by key
         self._written = self._failures_in_a_row = 0
@@ -52,14 +52,14 @@ class SharedStore:
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         self._pool.shutdown()
 
-    def find(self, key: str, signature: Signature, program: bytes) -> Shared | None:
+    def find(self, key: str, signature: Signature, program: bytes) -> SharedExecutable | None:
         """What somebody built from this program, if all of it is what its record says."""
         found = self._guard(lambda: read_shared(self._objects, key, signature, program))
         with self._lock:
             self._found[key] = found.entry if found else None
         return found
 
-    def refuse(self, found: Shared, words: str) -> None:
+    def refuse(self, found: SharedExecutable, words: str) -> None:
         """What was found and cannot be used all the same counts as missing."""
         with self._lock:
             self._found[found.entry.key] = None
@@ -83,7 +83,7 @@ class SharedStore:
             )
 
     def _write(self, store: Store, entry: Entry) -> None:
-        if entry.key not in self._found and has_record(self._objects, entry.key):
+        if entry.key not in self._found and has_shared(self._objects, entry.key):
             return
         write_shared(self._objects, store, entry)
         with self._lock:
@@ -91,7 +91,7 @@ class SharedStore:
 
     def _guard(self, action: Callable[[], T]) -> T | None:
         """None where something went wrong, which is noted; after too much of it nothing is asked any more."""
-        if self._failures_in_a_row >= PATIENCE:
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             return None
         try:
             result = action()
@@ -106,11 +106,13 @@ class SharedStore:
         with self._lock:
             self._failures.append(words)
             self._failures_in_a_row = self._failures_in_a_row + 1 if failed else 0
-            if self._failures_in_a_row == PATIENCE:
-                self._failures.append(f"{self._objects.url}: not asked any more, after {PATIENCE} failures in a row")
+            if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+                self._failures.append(
+                    f"{self._objects.url}: not asked any more, after {MAX_FAILURES_IN_A_ROW} failures in a row"
+                )
 
 
-def _is_writable(objects: Objects) -> bool:
+def _is_writable(objects: ObjectStore) -> bool:
     """By writing; what was written is removed again, where that is allowed."""
     try:
         objects.write(PROBE, PROBED)

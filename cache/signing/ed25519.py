@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from dflash_aot.cache.errors import BadInput
 
-LARGEST = 1 << 16  # bytes of a file that may be a key
+MAX_KEY_BYTES = 1 << 16  # bytes of a file that may be a key
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_public_key(path: Path) -> PublicKey:
             f"{path}: no public key in PEM form. From the private one: openssl pkey -in private.pem -pubout"
         ) from error
     if not isinstance(key, Ed25519PublicKey):
-        raise BadInput(f"{path}: a key of another kind, {_name(key)}; {REMEDY}")
+        raise BadInput(f"{path}: a key of another kind, {_name(key)}; {KEY_REMEDY}")
     return PublicKey(key)
 
 
@@ -80,13 +80,13 @@ def read_private_key(path: Path) -> PrivateKey:
             f"{path}: encrypted. Decrypted on the way, it is never written down: --key <(openssl pkey -in {path})"
         ) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise BadInput(f"{path}: no private key in PEM form; {REMEDY}") from error
+        raise BadInput(f"{path}: no private key in PEM form; {KEY_REMEDY}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise BadInput(f"{path}: a key of another kind, {_name(key)}; {REMEDY}")
+        raise BadInput(f"{path}: a key of another kind, {_name(key)}; {KEY_REMEDY}")
     return PrivateKey(key)
 
 
-REMEDY = "Ed25519 is what signs here. Make one: openssl genpkey -algorithm ed25519 -out private.pem"
+KEY_REMEDY = "Ed25519 is what signs here. Make one: openssl genpkey -algorithm ed25519 -out private.pem"
 
 
 def _name(key: object) -> str:
@@ -97,9 +97,9 @@ def _read(path: Path) -> bytes:
     """Links and pipes are fine: a key is mounted or piped in as its owner likes."""
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
+            content = file.read(MAX_KEY_BYTES + 1)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror}") from error
-    if len(content) > LARGEST:
-        raise BadInput(f"{path}: more than {LARGEST} bytes, which no key has")
+    if len(content) > MAX_KEY_BYTES:
+        raise BadInput(f"{path}: more than {MAX_KEY_BYTES} bytes, which no key has")
     return content

@@ -17,12 +17,12 @@ from dflash_aot.cache.errors import CorruptBundle
 if TYPE_CHECKING:
     from dflash_aot.cache.signing.ed25519 import PrivateKey, PublicKey
 
-FILE = "manifest.sig.json"
-SUBJECT = "manifest.json"
+SIGNATURE_FILE = "manifest.sig.json"
+SIGNED_FILE = "manifest.json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # what else the key signs says nothing of a bundle
-LARGEST = 1 << 16
+MAX_SIGNATURE_BYTES = 1 << 16
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -62,9 +62,9 @@ class Statement(msgspec.Struct, frozen=True, rename={"type": "_type", "predicate
     predicate_type: str
 
 
-def sign(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
+def sign_manifest(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
     """Adds a signature over these bytes of the manifest, or replaces all where they are not over these bytes."""
-    payload = msgspec.json.encode(_state(manifest))
+    payload = msgspec.json.encode(_make_statement(manifest))
     envelope = Envelope(payload, PAYLOAD_TYPE, ())
     try:
         found = read_envelope(bundle)
@@ -74,7 +74,7 @@ def sign(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
     mine = KeySignature(key.sign(envelope.encoding), key.public.id)
     kept = (one for one in others if one.keyid != mine.keyid)
     signed = msgspec.structs.replace(envelope, signatures=(*kept, mine))
-    write_atomically(bundle / FILE, msgspec.json.format(msgspec.json.encode(signed), indent=1) + b"\n")
+    write_atomically(bundle / SIGNATURE_FILE, msgspec.json.format(msgspec.json.encode(signed), indent=1) + b"\n")
     return signed
 
 
@@ -83,7 +83,9 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
 
     Raises BadInput for a key that is none, CorruptBundle for everything else.
     """
-    return check_envelope(read_signatures(bundle), manifest, public_key, str(bundle / FILE), _sign_command(bundle))
+    return check_envelope(
+        read_signature_file(bundle), manifest, public_key, str(bundle / SIGNATURE_FILE), _sign_command(bundle)
+    )
 
 
 def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str) -> "PublicKey":
@@ -121,10 +123,10 @@ def list_signers(bundle: Path, manifest: bytes) -> Signers | None:
     """None where there is no signature. Raises CorruptBundle for one that cannot be read."""
     if (envelope := read_envelope(bundle)) is None:
         return None
-    return Signers(tuple(one.keyid for one in envelope.signatures), is_about(envelope, manifest))
+    return Signers(tuple(one.keyid for one in envelope.signatures), covers_manifest(envelope, manifest))
 
 
-def is_about(envelope: Envelope, manifest: bytes) -> bool:
+def covers_manifest(envelope: Envelope, manifest: bytes) -> bool:
     """Whether it speaks of these bytes of the manifest; who says so is not asked."""
     try:
         return _digests(envelope) == {hashlib.sha256(manifest).hexdigest()}
@@ -138,21 +140,21 @@ def remove_outdated(bundle: Path, manifest: bytes) -> None:
         envelope = read_envelope(bundle)
     except CorruptBundle:
         envelope = None
-    if envelope is None or not is_about(envelope, manifest):
-        (bundle / FILE).unlink(missing_ok=True)
+    if envelope is None or not covers_manifest(envelope, manifest):
+        (bundle / SIGNATURE_FILE).unlink(missing_ok=True)
 
 
 def read_envelope(bundle: Path) -> Envelope | None:
     """As it lies there, nothing verified; None where there is none. Raises CorruptBundle."""
-    content = read_signatures(bundle)
-    return None if content is None else _decode(content, str(bundle / FILE), _sign_command(bundle))
+    content = read_signature_file(bundle)
+    return None if content is None else _decode(content, str(bundle / SIGNATURE_FILE), _sign_command(bundle))
 
 
-def read_signatures(bundle: Path) -> bytes | None:
+def read_signature_file(bundle: Path) -> bytes | None:
     """The file of an envelope, which may be none; None where there is no file. Raises CorruptBundle."""
-    path = bundle / FILE
+    path = bundle / SIGNATURE_FILE
     try:
-        return read_plain(path, LARGEST)
+        return read_plain(path, MAX_SIGNATURE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -166,8 +168,8 @@ def _decode(content: bytes, where: str, remedy: str) -> Envelope:
         raise CorruptBundle(f"{where}: {error}. {remedy}") from error
 
 
-def _state(manifest: bytes) -> Statement:
-    subject = Subject(SUBJECT, {"sha256": hashlib.sha256(manifest).hexdigest()})
+def _make_statement(manifest: bytes) -> Statement:
+    subject = Subject(SIGNED_FILE, {"sha256": hashlib.sha256(manifest).hexdigest()})
     return Statement(STATEMENT_TYPE, (subject,), PREDICATE_TYPE)
 
 
@@ -178,11 +180,13 @@ def _check_statement(envelope: Envelope, manifest: bytes, where: str, remedy: st
     except MALFORMED as error:
         raise CorruptBundle(f"{where}: the signature verifies, but what was signed is no statement: {error}") from error
     if not signed:
-        raise CorruptBundle(f"{where}: the signature verifies, but what was signed is not about a bundle's {SUBJECT}")
+        raise CorruptBundle(
+            f"{where}: the signature verifies, but what was signed is not about a bundle's {SIGNED_FILE}"
+        )
     if signed != {found}:
         raise CorruptBundle(
-            f"{where}: the signature verifies, for a {SUBJECT} whose sha256 is {', '.join(sorted(signed))}; the one "
-            f"here has {found}: it was built anew, or changed, since it was signed. {remedy}"
+            f"{where}: the signature verifies, for a {SIGNED_FILE} whose sha256 is {', '.join(sorted(signed))}; the "
+            f"one here has {found}: it was rebuilt or changed after it was signed. {remedy}"
         )
 
 
@@ -191,7 +195,7 @@ def _digests(envelope: Envelope) -> set[str]:
     statement = msgspec.json.decode(envelope.payload, type=Statement)
     if (statement.type, statement.predicate_type) != (STATEMENT_TYPE, PREDICATE_TYPE):
         return set()
-    return {subject.digest.get("sha256", "") for subject in statement.subject if subject.name == SUBJECT}
+    return {subject.digest.get("sha256", "") for subject in statement.subject if subject.name == SIGNED_FILE}
 
 
 def _sign_command(bundle: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dflash_aot.cache.signature import Pair, Signature
+from dflash_aot.cache.signature import PairShapes, Signature
 from dflash_aot.compile.analysis.memory_plan import count_tokens
 
 MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops that take no longer to compile
@@ -50,7 +50,7 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
 }
 
 
-def estimate_build(signatures: Iterable[Signature], pair: Pair, platform: str) -> BuildEstimate | None:
+def estimate_build(signatures: Iterable[Signature], pair: PairShapes, platform: str) -> BuildEstimate | None:
     """Of a whole build; None for a platform of which nothing is known."""
     if platform not in MEASURED_BUILDS:
         return None
@@ -61,7 +61,7 @@ def estimate_build(signatures: Iterable[Signature], pair: Pair, platform: str) -
     return total
 
 
-def _count_units(signature: Signature, pair: Pair, platform: str) -> int:
+def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
     if platform == "tpu":
         return min(count_tokens(signature, pair.block), MAX_COUNTED_TOKENS)
     return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
 MAX_TEMPORARIES_SHARE = 0.02  # of weights and kv: what one executable may need beside them
@@ -12,7 +12,7 @@ LEAN_PROGRAMS = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rou
 MAX_LOGITS_ARRAYS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
 
 
-def find_problems(entry: Entry, known: Mapping[str, Array], devices: int, collectives: int) -> list[str]:
+def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, collectives: int) -> list[str]:
     """For TPU executables only: on CPU XLA copies freely, and it costs little.
 
     `known` holds weights and state by name, `collectives` is what the program itself lets `devices` exchange. Every
@@ -35,7 +35,7 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
     places: dict[tuple[str, tuple[int, ...]], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         for key in _buffers(entry.signature):
-            places[key][entry.inspection.layouts[key[0]]].append(entry.signature.label)
+            places[key][entry.analysis.layouts[key[0]]].append(entry.signature.label)
     return [
         f"{name} lies differently: {'; '.join(f'{layout} in {_count(labels)}' for layout, labels in found.items())}"
         for (name, _), found in places.items()
@@ -43,7 +43,7 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
     ]
 
 
-def _check_temporaries(entry: Entry, known: Mapping[str, Array], devices: int) -> Iterable[str]:
+def _check_temporaries(entry: Entry, known: Mapping[str, ArraySpec], devices: int) -> Iterable[str]:
     held, taken = sum(array.shard_bytes(devices) for array in known.values()), entry.memory.temporaries
     allowed = max(MAX_TEMPORARIES_SHARE * held, LARGE_COPY_BYTES) + MAX_LOGITS_ARRAYS * _logits_bytes(
         entry.signature, known, devices
@@ -51,11 +51,11 @@ def _check_temporaries(entry: Entry, known: Mapping[str, Array], devices: int) -
     if entry.signature.program in LEAN_PROGRAMS and taken > allowed:
         yield (
             f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and kv, {_megabytes(held)}, "
-            f"more than {MAX_TEMPORARIES_SHARE:.0%}: {entry.inspection.largest}"
+            f"more than {MAX_TEMPORARIES_SHARE:.0%}: {entry.analysis.largest}"
         )
 
 
-def _logits_bytes(signature: Signature, known: Mapping[str, Array], devices: int) -> int:
+def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices: int) -> int:
     """Of what a sampled verification chooses from, on each device; 0 for other programs."""
     if signature.program != "sampled_verify":
         return 0
@@ -67,16 +67,16 @@ def _logits_bytes(signature: Signature, known: Mapping[str, Array], devices: int
     )
 
 
-def _check_copies(entry: Entry, known: Mapping[str, Array]) -> Iterable[str]:
+def _check_copies(entry: Entry, known: Mapping[str, ArraySpec]) -> Iterable[str]:
     """Of weights and state; what a call brings with it may be laid out anew. A move is there to copy."""
-    for copy in entry.inspection.copies:
+    for copy in entry.analysis.copies:
         if copy.buffer in known and entry.signature.program != "move":
             made = f" ({copy.operation})" if copy.operation else ""
             yield f"{copy.buffer} is copied, {_megabytes(copy.bytes)}: %{copy.instruction} = {copy.shape}{made}"
 
 
 def _check_collectives(entry: Entry, expected: int) -> Iterable[str]:
-    found = entry.inspection.collectives
+    found = entry.analysis.collectives
     if (count := sum(found.values())) > expected:
         kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
         yield f"{count} collectives ({kinds}), the program has {expected}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from dflash_aot.cache.bundle.manifest import Cost, Inspection
+from dflash_aot.cache.bundle.manifest import CallCost, ExecutableAnalysis
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.copy_analysis import find_argument_copies
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
@@ -15,13 +15,15 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute
 FORWARDING_OPCODES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
-def read_cost(compiled: jax.stages.Compiled) -> Cost:
+def read_cost(compiled: jax.stages.Compiled) -> CallCost:
     """The compiler's own count."""
     counted = compiled.cost_analysis() or {}
-    return Cost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
+    return CallCost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
 
 
-def inspect_executable(compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+def inspect_executable(
+    compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]
+) -> ExecutableAnalysis:
     """Of the optimized program, whose inputs and outputs are named in order; the same on every platform.
 
     Raises BuildFailed where the compiler's text cannot be read.
@@ -29,7 +31,7 @@ def inspect_executable(compiled: jax.stages.Compiled, inputs: Sequence[str], out
     return inspect_hlo(compiled.as_text() or "", inputs, outputs)
 
 
-def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Inspection:
+def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
     """Likewise, of optimized HLO as XLA writes it."""
     module = parse_module(text)
     results = module.entry.root.type
@@ -37,7 +39,7 @@ def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Ins
     returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))
     if moved := [name for name in arguments.keys() & returned if arguments[name] != returned[name]]:
         raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, returned in another")
-    return Inspection(
+    return ExecutableAnalysis(
         layouts=arguments | returned,
         copies=find_argument_copies(module, inputs),
         collectives=count_collectives(module),

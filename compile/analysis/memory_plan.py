@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Entry, Memory
+from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.signature import Array, Signature, known_arrays, state_arrays
+from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name, state_arrays
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
 
@@ -48,7 +48,7 @@ class GridProposal(msgspec.Struct, frozen=True):
 class CompilerFigures(msgspec.Struct, frozen=True):
     """What the compiler has said already: memory by executable's label, layouts of weights and state by name."""
 
-    memory: Mapping[str, Memory] = {}
+    memory: Mapping[str, MemoryUse] = {}
     layouts: Mapping[str, str] = {}
 
 
@@ -56,7 +56,7 @@ def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
     """From the entries of a build. Layouts of weights and state: an argument may share their name, not their shape."""
     entries = tuple(entries)
     layouts = {
-        name: entry.inspection.layouts[name]
+        name: entry.analysis.layouts[name]
         for entry in entries
         for name in (*entry.signature.weights, *entry.signature.state)
     }
@@ -70,14 +70,16 @@ class MemoryPlanner:
         """`tiled`: in memory as TPU lays arrays out."""
         self._programs, self._devices, self._tiled = programs, devices, tiled
         self._measured = measured or CompilerFigures()
-        self._weights = known_arrays((), programs.recipes())
+        self._weights = arrays_by_name((), programs.recipes())
 
     def plan(self, grid: Grid) -> MemoryPlan:
         """Of a bundle with this grid."""
         state = {array.name: array for array in state_arrays(self._programs.pair, grid)}
         known = {**state, **self._weights}
         measured = self._measured.memory
-        memories = [measured.get(one.label) or self.estimate(one, known) for one in self._programs.signatures(grid)]
+        memories = [
+            measured.get(one.label) or self.estimate(one, known) for one in self._programs.list_signatures(grid)
+        ]
         return MemoryPlan(
             weights=sum(map(self._bytes, self._weights.values())),
             state=sum(map(self._bytes, state.values())),
@@ -85,11 +87,11 @@ class MemoryPlanner:
             code=sum(one.code for one in memories),
         )
 
-    def estimate(self, signature: Signature, known: Mapping[str, Array]) -> Memory:
+    def estimate(self, signature: Signature, known: Mapping[str, ArraySpec]) -> MemoryUse:
         """What the compiler would say of an executable; `known` holds weights and state by name."""
         aliased = sum(self._bytes(known[name]) for name in signature.donated)
         held = sum(self._bytes(known[name]) for name in (*signature.weights, *signature.state))
-        return Memory(
+        return MemoryUse(
             arguments=held + sum(map(self._bytes_of_call, signature.arguments)),
             outputs=aliased + sum(map(self._bytes_of_call, signature.results)),
             aliased=aliased,
@@ -117,13 +119,13 @@ class MemoryPlanner:
             steps and steps * PROPOSED_LENGTH_STEP,
         )
 
-    def _bytes(self, array: Array) -> int:
+    def _bytes(self, array: ArraySpec) -> int:
         """Of weights or state."""
         shape, layout = array.shard_shape(self._devices), self._measured.layouts.get(array.name)
         chosen = read_layout(layout) if layout else choose_layout(shape, array.dtype, self._tiled)
         return padded_bytes(shape, array.dtype, *chosen)
 
-    def _bytes_of_call(self, array: Array) -> int:
+    def _bytes_of_call(self, array: ArraySpec) -> int:
         """Of what a call brings or returns, of which no layout is known."""
         shape = array.shard_shape(self._devices)
         return padded_bytes(shape, array.dtype, *choose_layout(shape, array.dtype, self._tiled))

@@ -11,7 +11,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, Experts, Target
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOfExperts, Target
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import Chip
 
@@ -105,7 +105,7 @@ class Roofline:
     def kv_write(self, rows: int, width: int) -> RooflineCost:
         """Features through `fc`, then each layer's keys and values, written."""
         decoder, tokens = self._draft.decoder, rows * width
-        features = len(self._draft.taps) * self._draft.target_hidden
+        features = len(self._draft.target_layer_ids) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
 
@@ -133,7 +133,7 @@ class Roofline:
     def _forward(self, B: int, T: int, S: int, judged: int) -> RooflineCost:
         """The target over T tokens of each row; logits of `judged` tokens. Every device writes the features whole."""
         decoder = self._target.decoder
-        features = B * T * len(self._draft.taps) * decoder.hidden
+        features = B * T * len(self._draft.target_layer_ids) * decoder.hidden
         parts = (
             self._embed(decoder, B * T),
             self._layers(decoder, B * T),
@@ -170,7 +170,7 @@ class Roofline:
         return RooflineCost(elements * self._item / self._devices, flops / self._devices)
 
 
-def expected_experts(experts: Experts, tokens: int) -> float:
+def expected_experts(experts: MixtureOfExperts, tokens: int) -> float:
     """How many distinct experts `tokens` choose, where each token's choice is any as likely: E · (1 - (1 - c/E)^n)."""
     return experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
 
@@ -178,7 +178,7 @@ def expected_experts(experts: Experts, tokens: int) -> float:
 def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
     """Weight rows of hidden width in one layer's MLP: how many a call reads, and how many each token uses."""
     mlp = decoder.mlp
-    if not isinstance(mlp, Experts):
+    if not isinstance(mlp, MixtureOfExperts):
         return 3 * mlp.width, 3 * mlp.width
     return mlp.count + expected_experts(mlp, tokens) * 3 * mlp.width, mlp.count + mlp.chosen * 3 * mlp.width
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Decoder, Experts, Target
+from dflash_aot.cache.model_config.architecture import Decoder, MixtureOfExperts, Target
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
 from dflash_aot.compile.models.matmul import matmul
@@ -27,7 +27,7 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, tp)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        if isinstance(decoder.mlp, Experts):
+        if isinstance(decoder.mlp, MixtureOfExperts):
             self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, tp)
         else:
             self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, tp)

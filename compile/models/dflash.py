@@ -29,7 +29,7 @@ class DFlash(nnx.Module):
 
     def __init__(self, draft: Draft, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
         decoder = draft.decoder
-        self.fc = Linear(decoder.hidden, len(draft.taps) * draft.target_hidden, dtype, INPUTS, tp)
+        self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, dtype, INPUTS, tp)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)

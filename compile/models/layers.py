@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Attention as AttentionShape
+from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Experts
+from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.models.layers import Linear, parameter
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -21,7 +21,7 @@ class RoutedMlp(nnx.Module):
     E experts · M their width · H hidden · n tokens
     """
 
-    def __init__(self, hidden: int, experts: Experts, dtype: str, tp: TensorParallel = ONE_DEVICE):
+    def __init__(self, hidden: int, experts: MixtureOfExperts, dtype: str, tp: TensorParallel = ONE_DEVICE):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint, Placement, WeightRecipe
-from dflash_aot.cache.signature import AXIS, Dimensions
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
+from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -36,12 +36,12 @@ class AbstractModel(Generic[Model]):
         ]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
-    def recipes(self, checkpoint: Checkpoint) -> tuple[WeightRecipe, ...]:
+    def recipes(self, checkpoint: CheckpointRole) -> tuple[WeightRecipe, ...]:
         """Which tensors of the checkpoint make each parameter."""
         return tuple(_recipe(name, leaf, checkpoint) for name, (_, leaf) in self._parameters.items())
 
 
-def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
+def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRecipe:
     """Of a parameter, or of one that stacks those of all layers along a first axis."""
     shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
     prefix, layers = name.rpartition(".")[0], facts.get("stacked")
@@ -58,12 +58,12 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: Checkpoint) -> WeightRecipe:
     )
 
 
-def _split(split: int | None, layers: int | None, rank: int) -> Dimensions:
+def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
     """The mesh axis at the dimension that devices share; stacked layers lie before it."""
     if split is None:
         return ()
     at = split + (layers is not None)
-    return tuple(AXIS if dimension == at else None for dimension in range(rank))
+    return tuple(MESH_AXIS if dimension == at else None for dimension in range(rank))
 
 
 def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:

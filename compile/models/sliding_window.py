@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.cache.model_config.architecture import Window
+from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
-def context_mask(window: Window | None, block: jax.Array, context: jax.Array) -> jax.Array:
+def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Array) -> jax.Array:
     """What the rows of a block at positions [B, T] see of context positions [B, S]: bool [B, T, S]."""
     if window is None:
         return jnp.ones((1, 1, context.shape[1]), bool)
@@ -18,7 +18,7 @@ def context_mask(window: Window | None, block: jax.Array, context: jax.Array) ->
     return context[:, None, :] >= oldest[:, :, None]
 
 
-def block_mask(window: Window | None, block: jax.Array) -> jax.Array:
+def block_mask(window: SlidingWindow | None, block: jax.Array) -> jax.Array:
     """What the rows of a block at positions [B, T] see of each other: bool [B, T, T]."""
     distance = block[:, :, None] - block[:, None, :]
     if window is None:
@@ -30,7 +30,7 @@ def block_mask(window: Window | None, block: jax.Array) -> jax.Array:
 class LayerWindows:
     """The window of one layer, known or, in a loop over layers, one of the few that there are."""
 
-    def __init__(self, windows: Sequence[Window | None], layer: LayerIndex):
+    def __init__(self, windows: Sequence[SlidingWindow | None], layer: LayerIndex):
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
         self._which = None
         if len(self._kinds) > 1:
@@ -44,6 +44,6 @@ class LayerWindows:
         """`block_mask` of this layer."""
         return self._select(lambda window: block_mask(window, block))
 
-    def _select(self, see: Callable[[Window | None], jax.Array]) -> jax.Array:
+    def _select(self, see: Callable[[SlidingWindow | None], jax.Array]) -> jax.Array:
         masks = jnp.broadcast_arrays(*map(see, self._kinds))
         return masks[0] if self._which is None else jax.lax.select_n(self._which, *masks)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.signature import AXIS
+from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.matmul import matmul
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
@@ -39,35 +39,35 @@ class TensorParallel:
         """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype."""
         if self.count == 1:
             return matmul(weight, x)
-        return jax.lax.psum(matmul(weight, x, dtype=jnp.float32), AXIS).astype(x.dtype)
+        return jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS).astype(x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
         """Sums one array over the devices."""
-        return parts if self.count == 1 else jax.lax.psum(parts, AXIS)
+        return parts if self.count == 1 else jax.lax.psum(parts, MESH_AXIS)
 
     def sum_each(self, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Sums each of several arrays of one shape over the devices, in one exchange."""
-        return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), AXIS))
+        return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), MESH_AXIS))
 
     def max(self, parts: jax.Array) -> jax.Array:
         """Takes the elementwise maximum over the devices."""
-        return parts if self.count == 1 else jax.lax.pmax(parts, AXIS)
+        return parts if self.count == 1 else jax.lax.pmax(parts, MESH_AXIS)
 
     def own_slice(self, x: jax.Array) -> jax.Array:
         """[.., W], equal on all devices → the part of this device [.., W/count]."""
         if self.count == 1:
             return x
         width = x.shape[-1] // self.count
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * width, width, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MESH_AXIS) * width, width, axis=-1)
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Embedding look-up: table [V/count, H] split by tokens, ids [..] of the whole vocabulary → [.., H]."""
         if self.count == 1:
             return table[ids]
-        own = ids - jax.lax.axis_index(AXIS) * table.shape[0]
+        own = ids - jax.lax.axis_index(MESH_AXIS) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
         rows = table[jnp.where(held, own, 0)]
-        return jax.lax.psum(jnp.where(held[..., None], rows, 0), AXIS)  # exact: all terms but one are zero
+        return jax.lax.psum(jnp.where(held[..., None], rows, 0), MESH_AXIS)  # exact: all terms but one are zero
 
     def argmax(self, logits: jax.Array) -> jax.Array:
         """float32 [.., V/count] split by tokens → the token of the largest logit, int32 [..]; the lowest of equals."""
@@ -75,27 +75,27 @@ class TensorParallel:
         if self.count == 1:
             return best
         value = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-        token = best + jax.lax.axis_index(AXIS).astype(jnp.int32) * logits.shape[-1]
+        token = best + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
         # One exchange instead of two. The values travel as integers, because a device may flush a token's small integer
         # to zero when its bits are read as a float32.
         packed = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
-        bits, tokens = jnp.moveaxis(jax.lax.all_gather(packed, AXIS), 0, -1)
+        bits, tokens = jnp.moveaxis(jax.lax.all_gather(packed, MESH_AXIS), 0, -1)
         winner = jnp.argmax(jax.lax.bitcast_convert_type(bits, jnp.float32), axis=-1)
         return jnp.take_along_axis(tokens, winner[..., None], axis=-1)[..., 0]
 
     def own_tokens(self, width: int) -> jax.Array:
         """The token ids of this device's part of a vocabulary, int32 [width]."""
         own = jnp.arange(width, dtype=jnp.int32)
-        return own if self.count == 1 else own + jax.lax.axis_index(AXIS).astype(jnp.int32) * width
+        return own if self.count == 1 else own + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
 
     def take_logits(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
         """float32 [.., V/count] split by tokens, one token [..] of the whole vocabulary per row → its logit [..]."""
         if self.count == 1:
             return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        own = tokens - jax.lax.axis_index(AXIS) * logits.shape[-1]
+        own = tokens - jax.lax.axis_index(MESH_AXIS) * logits.shape[-1]
         held = (own >= 0) & (own < logits.shape[-1])
         found = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
-        return jax.lax.psum(jnp.where(held, found, 0), AXIS)  # exact: all terms but one are zero
+        return jax.lax.psum(jnp.where(held, found, 0), MESH_AXIS)  # exact: all terms but one are zero
 
     def top_values(self, logits: jax.Array, count: int) -> ValuesAndIndices:
         """float32 [.., V/devices] split by tokens → the `count` largest logits and their tokens, each [.., count].
@@ -105,10 +105,10 @@ class TensorParallel:
         values, tokens = find_largest_values(logits, min(count, logits.shape[-1]))
         if self.count == 1:
             return values, tokens
-        tokens += jax.lax.axis_index(AXIS).astype(jnp.int32) * logits.shape[-1]
+        tokens += jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
         # One exchange instead of two, see `argmax`.
         packed = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), tokens])
-        bits, tokens = jax.lax.all_gather(packed, AXIS, axis=packed.ndim - 1, tiled=True)
+        bits, tokens = jax.lax.all_gather(packed, MESH_AXIS, axis=packed.ndim - 1, tiled=True)
         values, places = find_largest_values(jax.lax.bitcast_convert_type(bits, jnp.float32), count)
         return values, jnp.take_along_axis(tokens, places, axis=-1)
 
@@ -146,7 +146,7 @@ def check_divisible(target: Target, draft: Draft, devices: int) -> None:
 
 def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
     """Name and size of every dimension that the devices share."""
-    shared = [("the draft's features", len(draft.taps) * draft.target_hidden)]
+    shared = [("the draft's features", len(draft.target_layer_ids) * draft.target_hidden)]
     for model, decoder in (("target", target.decoder), ("draft", draft.decoder)):
         shared += [
             (f"the {model}'s kv heads", decoder.attention.kv_heads),

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
-from dflash_aot.cache.devices import attached_devices, describe_environment, order_in_mesh, read_environment
+from dflash_aot.cache.devices import attached_devices, make_environment, order_in_mesh, read_environment
 from dflash_aot.cache.environment import Environment, libtpu_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.topology import Topology
@@ -59,7 +59,7 @@ def describe(topology: Topology) -> Machine:
         chips_per_host_bounds=(*topology.shape, 1)[:3],
     )
     devices = order_in_mesh(chips.devices)
-    return Machine(devices, describe_environment(devices, topology.name))
+    return Machine(devices, make_environment(devices, topology.name))
 
 
 def count_devices(topology: Topology | None, tensor_parallel: int | None) -> int:

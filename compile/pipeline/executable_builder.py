@@ -6,12 +6,12 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import Entry, Memory
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, DflashError
 from dflash_aot.cache.key import compiler_options
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.inspection import inspect_executable, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
 from dflash_aot.compile.pipeline.build_target import Machine
@@ -22,7 +22,7 @@ class Order(msgspec.Struct, frozen=True):
     """What is to be compiled: a signature, the weights and state that it names, its StableHLO, and the key it gets."""
 
     signature: Signature
-    known: dict[str, Array]
+    known: dict[str, ArraySpec]
     program: bytes
     key: str
 
@@ -57,8 +57,8 @@ def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes
     )
     check_donation(order.signature, inspection.donated)
     serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
-    blob, executable = pack(serialized)
-    program_blob, program = pack(order.program)
+    blob, executable = pack_blob(serialized)
+    program_blob, program = pack_blob(order.program)
     entry = Entry(
         **msgspec.structs.asdict(blob),
         signature=order.signature,
@@ -67,16 +67,16 @@ def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes
         seconds=time.monotonic() - began,
         memory=_read_memory(compiled),
         cost=read_cost(compiled),
-        inspection=inspection,
+        analysis=inspection,
     )
     return entry, executable, program
 
 
-def _read_memory(compiled: jax.stages.Compiled) -> Memory:
+def _read_memory(compiled: jax.stages.Compiled) -> MemoryUse:
     memory = compiled.memory_analysis()
     if memory is None:
         raise BuildFailed("the compiler does not tell what memory this takes")
-    return Memory(
+    return MemoryUse(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import msgspec
 
-from dflash_aot.cache.bundle.blob import BrokenBlob, unpack
+from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.build_record import OTHER_PROGRAM, find_record
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.environment import Environment, join_flags, read_host
+from dflash_aot.cache.environment import Environment, read_flags, read_host_environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline import ray_worker
@@ -61,7 +61,7 @@ def open_ray_workers(
     if described:
         check_compiler()
     variables = dict(COMPILE_ONLY) if described else {"JAX_PLATFORMS": "cpu"}
-    with connect(address, {**variables, **{name: join_flags(name) for name in FLAGS}}) as cluster:
+    with connect(address, {**variables, **{name: read_flags(name) for name in FLAGS}}) as cluster:
         environment = _describe(cluster, place) if isinstance(place, Topology) else place.environment
         workers = RayWorkers(cluster, environment, store, jobs or cluster.cpus)
         where = "a Ray of its own on this machine" if address == OWN else f"Ray at {address}"
@@ -74,7 +74,7 @@ def open_ray_workers(
 def _describe(cluster: Cluster, topology: Topology) -> Environment:
     """As a node sees it, which must be what would be seen here. Raises BuildFailed."""
     found = msgspec.json.decode(cluster.call(ray_worker.describe_slice, topology.name), type=Environment)
-    here: Mapping[str, object] = msgspec.structs.asdict(read_host("tpu"))
+    here: Mapping[str, object] = msgspec.structs.asdict(read_host_environment("tpu"))
     ray_worker.check_same(msgspec.structs.replace(found, **here), found, "a node of the cluster")
     return found
 
@@ -86,8 +86,8 @@ def check_made(order: Order, answer: bytes, executable: bytes, program: bytes) -
         if made.entry is None:
             raise BuildFailed(made.failure)
         entry = find_record(msgspec.json.encode(made.entry), order.key, order.signature, order.program)
-        unpack(entry, executable)
-        if unpack(entry.program, program) != order.program:
+        unpack_blob(entry, executable)
+        if unpack_blob(entry.program, program) != order.program:
             raise BuildFailed(f"a node of the cluster handed back {OTHER_PROGRAM}")
     except (BrokenBlob, ValueError) as flaw:
         raise BuildFailed(f"a node of the cluster handed back what cannot be used: {flaw}") from flaw

@@ -11,8 +11,8 @@ from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.mesh import place
-from dflash_aot.cache.signature import AXIS, Array, Signature
+from dflash_aot.cache.mesh import make_sharding
+from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 
 # What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild
 # is held to its canaries.
@@ -26,18 +26,18 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
 
 
-def input_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Array]:
+def input_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[ArraySpec]:
     """All inputs of the executable in order; `known` holds weights and state by name."""
     return [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
 
 
-def output_arrays(signature: Signature, known: Mapping[str, Array]) -> list[Array]:
+def output_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[ArraySpec]:
     """All outputs of the executable in order."""
     return [*(known[name] for name in signature.donated), *signature.results]
 
 
 def jit_program(
-    signature: Signature, function: Program, known: Mapping[str, Array], mesh: Mesh | AbstractMesh
+    signature: Signature, function: Program, known: Mapping[str, ArraySpec], mesh: Mesh | AbstractMesh
 ) -> jax.stages.Wrapped:
     """`function` over the signature's inputs in order, its state donated, for the devices of `mesh` to share.
 
@@ -65,14 +65,14 @@ def jit_program(
 
 
 def export_program(
-    signature: Signature, function: Program, known: Mapping[str, Array], platform: str, devices: int
+    signature: Signature, function: Program, known: Mapping[str, ArraySpec], platform: str, devices: int
 ) -> bytes:
     """A program for the shapes of its signature, on so many devices that share it (see `TensorParallel`), as StableHLO.
 
     `platform` as JAX calls it; no device of it is needed. The same bytes wherever and whenever it is traced: nothing
     in them tells of the machine, the sources' place or their line numbers.
     """
-    mesh = AbstractMesh((devices,), (AXIS,))
+    mesh = AbstractMesh((devices,), (MESH_AXIS,))
     jitted = jit_program(signature, function, known, mesh)
     specs = [
         jax.ShapeDtypeStruct(
@@ -92,7 +92,7 @@ def export_program(
 
 
 def lower_program(
-    program: bytes, signature: Signature, known: Mapping[str, Array], devices: Sequence[jax.Device]
+    program: bytes, signature: Signature, known: Mapping[str, ArraySpec], devices: Sequence[jax.Device]
 ) -> jax.stages.Lowered:
     """What `export_program` wrote, for these devices, attached or described.
 
@@ -107,7 +107,8 @@ def lower_program(
     # A serialized executable tells where the function stands that was traced.
     call.__code__ = call.__code__.replace(co_filename=SOURCE_PLACEHOLDER, co_firstlineno=1)
     specs = [
-        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.sharding, devices)) for array in inputs
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=make_sharding(array.sharding, devices))
+        for array in inputs
     ]
     traced = _jit(call, signature, inputs).trace(*specs)
     # Named, because a described TPU is not the platform that JAX runs on.
@@ -115,7 +116,7 @@ def lower_program(
 
 
 def _jit(
-    function: Callable[..., tuple[jax.Array, ...]], signature: Signature, inputs: Sequence[Array]
+    function: Callable[..., tuple[jax.Array, ...]], signature: Signature, inputs: Sequence[ArraySpec]
 ) -> jax.stages.Wrapped:
     donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
     function.__name__ = signature.program

@@ -9,7 +9,7 @@ from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.signature import Array, Signature, state_arrays
+from dflash_aot.cache.signature import ArraySpec, Signature, state_arrays
 from dflash_aot.compile.programs.lowering import export_program
 from dflash_aot.compile.programs.programs import Programs
 
@@ -21,13 +21,13 @@ class ProgramSource(Protocol):
     def signatures(self) -> Sequence[Signature]: ...
 
     @property
-    def state(self) -> tuple[Array, ...]: ...
+    def state(self) -> tuple[ArraySpec, ...]: ...
 
     @property
     def recipes(self) -> tuple[WeightRecipe, ...]: ...
 
     @property
-    def known(self) -> Mapping[str, Array]: ...
+    def known(self) -> Mapping[str, ArraySpec]: ...
 
     def export(self, signature: Signature) -> bytes: ...
 
@@ -36,7 +36,7 @@ class TracedPrograms:
     """The programs of a pair, for `devices` of a kind that share it."""
 
     def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
-        self.signatures, self.known = programs.signatures(grid), programs.known_arrays(grid)
+        self.signatures, self.known = programs.list_signatures(grid), programs.arrays_by_name(grid)
         self.state, self.recipes = state_arrays(programs.pair, grid), programs.recipes()
         self._programs, self._platform, self._devices = programs, platform, devices
 
@@ -50,13 +50,13 @@ class BundledPrograms:
 
     def __init__(self, manifest: Manifest, store: Store):
         self.signatures = [entry.signature for entry in manifest.entries]
-        self.state, self.recipes, self.known = manifest.state, manifest.weights, manifest.known_arrays()
+        self.state, self.recipes, self.known = manifest.state, manifest.weights, manifest.arrays_by_name()
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
         self._manifest, self._store = manifest, store
 
     def export(self, signature: Signature) -> bytes:
         """Raises CorruptBundle where the bundle does not hold it as it was written."""
-        entry, remedy = self._entries[signature.label], self._manifest.rebuild_command(self._store.bundle)
+        entry, remedy = self._entries[signature.label], self._manifest.build_command(self._store.bundle)
         try:
             program = self._store.read_program(entry)
         except CorruptBundle as error:

@@ -14,15 +14,15 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import MaskedMap, WeightRecipe
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import check_sampling, count_tops
+from dflash_aot.cache.sampling_state import check_sampling_modes, count_top_logprobs
 from dflash_aot.cache.signature import (
     SAMPLING_STATE,
-    Array,
+    ArraySpec,
     ProgramWeights,
     Signature,
-    describe_pair,
-    known_arrays,
-    signatures,
+    arrays_by_name,
+    derive_pair_shapes,
+    list_signatures,
     state_arrays,
 )
 from dflash_aot.compile.models.attention import attend_context
@@ -63,7 +63,7 @@ class Programs:
         self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp))
         self._draft = AbstractModel(lambda: DFlash(draft, dtype, stacked, self._tp))
         self._facts = draft
-        self.pair = describe_pair(target, draft, dtype, check_sampling(sampling, "sampling"))
+        self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
         """How the runtime makes every weight argument."""
@@ -79,9 +79,9 @@ class Programs:
         mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
         return msgspec.structs.replace(recipe, otherwise=ends.get(recipe.name), mapped=mapped)
 
-    def known_arrays(self, grid: Grid) -> dict[str, Array]:
+    def arrays_by_name(self, grid: Grid) -> dict[str, ArraySpec]:
         """State and weights by name, as signatures refer to them."""
-        return known_arrays(state_arrays(self.pair, grid), self.recipes())
+        return arrays_by_name(state_arrays(self.pair, grid), self.recipes())
 
     def weights(self) -> ProgramWeights:
         """Which weights each program takes."""
@@ -95,8 +95,8 @@ class Programs:
             target=target, draft=(*borrowed, *(name for name in draft if name not in entry)), context=(*entry, *context)
         )
 
-    def signatures(self, grid: Grid) -> list[Signature]:
-        return signatures(self.pair, grid, self.weights())
+    def list_signatures(self, grid: Grid) -> list[Signature]:
+        return list_signatures(self.pair, grid, self.weights())
 
     def collectives(self, signature: Signature) -> int:
         """How many instructions of the program let devices talk: the sums of a layer, and what its ends exchange.
@@ -137,7 +137,7 @@ class Programs:
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         kv = (arrays["target_k"], arrays["target_v"])
         x, features, kv = target.forward(
-            tokens, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
+            tokens, positions, self._facts.target_layer_ids, kv, _causal_attention(slots, positions, length)
         )
         last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
         first = self._tp.argmax(target.logits(last))[:, 0]
@@ -188,7 +188,7 @@ class Programs:
         chosen = choose_tokens(judged.logits, judged.positions + 1, drafted, active, state, self._tp)
         wanted = jnp.any(active & (state["tops"] > 0))
         likelihood, tokens, tops = compute_logprobs(
-            judged.logits, chosen, wanted, count_tops(self.pair.vocab), self._tp
+            judged.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp
         )
         accepted, moved = _advance(arrays, judged, chosen)
         committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
@@ -211,7 +211,7 @@ class Programs:
         kv = (arrays["target_k"], arrays["target_v"])
         slots = jnp.arange(batch)
         x, features, kv = target.forward(
-            block, positions, self._facts.taps, kv, _causal_attention(slots, positions, length)
+            block, positions, self._facts.target_layer_ids, kv, _causal_attention(slots, positions, length)
         )
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv)
 
@@ -255,7 +255,7 @@ class Programs:
                 features=_replace_row(carry.features, judged["features"], carry.done) if not k else carry.features,
             )
 
-        wide = len(self._facts.taps) * self._facts.target_hidden
+        wide = len(self._facts.target_layer_ids) * self._facts.target_hidden
         last = jax.lax.while_loop(
             goes_on,
             run,

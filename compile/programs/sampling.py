@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
 SamplingColumns = Mapping[str, jax.Array]  # a column of `sampling` by name, float32 [B, 1]
@@ -207,4 +207,4 @@ def _scale(logits: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Arr
 
 def _any_differs(asked: SamplingColumns, active: jax.Array, *names: str) -> jax.Array:
     """Whether an active row asks for one of these."""
-    return jnp.any(active[:, None] & jnp.concatenate([asked[name] != NEUTRAL[name] for name in names], axis=1))
+    return jnp.any(active[:, None] & jnp.concatenate([asked[name] != NEUTRAL_SAMPLING[name] for name in names], axis=1))

@@ -101,7 +101,7 @@ def save_draft(
         "architectures": ["DFlashDraftModel"],
         **decoder_config(draft.decoder),
         "block_size": draft.block,
-        "dflash_config": {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.taps)},
+        "dflash_config": {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)},
         "num_target_layers": target_layers,
     }
     write_json(path / "config.json", config)

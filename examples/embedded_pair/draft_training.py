@@ -120,7 +120,7 @@ def train_phase(
     seed: int,
 ) -> Weights:
     """The draft's weights, float32, after one phase; the target's stay as they are."""
-    features, last = run_target(models[0], target_weights, ids, models[1].module.draft.taps)
+    features, last = run_target(models[0], target_weights, ids, models[1].module.draft.target_layer_ids)
     ends = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
 
     def loss(weights: Weights, *batch: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from absl import app, flags
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
@@ -31,11 +31,11 @@ SEED = flags.DEFINE_integer("seed", 0, "of everything random")
 
 # So few entries that a token is about two characters: many small steps are what a draft can run ahead of.
 VOCAB, POSITIONS = 384, 2048
-ATTENTION = Attention(heads=4, kv_heads=2, head_dim=64)
+ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=64)
 
 
 def decoder(layers: int) -> Decoder:
-    return Decoder(layers, 256, Dense(512), ATTENTION, Rope(10000.0, ATTENTION.head_dim), 1e-6, VOCAB, POSITIONS)
+    return Decoder(layers, 256, DenseMlp(512), ATTENTION, Rope(10000.0, ATTENTION.head_dim), 1e-6, VOCAB, POSITIONS)
 
 
 TARGET = Target(decoder(8), tied=True)

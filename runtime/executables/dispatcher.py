@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.signature import ENDS
+from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
@@ -70,7 +70,7 @@ class Dispatcher:
 
 def _list_ends(ends: frozenset[int]) -> np.ndarray:
     """Those that the device looks for. Where there are more, the host sees the others, some rounds later."""
-    listed = np.full(ENDS, -1, np.int32)
-    known = sorted(ends)[:ENDS]
+    listed = np.full(MAX_STOP_TOKENS, -1, np.int32)
+    known = sorted(ends)[:MAX_STOP_TOKENS]
     listed[: len(known)] = known
     return listed

@@ -9,8 +9,8 @@ from jax.experimental import serialize_executable
 
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
-from dflash_aot.cache.mesh import place
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.mesh import make_sharding
+from dflash_aot.cache.signature import ArraySpec, Signature
 
 
 class Executable:
@@ -70,10 +70,10 @@ class StateArrays(Protocol):
 class DeviceState:
     """All per-slot arrays. Donation spends them: only what the last call returned is valid."""
 
-    def __init__(self, arrays: Sequence[Array], devices: Sequence[jax.Device]):
+    def __init__(self, arrays: Sequence[ArraySpec], devices: Sequence[jax.Device]):
         self._devices = devices
         # To a device by itself `device_put` is a tenth faster than to the sharding that it means.
-        self._everywhere = devices[0] if len(devices) == 1 else place((), devices)
+        self._everywhere = devices[0] if len(devices) == 1 else make_sharding((), devices)
         self._declared = tuple(arrays)
         self._arrays: dict[str, jax.Array] = {}
         self.reset()
@@ -87,11 +87,13 @@ class DeviceState:
         """A small array of the host beside the state, whole on every device."""
         return jax.device_put(array, self._everywhere)
 
-    def zeros(self, array: Array) -> jax.Array:
+    def zeros(self, array: ArraySpec) -> jax.Array:
         """As its sharding says; no device's share is ever a part of something larger."""
         shape = array.shard_shape(len(self._devices))
         shards = [jax.device_put(np.zeros(shape, array.dtype), device) for device in self._devices]
-        return jax.make_array_from_single_device_arrays(array.shape, place(array.sharding, self._devices), shards)
+        return jax.make_array_from_single_device_arrays(
+            array.shape, make_sharding(array.sharding, self._devices), shards
+        )
 
     def read(self, names: Sequence[str]) -> list[jax.Array]:
         arrays = self._arrays

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from dflash_aot.cache.bundle.manifest_checks import Name
 from dflash_aot.cache.errors import CorruptBundle, DflashError
+from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import Executable
 
 logger = logging.getLogger(__name__)
@@ -20,27 +20,27 @@ class LazyLoader:
     what is needed soon. What cannot be loaded is told to everybody who asks for it, and to nobody else.
     """
 
-    def __init__(self, load: Callable[[Name], Executable], order: Sequence[Name], soon: int = 0):
+    def __init__(self, load: Callable[[ExecutableId], Executable], order: Sequence[ExecutableId], soon: int = 0):
         """load: CorruptBundle from it is final; after any other error it is tried again when somebody asks.
 
         soon: how many of `order` are needed soon.
         """
         self.order = tuple(order)
         self._load, self._all = load, frozenset(order)
-        self._loaded: dict[Name, Executable] = {}
-        self._claims: dict[Name, Future[Executable]] = {}  # what somebody loads, has loaded, or found corrupt
+        self._loaded: dict[ExecutableId, Executable] = {}
+        self._claims: dict[ExecutableId, Future[Executable]] = {}  # what somebody loads, has loaded, or found corrupt
         self._changed = threading.Condition()
         self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
         self._paused, self._closed = False, False
         self._tell: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._work, name="dflash-loader", daemon=True)
 
-    def __getitem__(self, name: Name) -> Executable:
+    def __getitem__(self, name: ExecutableId) -> Executable:
         """Raises KeyError for what is not in the order, and what loading it raises."""
         executable = self._loaded.get(name)
         return self._demand(name) if executable is None else executable
 
-    def __contains__(self, name: Name) -> bool:
+    def __contains__(self, name: ExecutableId) -> bool:
         """Whether it is loaded."""
         return name in self._loaded
 
@@ -52,7 +52,7 @@ class LazyLoader:
         """How many are loaded."""
         return len(self._loaded)
 
-    def prepare(self, names: Sequence[Name]) -> bool:
+    def prepare(self, names: Sequence[ExecutableId]) -> bool:
         """Whether all of them are loaded. The thread loads next what nobody has begun with."""
         if all(name in self._loaded for name in names):
             return True
@@ -92,7 +92,7 @@ class LazyLoader:
                 logger.error(error)
             self._tell()
 
-    def _next(self) -> Name | None:
+    def _next(self) -> ExecutableId | None:
         """What to load now; None once that is nothing for ever."""
         with self._changed:
             while not self._closed:
@@ -110,7 +110,7 @@ class LazyLoader:
 
     # -- loading
 
-    def _demand(self, name: Name) -> Executable:
+    def _demand(self, name: ExecutableId) -> Executable:
         if name not in self._all:
             raise KeyError(name)
         with self._changed:
@@ -124,7 +124,7 @@ class LazyLoader:
             raise type(error)(*error.args) from error
         return claim.result()
 
-    def _fulfil(self, claim: "Future[Executable]", name: Name) -> None:
+    def _fulfil(self, claim: "Future[Executable]", name: ExecutableId) -> None:
         try:
             executable = self._load(name)
         except BaseException as error:

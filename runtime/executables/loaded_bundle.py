@@ -7,13 +7,14 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.bundle.manifest import Manifest, mend_command, read_manifest, replace_commands
-from dflash_aot.cache.bundle.manifest_checks import Name, check_consistent, name_executable
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command, verify_and_rebuild_commands
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import attached_devices, read_environment
-from dflash_aot.cache.environment import Environment, differences
+from dflash_aot.cache.environment import Environment, find_differences
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
 from dflash_aot.runtime.executables.execution_plan import (
     RoundShape,
@@ -81,12 +82,12 @@ class LoadedBundle:
     def has_run_chunk(self, chunk: Chunk) -> bool:
         return chunk in self._run or self._note_run(chunk, list_chunk_executables(chunk, self._drafts))
 
-    def _note_run(self, what: Hashable, names: Sequence[Name]) -> bool:
+    def _note_run(self, what: Hashable, names: Sequence[ExecutableId]) -> bool:
         if has_run := all(name in self.executables and self.executables[name].called for name in names):
             self._run.add(what)
         return has_run
 
-    def _name(self, kind: RoundShape) -> Sequence[Name]:
+    def _name(self, kind: RoundShape) -> Sequence[ExecutableId]:
         return list_shape_executables(kind, self.manifest.grid, self._drafts)
 
     def limited(self, k: int) -> "LoadedBundle":
@@ -114,18 +115,21 @@ def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights:
     weights: by name; they have to be there when an executable is called first. Raises CorruptBundle.
     """
     devices, store = bundle_devices(manifest), Store(path)
-    entries = {name_executable(entry.signature): entry for entry in manifest.entries}
+    entries = {entry.signature.executable_id: entry for entry in manifest.entries}
     needs = [
         [name for name in group if name in entries] for group in order_loading(manifest.grid, manifest.sampling, ks)
     ]
     order = list(dict.fromkeys(name for group in needs for name in group))
     packed = {name: store.read_packed(entries[name]) for name in order}
 
-    def load(name: Name) -> Executable:
+    def load(name: ExecutableId) -> Executable:
         entry = entries[name]
-        where, remedy = f"{store.path(entry)} ({entry.signature.label})", f"\nMend it: {replace_commands(path)}"
+        where, remedy = (
+            f"{store.executable_path(entry)} ({entry.signature.label})",
+            f"\nMend it: {verify_and_rebuild_commands(path)}",
+        )
         with report_out_of_memory(path, manifest):
-            serialized = store.unpack(entry, packed[name])
+            serialized = store.unpack_executable(entry, packed[name])
             executable = load_executable(serialized, entry.signature, devices, where, remedy)
         executable.bind(weights)
         del packed[name]
@@ -145,7 +149,7 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
             f"What it takes: dflash-bundle inspect {shlex.quote(str(path))}. Make room, or build a smaller grid: "
-            f"{manifest.rebuild_command(path)}"
+            f"{manifest.build_command(path)}"
         ) from error
 
 
@@ -160,7 +164,7 @@ def warm_up_executable(executable: Executable, state: DeviceState) -> None:
 
 def _check_environment(path: Path, manifest: Manifest) -> None:
     """Raises IncompatibleBundle, field by field, with the command that rebuilds."""
-    built, command = manifest.environment, manifest.rebuild_command(path)
+    built, command = manifest.environment, manifest.build_command(path)
     try:
         here = read_environment(built.platform, built.device_count)
     except RuntimeError as error:  # no such devices
@@ -168,11 +172,11 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
             f"{path} was built for {_describe(built)}, and here: {error}.\n"
             f"Serve it on such a machine. What builds it anew: {command}"
         ) from error
-    if found := differences(built, here):
+    if found := find_differences(built, here):
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
             f"{path} was built for another environment:\n{lines}\n"
-            f"Build it for this one: {mend_command(path)}\nor, from its checkpoints: {command}"
+            f"Build it for this one: {rebuild_command(path)}\nor, from its checkpoints: {command}"
         )
 
 

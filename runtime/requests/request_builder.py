@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -93,7 +93,7 @@ class RequestBuilder:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
         bundle, manifest = self._bundle, self._bundle.manifest
         if not params.plain and "sample" not in manifest.sampling:
-            command = msgspec.structs.replace(manifest, sampling=SAMPLINGS).rebuild_command(bundle.path)
+            command = msgspec.structs.replace(manifest, sampling=SAMPLING_MODES).build_command(bundle.path)
             raise GridMiss(
                 f"the bundle has greedy executables only, and this takes sampled ones: {', '.join(params.shaped_by)}. "
                 f"Precompile them: {command}"

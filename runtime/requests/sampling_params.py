@@ -11,7 +11,7 @@ from types import MappingProxyType, NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.sampling_state import MOST_TOP_LOGPROBS
+from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 
 # All numbers are float32 on the device: beyond these bounds they change nothing, or overflow.
 LARGEST, SMALLEST_TOP_P = 10_000, 1e-6
@@ -134,7 +134,7 @@ class SamplingParams:
         Parameter(
             "report the log-probability of each token, and of this many of the likeliest tokens",
             0,
-            MOST_TOP_LOGPROBS,
+            MAX_TOP_LOGPROBS,
             needs_sampling=True,
         ),
     ] = None

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Entry, Manifest, mend_command
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, rebuild_command
 from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
 from dflash_aot.runtime.self_test.worker import Devices, Order, Trial
 
@@ -88,7 +88,7 @@ class Canaries:
         if lines:
             raise IncompatibleBundle(
                 f"{self._order.bundle} was built for another machine, no executable was called:\n"
-                + "\n".join([*lines, f"Build it for this one: {mend_command(Path(self._order.bundle))}"])
+                + "\n".join([*lines, f"Build it for this one: {rebuild_command(Path(self._order.bundle))}"])
             )
 
     def _end(self) -> None:
@@ -112,7 +112,7 @@ def order_canaries(bundle: Path, manifest: Manifest) -> Order:
     return Order(
         bundle=str(bundle),
         environment=manifest.environment,
-        known=tuple(manifest.known_arrays().values()),
+        known=tuple(manifest.arrays_by_name().values()),
         vocab=manifest.target.facts.decoder.vocab,
         dtype=manifest.dtype,
     )

@@ -9,18 +9,18 @@ import zlib
 
 import numpy as np
 
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.signature import ArraySpec, Signature
 
 VERSION = 1  # of what stands here: what was computed from other inputs cannot be compared
 PERIOD = 1_048_583  # prime, and larger than any vocabulary: no two rows of a matrix are alike
 WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
-SAMPLED = {**NEUTRAL, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
+SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
 STRIDE = 7919  # from token to token
 KV = ("target_k", "target_v", "draft_k", "draft_v")
 
 
-def make_weight(array: Array) -> np.ndarray:
+def make_weight(array: ArraySpec) -> np.ndarray:
     """A weight argument, whole."""
     if array.dtype == "bool":
         return np.ones(array.shape, np.bool_)
@@ -30,7 +30,7 @@ def make_weight(array: Array) -> np.ndarray:
     return values + values.dtype.type(1) if "norm" in array.name else values
 
 
-def make_state(array: Array, signature: Signature, vocab: int) -> np.ndarray:
+def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:
     """An array of the state before the call."""
     if array.name in KV:
         values = _fill_with_noise(array, FEATURE)
@@ -57,7 +57,7 @@ def make_state(array: Array, signature: Signature, vocab: int) -> np.ndarray:
     raise AssertionError(f"{array.name}: state that nothing is known of")
 
 
-def make_argument(array: Array, signature: Signature, vocab: int) -> np.ndarray:
+def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:
     """An argument of the call."""
     rows = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
@@ -85,7 +85,7 @@ def make_argument(array: Array, signature: Signature, vocab: int) -> np.ndarray:
             return _fill_with_noise(array, FEATURE)
     # What an admission writes over the first slot is what the second one has.
     _, *shape = array.shape
-    return make_state(Array(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]
+    return make_state(ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]
 
 
 def _start(signature: Signature) -> int:
@@ -97,16 +97,16 @@ def _start(signature: Signature) -> int:
 
 def _make_choice(slot: int) -> np.ndarray:
     """Every other slot draws, the first one too."""
-    columns = NEUTRAL if slot % 2 else SAMPLED
+    columns = NEUTRAL_SAMPLING if slot % 2 else SAMPLED
     return np.array([columns[name] for name in SAMPLING_COLUMNS], np.float32)
 
 
-def _make_tokens(array: Array, vocab: int) -> np.ndarray:
+def _make_tokens(array: ArraySpec, vocab: int) -> np.ndarray:
     count = math.prod(array.shape)
     return (np.arange(1, count + 1) * STRIDE % vocab).astype(np.int32).reshape(array.shape)
 
 
-def _fill_with_noise(array: Array, scale: float) -> np.ndarray:
+def _fill_with_noise(array: ArraySpec, scale: float) -> np.ndarray:
     """Numbers in [-scale, scale), other ones for every name."""
     noise = (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
     begin = zlib.crc32(array.name.encode()) % PERIOD

@@ -6,9 +6,9 @@ from typing import TypeGuard
 import jax
 import numpy as np
 
-from dflash_aot.cache.bundle.manifest import Canary, Output
-from dflash_aot.cache.mesh import place
-from dflash_aot.cache.signature import Array, Signature
+from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
+from dflash_aot.cache.mesh import make_sharding
+from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.inputs import VERSION, make_argument, make_state, make_weight
 
@@ -23,11 +23,11 @@ AGREEING_TOKENS = {"float32": 1.0, "bfloat16": 0.5}
 class CanaryBench:
     """Weights and state as canaries have them, on the devices; each executable is called once."""
 
-    def __init__(self, known: Mapping[str, Array], vocab: int, devices: Sequence[jax.Device]):
+    def __init__(self, known: Mapping[str, ArraySpec], vocab: int, devices: Sequence[jax.Device]):
         self._known, self._vocab, self._devices = known, vocab, devices
         self._weights: dict[str, jax.Array] = {}
 
-    def call(self, executable: Executable) -> Canary:
+    def call(self, executable: Executable) -> SelfTest:
         """Raises ValueError for numbers that are none."""
         signature, donated = executable.signature, executable.signature.donated
         executable.bind(self._place_weights(signature))
@@ -38,7 +38,7 @@ class CanaryBench:
         outputs = [_describe(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):
             outputs += [_describe(name, values) for name, values in _read_result(signature, array.name, result)]
-        return Canary(VERSION, tuple(outputs))
+        return SelfTest(VERSION, tuple(outputs))
 
     def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
         """Only those of this executable stay: the next one takes mostly the same, or none of them."""
@@ -49,8 +49,8 @@ class CanaryBench:
                 kept[name] = self._place(self._known[name], make_weight(self._known[name]))
         return kept
 
-    def _place(self, array: Array, values: np.ndarray) -> jax.Array:
-        return jax.device_put(values, place(array.sharding, self._devices))
+    def _place(self, array: ArraySpec, values: np.ndarray) -> jax.Array:
+        return jax.device_put(values, make_sharding(array.sharding, self._devices))
 
 
 class _State:
@@ -76,7 +76,7 @@ def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tup
     return [(name, values[:, :chosen]), ("logprobs", logprobs)]
 
 
-def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -> Output:
+def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -> SelfTestOutput:
     """Some of its numbers, and their mean; of what was there before, only what the call changed."""
     flat = values.ravel()
     if before is not None:
@@ -86,15 +86,15 @@ def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -
         raise ValueError(f"{name} holds NaN or infinity")
     places = np.linspace(0, numbers.size - 1, min(PLACES, numbers.size)).astype(int)
     mean = float(np.abs(numbers).mean()) if numbers.size else 0.0
-    return Output(name, str(values.dtype), numbers.size, tuple(numbers[places].tolist()), mean)
+    return SelfTestOutput(name, str(values.dtype), numbers.size, tuple(numbers[places].tolist()), mean)
 
 
-def is_comparable(golden: Canary | None) -> TypeGuard[Canary]:
+def is_comparable(golden: SelfTest | None) -> TypeGuard[SelfTest]:
     """Whether it is of the inputs that are made today."""
     return golden is not None and golden.version == VERSION
 
 
-def find_deviations(golden: Canary, found: Canary, dtype: str) -> list[str]:
+def find_deviations(golden: SelfTest, found: SelfTest, dtype: str) -> list[str]:
     """Where an executable of a bundle in `dtype` does not compute what was recorded, output by output."""
     if (outputs := _name_outputs(found)) != (recorded := _name_outputs(golden)):
         return [f"outputs are {outputs}, recorded are {recorded}"]
@@ -106,11 +106,11 @@ def find_deviations(golden: Canary, found: Canary, dtype: str) -> list[str]:
     return deviations
 
 
-def _name_outputs(canary: Canary) -> str:
+def _name_outputs(canary: SelfTest) -> str:
     return ", ".join(f"{output.name} {output.dtype}" for output in canary.outputs)
 
 
-def _compare_numbers(pairs: Iterable[tuple[Output, Output]], tolerance: float) -> Iterator[str]:
+def _compare_numbers(pairs: Iterable[tuple[SelfTestOutput, SelfTestOutput]], tolerance: float) -> Iterator[str]:
     for golden, found in pairs:
         if _is_whole(golden):
             continue
@@ -122,14 +122,14 @@ def _compare_numbers(pairs: Iterable[tuple[Output, Output]], tolerance: float) -
             yield from _compare_values(golden, found, tolerance)
 
 
-def _compare_values(golden: Output, found: Output, tolerance: float) -> Iterator[str]:
+def _compare_values(golden: SelfTestOutput, found: SelfTestOutput, tolerance: float) -> Iterator[str]:
     for number, (one, other) in enumerate(zip(golden.values, found.values, strict=True)):
         if abs(one - other) > tolerance * max(abs(one), golden.mean):
             yield f"{golden.name}: value {number} of {len(golden.values)} is {other:.6g}, recorded is {one:.6g}"
             return
 
 
-def _compare_tokens(pairs: Sequence[tuple[Output, Output]], share: float) -> Iterator[str]:
+def _compare_tokens(pairs: Sequence[tuple[SelfTestOutput, SelfTestOutput]], share: float) -> Iterator[str]:
     """Whole numbers, all outputs together: a token that was chosen stands in several."""
     alike = total = 0
     first = ""
@@ -144,5 +144,5 @@ def _compare_tokens(pairs: Sequence[tuple[Output, Output]], share: float) -> Ite
         yield f"{total - alike} of {total} whole numbers differ, the first: {first}"
 
 
-def _is_whole(output: Output) -> bool:
+def _is_whole(output: SelfTestOutput) -> bool:
     return output.dtype in ("int32", "bool")

@@ -11,13 +11,13 @@ from typing import BinaryIO
 import jax
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Canary, Entry
-from dflash_aot.cache.bundle.quarantine import Kind
+from dflash_aot.cache.bundle.manifest import Entry, SelfTest
+from dflash_aot.cache.bundle.quarantine import FaultKind
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import attached_devices, read_environment
-from dflash_aot.cache.environment import Difference, Environment, differences
+from dflash_aot.cache.environment import Environment, EnvironmentDifference, find_differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
-from dflash_aot.cache.signature import Array
+from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.executables.executable import is_out_of_memory, load_executable
 from dflash_aot.runtime.self_test.self_test import CanaryBench, find_deviations, is_comparable
 
@@ -27,7 +27,7 @@ class Order(msgspec.Struct, frozen=True):
 
     bundle: str
     environment: Environment
-    known: tuple[Array, ...]
+    known: tuple[ArraySpec, ...]
     vocab: int
     dtype: str
 
@@ -35,7 +35,7 @@ class Order(msgspec.Struct, frozen=True):
 class Devices(msgspec.Struct, frozen=True):
     """In what those here differ from the ones that were built for, or why there are none."""
 
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[EnvironmentDifference, ...] = ()
     failure: str = ""
 
 
@@ -45,8 +45,8 @@ class Trial(msgspec.Struct, frozen=True):
     `compared`: with what is known of it, that is, something of the same inputs.
     """
 
-    canary: Canary | None
-    kind: Kind | None = None
+    canary: SelfTest | None
+    kind: FaultKind | None = None
     words: str = ""
     compared: bool = False
 
@@ -62,7 +62,7 @@ def main() -> None:
     except RuntimeError as error:
         _send(answers, Devices(failure=str(error)))
         return
-    _send(answers, Devices(tuple(differences(order.environment, here))))
+    _send(answers, Devices(tuple(find_differences(order.environment, here))))
     devices = attached_devices(platform, count)
     bench = CanaryBench({array.name: array for array in order.known}, order.vocab, devices)
     for line in lines:
@@ -73,7 +73,9 @@ def main() -> None:
 def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Device, ...]) -> Trial:
     store = Store(Path(order.bundle))
     try:
-        executable = load_executable(store.read(entry), entry.signature, devices, str(store.path(entry)))
+        executable = load_executable(
+            store.read_executable(entry), entry.signature, devices, str(store.executable_path(entry))
+        )
     except (CorruptBundle, IncompatibleBundle) as error:
         return Trial(None, "bytes", str(error))
     except Exception as error:  # memory is short
@@ -82,9 +84,9 @@ def _try(entry: Entry, bench: CanaryBench, order: Order, devices: tuple[jax.Devi
         found = bench.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
         return Trial(None, None if is_out_of_memory(error) else "canary", _describe(error.__cause__ or error))
-    if not is_comparable(entry.canary):
+    if not is_comparable(entry.self_test):
         return Trial(found)
-    deviations = find_deviations(entry.canary, found, order.dtype)
+    deviations = find_deviations(entry.self_test, found, order.dtype)
     return Trial(found, "canary" if deviations else None, "; ".join(deviations), compared=True)
 
 

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.execution_plan import RoundShape, list_round_executables, list_round_shapes
@@ -47,7 +46,7 @@ def estimate_rounds(manifest: Manifest, k: int) -> Times:
     """By what the compiler counted: bytes and operations take as long as their sum. Right in ratios only, if at all."""
     balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, OF_ACCELERATORS)
     work = {
-        name_executable(entry.signature): max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
+        entry.signature.executable_id: max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
         for entry in manifest.entries
     }
     return {

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.model_config.checkpoint_location import locate_checkpoint
@@ -19,7 +19,7 @@ from dflash_aot.cache.model_config.target import read_target
 
 def locate_checkpoint_pair(
     manifest: Manifest, target: str | Path | None, draft: str | Path | None
-) -> dict[Checkpoint, Path]:
+) -> dict[CheckpointRole, Path]:
     """Returns the directories of both checkpoints: the given ones, otherwise the bundle's own. Raises BadCheckpoint."""
     return {
         "target": locate_checkpoint(str(target or manifest.target.reference), "target"),
@@ -27,7 +27,7 @@ def locate_checkpoint_pair(
     }
 
 
-def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[Checkpoint, Path]) -> None:
+def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[CheckpointRole, Path]) -> None:
     """Checks that the checkpoints have the facts that the executables in `path` were built for.
 
     Raises IncompatibleBundle naming each fact that differs.

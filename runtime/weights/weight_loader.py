@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dflash_aot.cache.bundle.weight_recipe import Checkpoint, Placement, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.mesh import place
+from dflash_aot.cache.mesh import make_sharding
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
 from dflash_aot.runtime.weights.tensor_slices import (
     TensorSlice,
@@ -30,11 +30,11 @@ MOST_READ_NUMBERS = 1 << 18  # read and converted at a time: small enough for a 
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 # Tensors that a checkpoint may hold beside the used ones: the head of a target with tied embeddings, and what
 # speculators stores of the target in a draft.
-IGNORED_TENSORS: dict[Checkpoint, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
+IGNORED_TENSORS: dict[CheckpointRole, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
 
 
 def load_weights(
-    recipes: Sequence[WeightRecipe], directories: Mapping[Checkpoint, Path], devices: Sequence[jax.Device]
+    recipes: Sequence[WeightRecipe], directories: Mapping[CheckpointRole, Path], devices: Sequence[jax.Device]
 ) -> dict[str, jax.Array]:
     """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used exactly once.
 
@@ -61,7 +61,7 @@ def _is_shared(recipe: WeightRecipe, tensors: CheckpointTensors) -> bool:
 
 
 def _share(
-    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[Checkpoint, CheckpointTensors]
+    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[CheckpointRole, CheckpointTensors]
 ) -> jax.Array:
     """Returns the other argument, which is on the device once. Raises BadCheckpoint if its shape differs."""
     assert recipe.otherwise is not None
@@ -95,7 +95,7 @@ def _load(recipe: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[ja
 
     A replicated argument is read once. Of a split argument, each slice is on its device before the next one is read.
     """
-    sharding = place(recipe.sharding, devices)
+    sharding = make_sharding(recipe.sharding, devices)
     if sharding.is_fully_replicated:
         whole = _assemble(recipe, tensors, cover_tensor(recipe.shape))
         return jax.block_until_ready(jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))

@@ -16,7 +16,7 @@ from dflash_aot.benchmarks.startup_findings import BUNDLE, COLD, WARM
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import PeerFailed
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.signature import ProgramWeights, describe_pair, signatures
+from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def test_phases_follow_each_other_without_a_gap():
 
 def test_grids_have_about_as_many_executables_as_they_say(order):
     manifest = read_manifest(Path(order.bundle))
-    pair = describe_pair(manifest.target.facts, manifest.draft.facts, "float32", ("greedy",))
+    pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, "float32", ("greedy",))
     for promised, buckets in GRIDS.items():
-        found = len(signatures(pair, parse_grid(buckets, 16), ProgramWeights((), (), ())))
+        found = len(list_signatures(pair, parse_grid(buckets, 16), ProgramWeights((), (), ())))
         assert abs(found - promised) <= max(1, promised // 20)
 
 

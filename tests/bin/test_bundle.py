@@ -11,10 +11,10 @@ from msgspec import structs
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import encode_manifest, mend_command, read_manifest
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import list_promises
+from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.signing.ed25519 import read_public_key
@@ -38,7 +38,7 @@ def copy(bundle, tmp_path):
     """A bundle that a test may damage: the files that the manifest refers to, without leftovers of earlier builds."""
     source, destination = bundle("tiny"), tmp_path / "bundle"
     manifest = read_manifest(source)
-    paths = [source / "manifest.json", *(promise.path for promise in list_promises(source, manifest))]
+    paths = [source / "manifest.json", *(promise.path for promise in list_expected_files(source, manifest))]
     for path in [*paths, *(source / "entries" / f"{entry.key}.json" for entry in manifest.entries)]:
         target = destination / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def report(manage):
 
 def blob(copy, program="verify"):
     entry = next(entry for entry in read_manifest(copy).entries if entry.signature.program == program)
-    return Store(copy).path(entry)
+    return Store(copy).executable_path(entry)
 
 
 def cut(path):
@@ -117,8 +117,8 @@ def test_inspect_json_has_every_field(report, copy):
         "fits": True,
         "differences": [],
         "known_only_when_jax_starts": [],
-        "mend": mend_command(copy),
-        "rebuild": manifest.rebuild_command(copy),
+        "mend": rebuild_command(copy),
+        "rebuild": manifest.build_command(copy),
     }
 
 
@@ -127,8 +127,8 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
     done = manage("inspect", copy)
     assert done.code == 4
     assert "  jaxlib: built for '0.9.9', here" in done.out and "  machine: built for 'pdp11', here" in done.out
-    assert f"Rebuild for this machine from the bundle's programs: {mend_command(copy)}" in done.out
-    assert f"or from its checkpoints: {read_manifest(copy).rebuild_command(copy)}" in done.out
+    assert f"Rebuild for this machine from the bundle's programs: {rebuild_command(copy)}" in done.out
+    assert f"or from its checkpoints: {read_manifest(copy).build_command(copy)}" in done.out
     told, code = report("inspect", copy)
     assert code == 4 and [one["field"] for one in told["verdict"]["differences"]] == ["jaxlib", "machine"]
 
@@ -207,7 +207,7 @@ def test_verify_reports_and_quarantines_all_broken_files(manage, report, copy):
     )
     assert f"{second} (draft" in done.out and "file is missing" in done.out
     assert f"{copy / 'notes.txt'}: unknown" in done.out
-    assert f"Rebuild: {mend_command(copy)}" in done.out
+    assert f"Rebuild: {rebuild_command(copy)}" in done.out
     assert (copy / "set-aside" / f"{first.name}.0").read_bytes() == whole[:-1]
     told, code = report("verify", copy)
     assert code == 3
@@ -388,13 +388,13 @@ def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(
     manifest, store = read_manifest(copy), Store(copy)
     by_program = {entry.signature.program: entry for entry in manifest.entries}
     crashing, wrong = by_program["draft"], by_program["verify"]
-    blob_facts, content = pack(store.read(crashing).replace(b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"))
+    blob_facts, content = pack_blob(store.read_executable(crashing).replace(b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"))
     (copy / "executables" / blob_facts.sha256).write_bytes(content)
-    first, *rest = wrong.canary.outputs
-    canary = structs.replace(wrong.canary, outputs=(structs.replace(first, mean=9.0), *rest))
+    first, *rest = wrong.self_test.outputs
+    canary = structs.replace(wrong.self_test, outputs=(structs.replace(first, mean=9.0), *rest))
     changed = {
         crashing.key: structs.replace(crashing, **structs.asdict(blob_facts)),
-        wrong.key: structs.replace(wrong, canary=canary),
+        wrong.key: structs.replace(wrong, self_test=canary),
     }
     entries = tuple(changed.get(entry.key, entry) for entry in manifest.entries)
     store.publish(structs.replace(manifest, entries=entries))
@@ -406,18 +406,18 @@ def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(
     ]
     assert "SIGILL" in told["calls"]["faults"][0]["words"]
     assert told["calls"]["set_aside"].keys() == {crashing.signature.label, wrong.signature.label}
-    assert told["calls"]["mend"] == mend_command(copy)
+    assert told["calls"]["mend"] == rebuild_command(copy)
     with pytest.raises(BuildFailed, match=r"the compiler made again what was set aside \(crash\).*SIGILL"):
         store.add(changed[crashing.key], content, b"")
 
 
 def test_verify_record_adds_missing_self_test_results(manage, report, copy):
     manifest = read_manifest(copy)
-    entries = tuple(structs.replace(entry, canary=None) for entry in manifest.entries)
+    entries = tuple(structs.replace(entry, self_test=None) for entry in manifest.entries)
     Store(copy).publish(structs.replace(manifest, entries=entries))
     assert f"what {len(entries)} should compute is not known, --record keeps it" in manage("verify", copy, "--deep").out
     assert f"of {len(entries)} it is kept now" in manage("verify", copy, "--record").out
-    assert [one.canary for one in read_manifest(copy).entries] == [one.canary for one in manifest.entries]
+    assert [one.self_test for one in read_manifest(copy).entries] == [one.self_test for one in manifest.entries]
 
 
 def test_verify_deep_of_a_foreign_bundle_calls_nothing(manage, copy):

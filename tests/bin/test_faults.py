@@ -14,8 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile, run
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import Entry, encode_manifest, mend_command, read_manifest, replace_commands
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import (
+    Entry,
+    encode_manifest,
+    read_manifest,
+    rebuild_command,
+    verify_and_rebuild_commands,
+)
 from dflash_aot.cache.bundle.store import Store
 
 Words = list[str]
@@ -56,46 +62,49 @@ def rewrite_entry(copy: Path, entry: Entry, **changes: object) -> None:
 
 def cut_blob(copy: Path) -> Words:
     entry = find_entry(copy, "verify")
-    path = Store(copy).path(entry)
+    path = Store(copy).executable_path(entry)
     path.write_bytes(path.read_bytes()[:-1])
     sizes = f"{entry.bytes - 1} bytes, the manifest promises {entry.bytes}"
-    return [f"{path} ({entry.signature.label}): {sizes}", mend_command(copy)]
+    return [f"{path} ({entry.signature.label}): {sizes}", rebuild_command(copy)]
 
 
 def flip_blob(copy: Path) -> Words:
     entry = find_entry(copy, "draft")
-    path = Store(copy).path(entry)
+    path = Store(copy).executable_path(entry)
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    return [f"{path} ({entry.signature.label}): its sha256 is ", mend_command(copy)]
+    return [f"{path} ({entry.signature.label}): its sha256 is ", rebuild_command(copy)]
 
 
 def swap_blobs(copy: Path) -> Words:
     entries = [find_entry(copy, program) for program in ("prefill", "verify")]
-    paths = [Store(copy).path(entry) for entry in entries]
+    paths = [Store(copy).executable_path(entry) for entry in entries]
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, reversed(contents), strict=True):
         path.write_bytes(content)
     sizes = f"{entries[1].bytes} bytes, the manifest promises {entries[0].bytes}"
-    return [f"{paths[0]} ({entries[0].signature.label}): {sizes}", mend_command(copy)]
+    return [f"{paths[0]} ({entries[0].signature.label}): {sizes}", rebuild_command(copy)]
 
 
 def remove_blob(copy: Path) -> Words:
     entry = find_entry(copy, "prefill")
-    Store(copy).path(entry).unlink()
-    return [f"{Store(copy).path(entry)} ({entry.signature.label}): No such file or directory", mend_command(copy)]
+    Store(copy).executable_path(entry).unlink()
+    return [
+        f"{Store(copy).executable_path(entry)} ({entry.signature.label}): No such file or directory",
+        rebuild_command(copy),
+    ]
 
 
 def link_blob(copy: Path) -> Words:
-    path = Store(copy).path(find_entry(copy, "kv_write"))
+    path = Store(copy).executable_path(find_entry(copy, "kv_write"))
     path.symlink_to(path.rename(copy / "elsewhere"))
-    return [f"{path} (kv_write", "a symbolic link, where a file of its own should be", mend_command(copy)]
+    return [f"{path} (kv_write", "a symbolic link, where a file of its own should be", rebuild_command(copy)]
 
 
 def block_blob(copy: Path) -> Words:
-    path = Store(copy).path(find_entry(copy, "kv_write"))
+    path = Store(copy).executable_path(find_entry(copy, "kv_write"))
     path.unlink()
     os.mkfifo(path)
-    return [f"{path} (kv_write", "a fifo, where a file should be", mend_command(copy)]
+    return [f"{path} (kv_write", "a fifo, where a file should be", rebuild_command(copy)]
 
 
 class Payload:
@@ -105,30 +114,30 @@ class Payload:
 
 def plant(copy: Path, content: bytes, program: str = "verify") -> str:
     """In the place of an executable, all hashes right; what a message names it by."""
-    entry, (blob, packed) = find_entry(copy, program), pack(content)
+    entry, (blob, packed) = find_entry(copy, program), pack_blob(content)
     rewrite_entry(copy, entry, **structs.asdict(blob))
-    Store(copy).path(blob).write_bytes(packed)
+    Store(copy).executable_path(blob).write_bytes(packed)
     return f"{copy}/executables/{blob.sha256} ({entry.signature.label})"
 
 
 def plant_payload(copy: Path) -> Words:
     where = plant(copy, pickle.dumps(Payload()))
-    return [f"{where}: the pickle names posix.system", "It was not loaded", mend_command(copy)]
+    return [f"{where}: the pickle names posix.system", "It was not loaded", rebuild_command(copy)]
 
 
 def plant_rubbish(copy: Path) -> Words:
-    serialized = Store(copy).read(find_entry(copy, "draft"))
+    serialized = Store(copy).read_executable(find_entry(copy, "draft"))
     rubbish = bytearray(serialized)
     middle = len(rubbish) // 3
     rubbish[middle : 2 * middle] = bytes(middle)
     where = plant(copy, bytes(rubbish))
-    return [f"{where}: does not load: ", replace_commands(copy)]
+    return [f"{where}: does not load: ", verify_and_rebuild_commands(copy)]
 
 
 def plant_another_bucket(copy: Path) -> Words:
     *_, other = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
-    where = plant(copy, Store(copy).read(other), "kv_write")
-    return [f"{where}: does not take what its signature says", replace_commands(copy)]
+    where = plant(copy, Store(copy).read_executable(other), "kv_write")
+    return [f"{where}: does not take what its signature says", verify_and_rebuild_commands(copy)]
 
 
 CORRUPT = [
@@ -234,7 +243,7 @@ def test_what_the_message_says_mends_it(command, serve, copy):
     plant_another_bucket(copy)
     assert command(precompile, "--rebuild", copy).code == 0
     refused = serve()
-    assert refused.code == 3 and refused.err.endswith(f"\nMend it: {replace_commands(copy)}\n")
+    assert refused.code == 3 and refused.err.endswith(f"\nMend it: {verify_and_rebuild_commands(copy)}\n")
     assert command(dflash_bundle, "verify", copy, "--deep").code == 3
     assert command(precompile, "--rebuild", copy).code == 0
     assert serve() == whole and whole.code == 0

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.bundle.verification import find_flaws
+from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine
 
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_in_mid_build_is_named_and_the_next_build_goes_on(co
     assert re.search(rf"{smallest.signature.label}: OSError: .* File too large: '{copy}/\w+/[0-9a-f]{{64}}'", done.err)
     assert (copy / "manifest.json").read_bytes() == before and list(copy.rglob("*.unfinished")) == []
     assert command(precompile, *flags).code == 0
-    assert find_flaws(copy, read_manifest(copy)) == []
+    assert find_file_flaws(copy, read_manifest(copy)) == []
 
 
 def test_two_builders_do_not_share_a_bundle(command, pair, copy):

@@ -114,7 +114,7 @@ def test_a_build_that_is_ended_again_and_again_goes_on_from_where_it_was(command
         assert not (tmp_path / "manifest.json").exists()
     code, _, err = finish(dflash("precompile", *flags))
     assert code == 0 and f"nothing to compile: all {EXECUTABLES} were there already" in err
-    assert all(entry.canary for entry in read_manifest(tmp_path).entries)
+    assert all(entry.self_test for entry in read_manifest(tmp_path).entries)
     assert list(tmp_path.rglob("*.unfinished")) == []
 
 

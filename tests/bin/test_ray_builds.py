@@ -15,7 +15,7 @@ from msgspec import structs
 from dflash_aot.bin import precompile
 from dflash_aot.bin.place import check_cluster
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.bundle.verification import find_flaws
+from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.compile.pipeline.build_target import Machine
@@ -52,7 +52,7 @@ def test_a_worker_that_is_killed_costs_nothing_and_the_team_finds_all_of_it(comm
     assert (first["compiled"], first["store"]["written"]) == (count, count)
     assert "compiling on a Ray of its own on this machine: 2 at a time" in err
     assert not any(chatter in err for chatter in ("raylet", "Traceback", "Warning", "worker"))
-    assert find_flaws(tmp_path / "first", read_manifest(tmp_path / "first")) == []
+    assert find_file_flaws(tmp_path / "first", read_manifest(tmp_path / "first")) == []
 
     second = json.loads(command(precompile, *flags, f"--bundle={tmp_path / 'second'}", store).out)
     assert (second["compiled"], second["store"]["hits"]) == (0, count)

@@ -48,7 +48,7 @@ def test_for_another_environment_everything_is_compiled_from_the_bundle_alone(co
     old, new = read_manifest(copy), read_manifest(tmp_path / "new")
     assert new.environment.xla_flags == OTHER_FLAGS["XLA_FLAGS"]
     for one, other in zip(old.entries, new.entries, strict=True):
-        assert (one.program, one.canary) == (other.program, other.canary) and one.key != other.key
+        assert (one.program, one.self_test) == (other.program, other.self_test) and one.key != other.key
     rewrite(tmp_path / "new", environment=old.environment)  # served by this process, whose flags are others
     asked = [3, 1, 4, 1, 5], SamplingParams(max_tokens=9, stop_token_ids=())
     answers = []
@@ -73,9 +73,9 @@ def test_what_computes_something_else_is_not_published(copy, tmp_path):
     """A compiler that makes mistakes, seen from the other side: the canary is of another program."""
     manifest = read_manifest(copy)
     *rest, last = manifest.entries
-    first, *outputs = last.canary.outputs
+    first, *outputs = last.self_test.outputs
     outputs = (structs.replace(first, mean=3 * first.mean), *outputs)
-    rewrite(copy, entries=(*rest, structs.replace(last, canary=structs.replace(last.canary, outputs=outputs))))
+    rewrite(copy, entries=(*rest, structs.replace(last, self_test=structs.replace(last.self_test, outputs=outputs))))
     done = precompile("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
     assert done.returncode == 5
     assert f"1 of {LABELS} executables do not compute what they should, nothing is published" in done.stderr

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import SCHEMA, Cost, DraftModel, Entry, Inspection, Manifest, Memory, TargetModel
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import (
+    SCHEMA,
+    CallCost,
+    DraftModel,
+    Entry,
+    ExecutableAnalysis,
+    Manifest,
+    MemoryUse,
+    TargetModel,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.cache.environment import Environment
@@ -22,7 +31,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.signature import KvShape, Pair, ProgramWeights, signatures, state_arrays
+from dflash_aot.cache.signature import KvShape, PairShapes, ProgramWeights, list_signatures, state_arrays
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
 Config = dict[str, Any]
@@ -170,7 +179,7 @@ def manifest(environment, blobs, texts) -> Manifest:
     target = read_target(ConfigFile(TARGET_FILE, QWEN3_4B))
     draft = read_draft(ConfigFile(DRAFT_FILE, QWEN3_4B_DFLASH_B16), target)
     grid = parse_grid("batch=1 length=32 k=0,3 prefill=16", draft.block)
-    pair = Pair(
+    pair = PairShapes(
         target_kv=KvShape(36, 8, 128),
         draft_kv=KvShape(5, 8, 128),
         feature_width=5 * 2560,
@@ -183,16 +192,16 @@ def manifest(environment, blobs, texts) -> Manifest:
     names = ProgramWeights(target=(), draft=(), context=("draft.fc.weight",))
     entries = tuple(
         Entry(
-            **structs.asdict(pack(blob)[0]),
+            **structs.asdict(pack_blob(blob)[0]),
             signature=signature,
             key=executable_key(text, signature, environment),
-            program=pack(text)[0],
+            program=pack_blob(text)[0],
             seconds=0.5,
-            memory=Memory(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
-            cost=Cost(flops=2.0, bytes_accessed=1.0),
-            inspection=Inspection(layouts={}, copies=(), collectives={}, donated=(), largest=""),
+            memory=MemoryUse(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
+            cost=CallCost(flops=2.0, bytes_accessed=1.0),
+            analysis=ExecutableAnalysis(layouts={}, copies=(), collectives={}, donated=(), largest=""),
         )
-        for signature, blob, text in zip(signatures(pair, grid, names), blobs, texts, strict=True)
+        for signature, blob, text in zip(list_signatures(pair, grid, names), blobs, texts, strict=True)
     )
     return Manifest(
         schema=SCHEMA,
@@ -221,6 +230,6 @@ def store(tmp_path, manifest, blobs, texts):
     store = Store(tmp_path / "bundle")
     with store.open_for_building():
         for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
-            store.add(entry, pack(blob)[1], pack(text)[1])
+            store.add(entry, pack_blob(blob)[1], pack_blob(text)[1])
         store.publish(manifest)
     return store

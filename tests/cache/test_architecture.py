@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.model_config.architecture import default_taps
+from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from dflash_aot.cache.model_config.architecture import default_taps
     ],
 )
 def test_taps_that_are_not_named_are_spread_evenly(layers, taps):
-    assert default_taps(*layers) == taps
+    assert default_target_layer_ids(*layers) == taps
 
 
 @pytest.mark.parametrize(("vocab", "pruned"), [(None, False), (151936, False), (32000, True)])
@@ -29,4 +29,4 @@ def test_a_draft_is_pruned_where_its_own_head_knows_fewer_tokens(read_changed_dr
 
 @pytest.mark.parametrize(("k", "verified"), [(None, 15), (7, 7), (15, 15)])
 def test_a_draft_verifies_its_whole_block_unless_its_makers_say_less(read_changed_draft, k, verified):
-    assert structs.replace(read_changed_draft(), k=k).verified == verified
+    assert structs.replace(read_changed_draft(), k=k).default_k == verified

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dflash_aot.cache.bundle.atomic_files import is_temporary, read_plain, temporaries, write_atomically
+from dflash_aot.cache.bundle.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
 
 
 def test_a_file_is_read(tmp_path):
@@ -51,12 +51,12 @@ def test_a_device_is_no_file():
 def test_only_our_own_temporaries_are_taken_for_such(tmp_path):
     for name in (".blob.abc.unfinished", "blob.unfinished", ".nfs0001"):
         (tmp_path / name).touch()
-    assert [path.name for path in temporaries(tmp_path)] == [".blob.abc.unfinished"]
-    assert not is_temporary(tmp_path / ".lock")
+    assert [path.name for path in list_temporary_files(tmp_path)] == [".blob.abc.unfinished"]
+    assert not is_temporary_file(tmp_path / ".lock")
 
 
 def test_a_writer_whose_temporary_was_swept_away_says_what_it_could_not_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in temporaries(tmp_path)])
+    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in list_temporary_files(tmp_path)])
     with pytest.raises(FileNotFoundError) as refused:
         write_atomically(tmp_path / "name", b"content")
     assert refused.value.filename == str(tmp_path / "name")

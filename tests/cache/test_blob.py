@@ -9,18 +9,25 @@ import tracemalloc
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import LARGEST, BrokenBlob, find_flaw, pack, read_packed, unpack
+from dflash_aot.cache.bundle.blob import (
+    MAX_BLOB_BYTES,
+    BrokenBlob,
+    find_blob_flaw,
+    pack_blob,
+    read_blob_file,
+    unpack_blob,
+)
 from dflash_aot.cache.bundle.manifest import Blob
 from dflash_aot.cache.errors import CorruptBundle
 
 UNPACK_WITH_LITTLE_MEMORY = """
 import resource
-from dflash_aot.cache.bundle.blob import find_flaw, pack
+from dflash_aot.cache.bundle.blob import find_blob_flaw, pack_blob
 
-blob, content = pack(bytes(1 << 27))
+blob, content = pack_blob(bytes(1 << 27))
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 25),) * 2)
-flaw = find_flaw(blob, content)
+flaw = find_blob_flaw(blob, content)
 print(flaw.content, flaw)
 """
 
@@ -34,10 +41,10 @@ class Calls:
 
 @pytest.mark.parametrize("serialized", [b"", b"x", bytes(range(256)) * 100])
 def test_what_is_packed_is_unpacked(serialized):
-    blob, content = pack(serialized)
+    blob, content = pack_blob(serialized)
     assert (blob.bytes, blob.serialized_bytes) == (len(content), len(serialized))
-    assert unpack(blob, content) == serialized
-    assert find_flaw(blob, content) is None
+    assert unpack_blob(blob, content) == serialized
+    assert find_blob_flaw(blob, content) is None
 
 
 @pytest.mark.parametrize(
@@ -48,19 +55,19 @@ def test_what_is_packed_is_unpacked(serialized):
     ],
 )
 def test_a_flaw_says_in_what_and_both_values(change, field, words):
-    blob, content = pack(b"serialized")
-    flaw = find_flaw(blob, change(content))
+    blob, content = pack_blob(b"serialized")
+    flaw = find_blob_flaw(blob, change(content))
     assert flaw.field == field and words in str(flaw) and flaw.content
     assert flaw.promised == str(getattr(blob, field)) != flaw.found
 
 
-@pytest.mark.parametrize("size", [LARGEST + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
+@pytest.mark.parametrize("size", [MAX_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
 def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
-    _, bomb = pack(bytes(10**7))
+    _, bomb = pack_blob(bytes(10**7))
     blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
     tracemalloc.start()
-    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, no file unpacks to more than {LARGEST}"):
-        unpack(blob, bomb)
+    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, no file unpacks to more than {MAX_BLOB_BYTES}"):
+        unpack_blob(blob, bomb)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
 
@@ -72,15 +79,15 @@ def test_too_little_memory_is_said_and_not_held_against_the_file():
 
 @pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])
 def test_an_executable_is_whole_when_its_pickle_is_harmless_and_a_program_is_no_pickle(manifest, content):
-    blob, packed = pack(content)
-    flaw = find_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
+    blob, packed = pack_blob(content)
+    flaw = find_blob_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
     assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
-    assert unpack(blob, packed) == content
+    assert unpack_blob(blob, packed) == content
 
 
 def test_a_file_of_a_terabyte_is_not_even_read(tmp_path):
-    blob, _ = pack(b"little")
+    blob, _ = pack_blob(b"little")
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(1 << 40)  # takes no place on the disk
     with pytest.raises(CorruptBundle, match="huge: 1099511627776 bytes, where at most 1073741824 are read"):
-        read_packed(blob, tmp_path / "huge")
+        read_blob_file(blob, tmp_path / "huge")

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.atomic_files import temporaries
-from dflash_aot.cache.bundle.blob import find_flaw, pack
+from dflash_aot.cache.bundle.atomic_files import list_temporary_files
+from dflash_aot.cache.bundle.blob import find_blob_flaw, pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import Flaw, check_file, list_promises
+from dflash_aot.cache.bundle.verification import FileFlaw, check_file, list_expected_files
 from tests.cache.toy_builder import Order, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def order(manifest, blobs, texts) -> Callable[..., Order]:
     """A place, and which entries the grid has there → what a builder is told."""
 
     def make(place: Path, entries: slice, killed_at: int | None = None) -> Order:
-        packed = [(pack(blob)[1], pack(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
+        packed = [(pack_blob(blob)[1], pack_blob(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
         fewer = structs.replace(manifest, entries=manifest.entries[entries])
         return Order(str(place), fewer, packed[entries], killed_at)
 
@@ -83,11 +83,11 @@ def read_records(bundle: Path) -> dict[str, Entry]:
 
 
 def find_temporaries(bundle: Path) -> list[Path]:
-    return [path for folder in (bundle, *bundle.glob("*/")) for path in temporaries(folder)]
+    return [path for folder in (bundle, *bundle.glob("*/")) for path in list_temporary_files(folder)]
 
 
-def find_flaws(bundle: Path, manifest: Manifest) -> list[Flaw]:
-    return [flaw for promise in list_promises(bundle, manifest) if (flaw := check_file(promise))]
+def find_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
+    return [flaw for promise in list_expected_files(bundle, manifest) if (flaw := check_file(promise))]
 
 
 def assert_whole(bundle: Path) -> None:
@@ -95,8 +95,8 @@ def assert_whole(bundle: Path) -> None:
     assert find_flaws(bundle, read_manifest(bundle)) == []
     store = Store(bundle)
     for entry in read_records(bundle).values():
-        for blob, path in ((entry, store.path(entry)), (entry.program, store.program_path(entry))):
-            assert find_flaw(blob, path.read_bytes()) is None
+        for blob, path in ((entry, store.executable_path(entry)), (entry.program, store.program_path(entry))):
+            assert find_blob_flaw(blob, path.read_bytes()) is None
 
 
 def test_a_builder_killed_at_any_moment_harms_no_reader_and_the_next_one_does_only_what_is_missing(
@@ -159,7 +159,9 @@ def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[
     """The manifest with executables that no other edition has, and their blobs."""
     entries, blobs = [], []
     for at, entry in enumerate(manifest.entries):
-        (blob, executable), (program_blob, program) = (pack(pickle.dumps((kind, number, at))) for kind in ("x", "p"))
+        (blob, executable), (program_blob, program) = (
+            pack_blob(pickle.dumps((kind, number, at))) for kind in ("x", "p")
+        )
         entries.append(structs.replace(entry, **structs.asdict(blob), program=program_blob))
         blobs.append((executable, program))
     return structs.replace(manifest, entries=tuple(entries)), blobs

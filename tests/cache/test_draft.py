@@ -13,7 +13,8 @@ OTHER_TARGET = ": this draft was trained for another one"
 AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
 TAPS = "dflash_config.target_layer_ids"
 DIALECTS = (
-    "as a draft this runs DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' (speculators_config)."
+    "supported for drafts is DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' "
+    "(speculators_config)."
 )
 
 

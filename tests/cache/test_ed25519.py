@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.signing.ed25519 import LARGEST, read_private_key, read_public_key
+from dflash_aot.cache.signing.ed25519 import MAX_KEY_BYTES, read_private_key, read_public_key
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_what_is_no_key_is_refused(tmp_path, content):
 def test_files_that_cannot_be_keys_are_refused(tmp_path, read):
     assert "No such file" in refusal(read, tmp_path / "nowhere.pem")
     assert "directory" in refusal(read, tmp_path)
-    (tmp_path / "huge.pem").write_bytes(bytes(LARGEST + 1))
-    assert f"more than {LARGEST} bytes" in refusal(read, tmp_path / "huge.pem")
+    (tmp_path / "huge.pem").write_bytes(bytes(MAX_KEY_BYTES + 1))
+    assert f"more than {MAX_KEY_BYTES} bytes" in refusal(read, tmp_path / "huge.pem")
 
 
 def test_a_key_may_be_mounted_as_a_link(make_key, tmp_path):

@@ -4,19 +4,19 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.environment import (
-    Difference,
     Environment,
-    compare_host,
-    differences,
+    EnvironmentDifference,
+    compare_with_host,
+    find_differences,
     is_tpu_attached,
-    read_host,
+    read_host_environment,
 )
 
 PLAIN_FIELDS = [field for field in Environment.__struct_fields__ if field != "cpu_features"]
 
 
 def test_a_machine_fits_itself(environment):
-    assert differences(environment, environment) == []
+    assert find_differences(environment, environment) == []
 
 
 @pytest.mark.parametrize("field", PLAIN_FIELDS)
@@ -25,22 +25,28 @@ def test_every_field_that_differs_is_named_with_both_values(environment, field):
     other = {int: 7, str: "other", tuple: ("1", "0")}[type(value)]
     here = structs.replace(environment, **{field: other})
     told = [" ".join(one) if isinstance(one, tuple) else str(one) for one in (value, other)]
-    assert differences(environment, here) == [Difference(field, *told)]
+    assert find_differences(environment, here) == [EnvironmentDifference(field, *told)]
 
 
 def test_all_differences_are_told_at_once(environment):
     here = structs.replace(environment, jax="0.11", machine="aarch64", cpu_features=())
-    assert [difference.field for difference in differences(environment, here)] == ["jax", "machine", "cpu_features"]
+    assert [difference.field for difference in find_differences(environment, here)] == [
+        "jax",
+        "machine",
+        "cpu_features",
+    ]
 
 
 def test_a_processor_that_can_more_is_fine(environment):
     here = structs.replace(environment, cpu_features=("amx_int8", *environment.cpu_features, "vaes"))
-    assert differences(environment, here) == []
+    assert find_differences(environment, here) == []
 
 
 def test_a_processor_that_lacks_an_instruction_set_is_not(environment):
     here = structs.replace(environment, cpu_features=("sse4_2", "vaes"))
-    assert differences(environment, here) == [Difference("cpu_features", "uses avx2 fma", "not on this processor")]
+    assert find_differences(environment, here) == [
+        EnvironmentDifference("cpu_features", "uses avx2 fma", "not on this processor")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,18 +73,18 @@ def test_a_tpu_is_known_by_the_files_of_its_driver_and_its_vendor(tmp_path, file
 @pytest.fixture
 def here(environment) -> Environment:
     """What a bundle that was built on this machine says."""
-    return structs.replace(environment, platform_version="cpu", **structs.asdict(read_host("cpu")))
+    return structs.replace(environment, platform_version="cpu", **structs.asdict(read_host_environment("cpu")))
 
 
 def test_what_was_built_here_fits_before_jax_starts(here):
-    assert compare_host(here) == ([], [])
+    assert compare_with_host(here) == ([], [])
 
 
 @pytest.mark.parametrize("field", PLAIN_FIELDS)
 def test_a_field_that_differs_is_found_before_jax_starts(here, field):
     value = getattr(here, field)
     other = {int: 7, str: "other", tuple: ("1",)}[type(value)]
-    found, later = compare_host(structs.replace(here, **{field: other}))
+    found, later = compare_with_host(structs.replace(here, **{field: other}))
     if field == "device_count":  # of one machine's processor, as many as it is told
         assert (found, later) == ([], ["device_count", "coordinates"])
     elif field == "platform":
@@ -88,13 +94,13 @@ def test_a_field_that_differs_is_found_before_jax_starts(here, field):
 
 
 def test_an_instruction_set_that_is_missing_is_found_before_jax_starts(here):
-    (found,), _ = compare_host(structs.replace(here, cpu_features=("sse2048",)))
-    assert found == Difference("cpu_features", "uses sse2048", "not on this processor")
+    (found,), _ = compare_with_host(structs.replace(here, cpu_features=("sse2048",)))
+    assert found == EnvironmentDifference("cpu_features", "uses sse2048", "not on this processor")
 
 
 def test_what_only_an_accelerator_can_tell_is_not_guessed(here):
     on_gpu = structs.replace(here, platform="gpu", cpu_features=(), platform_version="cuda", device_kind="NVIDIA H100")
-    found, later = compare_host(on_gpu)
+    found, later = compare_with_host(on_gpu)
     assert found == []
     assert later == ["platform", "platform_version", "device_kind", "device_count", "coordinates"]
 
@@ -102,7 +108,7 @@ def test_what_only_an_accelerator_can_tell_is_not_guessed(here):
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
 def test_without_a_tpu_what_was_built_for_one_does_not_fit(here):
     slice_ = structs.replace(here, platform="tpu", machine="", cpu_features=(), topology="v5e:2x2", device_count=4)
-    found, later = compare_host(slice_)
-    assert Difference("platform", "tpu", "no TPU is attached") in found
+    found, later = compare_with_host(slice_)
+    assert EnvironmentDifference("platform", "tpu", "no TPU is attached") in found
     told = ["platform_version", "device_kind", "topology", "device_count", "coordinates", "libtpu_init_args"]
     assert later == told

@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import pack, unpack
-from dflash_aot.cache.bundle.manifest import LARGEST, encode_manifest, read_content, read_manifest
+from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
+from dflash_aot.cache.bundle.manifest import MAX_MANIFEST_BYTES, encode_manifest, read_manifest, read_manifest_bytes
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import list_promises
+from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.remote.fetch import fetch_bundle
 from dflash_aot.cache.remote.push import push_bundle
-from dflash_aot.cache.remote.retry import Patience
-from dflash_aot.cache.signature import ProgramWeights, describe_pair, signatures, state_arrays
+from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures, state_arrays
 from dflash_aot.cache.signing.ed25519 import read_private_key
-from dflash_aot.cache.signing.signatures import sign
+from dflash_aot.cache.signing.signatures import sign_manifest
 from tests.object_server import afterwards, change, cut, refuse, silence
 
-HASTY = Patience(attempts=2, seconds=20, pause=0)
+HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 FETCH = """
 import sys
 from pathlib import Path
@@ -79,24 +79,24 @@ def blobs_of(store):
     """The names of a bundle's files, but the manifest."""
 
     def names(manifest):
-        return sorted(str(one.path.relative_to(store.bundle)) for one in list_promises(store.bundle, manifest))
+        return sorted(str(one.path.relative_to(store.bundle)) for one in list_expected_files(store.bundle, manifest))
 
     return names
 
 
 def check(copy, manifest):
     """Whole, and of this manifest."""
-    assert read_content(copy) == encode_manifest(manifest)
-    for promise in list_promises(copy, manifest):
-        unpack(promise.blob, promise.path.read_bytes())
+    assert read_manifest_bytes(copy) == encode_manifest(manifest)
+    for promise in list_expected_files(copy, manifest):
+        unpack_blob(promise.blob, promise.path.read_bytes())
 
 
 @pytest.fixture
 def smaller(manifest):
     """A bundle with some of the same executables."""
-    pair = describe_pair(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
+    pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
     grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
-    labels = {one.label for one in signatures(pair, grid, ProgramWeights((), (), ()))}
+    labels = {one.label for one in list_signatures(pair, grid, ProgramWeights((), (), ()))}
     entries = tuple(entry for entry in manifest.entries if entry.signature.label in labels)
     return structs.replace(manifest, grid=grid, state=state_arrays(pair, grid), entries=entries)
 
@@ -104,7 +104,7 @@ def smaller(manifest):
 @pytest.fixture
 def forged(manifest):
     """A bundle one of whose executables would run something else, and that executable as a file."""
-    blob, executable = pack(pickle.dumps(os.system))
+    blob, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(manifest.entries[0], **structs.asdict(blob))
     return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), executable
 
@@ -141,14 +141,14 @@ def test_a_bundle_may_be_pushed_to_any_place(kind, store, manifest, tmp_path):
 
 
 def test_a_broken_bundle_is_not_pushed(store, bucket, manifest):
-    store.path(manifest.entries[0]).write_bytes(b"broken")
+    store.executable_path(manifest.entries[0]).write_bytes(b"broken")
     with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: .*Nothing is published at {bucket.url}"):
         push_bundle(store.bundle, bucket.url)
     assert "manifest.json" not in bucket.names()
 
 
 def test_what_broke_here_is_found_where_the_other_side_has_it_whole(store, pushed, manifest):
-    store.path(manifest.entries[0]).write_bytes(b"broken")
+    store.executable_path(manifest.entries[0]).write_bytes(b"broken")
     with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: 6 bytes, .*Nothing is published"):
         push_bundle(store.bundle, pushed.url)
     assert "manifest.json" not in pushed.asked("PUT")
@@ -169,7 +169,7 @@ def test_a_bundle_that_contradicts_itself_is_neither_pushed_nor_fetched(store, p
 def test_an_executable_that_would_run_something_else_is_neither_pushed_nor_fetched(store, pushed, forged):
     """Its size and its sha256 are what the manifest promises."""
     manifest, executable = forged
-    store.path(manifest.entries[0]).write_bytes(executable)
+    store.executable_path(manifest.entries[0]).write_bytes(executable)
     store.publish(manifest)
     with pytest.raises(CorruptBundle, match="the pickle names posix.system"):
         push_bundle(store.bundle, pushed.url)
@@ -209,7 +209,7 @@ def test_a_copy_that_is_complete_may_be_read_only(pushed, monkeypatch):
 
 def test_a_file_that_broke_here_is_fetched_again(pushed, manifest):
     copy = fetch_bundle(pushed.url)
-    broken = Store(copy).path(manifest.entries[3])
+    broken = Store(copy).executable_path(manifest.entries[3])
     broken.write_bytes(broken.read_bytes()[:-1] + b"?")
     pushed.server.forget()
     check(fetch_bundle(pushed.url), manifest)
@@ -229,14 +229,14 @@ def test_a_copy_that_was_built_upon_is_what_was_pushed_again(pushed, manifest):
 @pytest.mark.parametrize("name", ["manifest.json", "executables/"])
 def test_what_goes_wrong_once_is_asked_again(pushed, manifest, name, fault):
     pushed.server.fail("GET", name, fault)
-    check(fetch_bundle(pushed.url, patience=HASTY), manifest)
+    check(fetch_bundle(pushed.url, retry=HASTY), manifest)
 
 
 def test_a_download_that_ended_goes_on_from_there(pushed, manifest, blobs_of):
     broken = f"executables/{manifest.entries[-1].sha256}"
     pushed.server.fail("GET", broken, *[refuse(500, "InternalError")] * 2)
     with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: told to say InternalError"):
-        fetch_bundle(pushed.url, patience=HASTY)
+        fetch_bundle(pushed.url, retry=HASTY)
     first = set(pushed.asked("GET")) - {broken}
     pushed.server.forget()
     copy = fetch_bundle(pushed.url)
@@ -272,13 +272,15 @@ def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest,
 def test_a_manifest_that_is_none_is_refused(pushed, content):
     pushed.put("manifest.json", content)
     with pytest.raises(CorruptBundle, match=f"{pushed.url}/manifest.json: "):
-        fetch_bundle(pushed.url, patience=HASTY)
+        fetch_bundle(pushed.url, retry=HASTY)
 
 
 def test_a_manifest_that_no_reader_takes_is_not_fetched(tmp_path):
     with open(tmp_path / "manifest.json", "wb") as manifest:
-        manifest.truncate(LARGEST + 1)
-    with pytest.raises(CorruptBundle, match=f"{LARGEST + 1} bytes, where at most {LARGEST} are read"):
+        manifest.truncate(MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(
+        CorruptBundle, match=f"{MAX_MANIFEST_BYTES + 1} bytes, where at most {MAX_MANIFEST_BYTES} are read"
+    ):
         fetch_bundle(str(tmp_path))
 
 
@@ -315,7 +317,7 @@ def test_a_store_that_cannot_be_reached_names_the_copy(pushed):
     copy = fetch_bundle(pushed.url)
     pushed.server.fail("GET", "manifest.json", *[silence(pushed.server)] * 20)
     with pytest.raises(StoreFailed, match=f"no answer in time.*may be given instead: --bundle {copy}$"):
-        fetch_bundle(pushed.url, patience=Patience(attempts=1, seconds=0.3))
+        fetch_bundle(pushed.url, retry=RetryPolicy(attempts=1, seconds=0.3))
 
 
 def test_a_cache_that_cannot_be_written_is_named(pushed, cache):
@@ -350,7 +352,7 @@ def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
 def signed(pushed, store, make_key):
     """The same with a signature, and the public key."""
     private, public = make_key("mine")
-    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     push_bundle(store.bundle, pushed.url)
     return pushed, public
 
@@ -398,7 +400,7 @@ def test_what_has_to_be_signed_is_fetched_with_its_signature(pushed, store, mani
     fetch_bundle(pushed.url)
     with pytest.raises(CorruptBundle, match="not signed"):
         fetch_bundle(pushed.url, public)
-    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     push_bundle(store.bundle, pushed.url)
     copy = fetch_bundle(pushed.url, public)
     assert read_manifest(copy, public).grid == manifest.grid
@@ -415,7 +417,7 @@ def test_what_is_not_signed_is_not_even_parsed(pushed, make_key):
 def test_a_signature_that_arrives_late_is_waited_for(pushed, store, make_key):
     """The signatures of the bundle before are read, and then those that belong to the manifest."""
     private, public = make_key("mine")
-    sign(store.bundle, read_content(store.bundle), read_private_key(private))
+    sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     envelope = (store.bundle / "manifest.sig.json").read_bytes()
     pushed.server.fail("GET", "manifest.sig.json", afterwards(lambda: pushed.put("manifest.sig.json", envelope)))
     read_manifest(fetch_bundle(pushed.url, public), public)
@@ -429,7 +431,7 @@ def test_a_push_takes_signatures_of_another_manifest_away(pushed, store):
 
 def test_progress_is_told_in_bytes(pushed, manifest):
     told = []
-    fetch_bundle(pushed.url, observe=lambda done, total: told.append((done, total)))
+    fetch_bundle(pushed.url, on_progress=lambda done, total: told.append((done, total)))
     total = sum(entry.bytes + entry.program.bytes for entry in manifest.entries)
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted(done for done, _ in told)

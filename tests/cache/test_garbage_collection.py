@@ -6,10 +6,10 @@ import time
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.garbage_collection import find_garbage, remove
+from dflash_aot.cache.bundle.garbage_collection import find_garbage, remove_garbage
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import find_flaws
+from dflash_aot.cache.bundle.verification import find_file_flaws
 
 HOUR = 3600.0
 
@@ -38,15 +38,15 @@ def test_what_the_manifest_does_not_refer_to_is_garbage_records_first(bundle, ma
 
 def test_what_is_left_is_a_whole_bundle(bundle, texts):
     manifest = read_manifest(bundle)
-    remove(find_garbage(bundle, manifest, time.time()))
-    assert find(bundle) == {} and find_flaws(bundle, manifest) == []
+    remove_garbage(find_garbage(bundle, manifest, time.time()))
+    assert find(bundle) == {} and find_file_flaws(bundle, manifest) == []
     for entry, text in zip(manifest.entries, texts, strict=False):
         assert Store(bundle).find(entry.key, entry.signature, text) == entry
 
 
 def test_blobs_that_another_entry_shares_stay(bundle, manifest):
     shared = structs.replace(manifest.entries[-1], program=manifest.entries[0].program)
-    Store(bundle).record(shared)
+    Store(bundle).write_record(shared)
     assert f"programs/{manifest.entries[0].program.sha256}" not in find(bundle)
 
 
@@ -55,12 +55,12 @@ def test_what_was_set_aside_or_never_finished_is_garbage(bundle, manifest):
     folder.unlink()
     folder.mkdir()
     (folder / "inside").write_bytes(b"12345")
-    place = Store(bundle).set_aside(manifest.entries[0], "bytes", "a directory")
+    place = Store(bundle).quarantine(manifest.entries[0], "bytes", "a directory")
     for name in (".x.unfinished", "programs/.x.unfinished"):
         (bundle / name).touch()
     found = find_garbage(bundle, read_manifest(bundle), time.time())
     assert next(one.bytes for one in found if one.path == place) == 5
-    remove(found)
+    remove_garbage(found)
     assert list((bundle / "set-aside").iterdir()) == []
     assert not (bundle / ".x.unfinished").exists() and not (bundle / "programs/.x.unfinished").exists()
 
@@ -88,7 +88,7 @@ def test_a_folder_that_is_a_link_is_left_alone(bundle, tmp_path):
 def test_a_link_is_removed_and_what_it_leads_to_is_not(bundle, tmp_path):
     (tmp_path / "precious").write_text("data")
     (bundle / "executables" / ("1" * 64)).symlink_to(tmp_path / "precious")
-    remove(find_garbage(bundle, read_manifest(bundle), time.time()))
+    remove_garbage(find_garbage(bundle, read_manifest(bundle), time.time()))
     assert not os.path.lexists(bundle / "executables" / ("1" * 64))
     assert (tmp_path / "precious").read_text() == "data"
 

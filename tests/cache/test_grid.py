@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.grid import EXAMPLE, Bucket, Chunk, Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.grid import EXAMPLE_BUCKETS, Bucket, Chunk, Grid, check_positions, default_grid, parse_grid
 
 BLOCK = 16
 TEXT = "batch=1,4 length=32,128 k=0,3,7 prefill=8,32"
@@ -34,7 +34,7 @@ def test_k_zero_is_always_there():
 
 
 def test_the_example_of_the_messages_is_a_grid():
-    assert str(parse_grid(EXAMPLE, BLOCK)) == EXAMPLE
+    assert str(parse_grid(EXAMPLE_BUCKETS, BLOCK)) == EXAMPLE_BUCKETS
 
 
 @given(GRIDS)

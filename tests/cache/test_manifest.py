@@ -12,8 +12,8 @@ from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
     DraftModel,
     TargetModel,
-    build_command,
     encode_manifest,
+    generic_build_command,
     read_manifest,
 )
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle, MissingBundle
@@ -53,7 +53,7 @@ def test_a_person_can_read_it(bundle):
 
 
 def test_every_array_is_known_by_its_name(manifest):
-    known = manifest.known_arrays()
+    known = manifest.arrays_by_name()
     assert known["lengths"].shape == (1,)
     assert known["draft.fc.weight"].bytes == 2560 * 12800 * 2
     assert len(known) == len(manifest.state) + len(manifest.weights)
@@ -200,7 +200,7 @@ def test_the_rebuild_command_can_be_pasted(manifest):
         target=TargetModel("/models/my target", manifest.target.facts),
         draft=DraftModel("/models/it's a draft", manifest.draft.facts),
     )
-    assert shlex.split(named.rebuild_command(Path("my bundle"))) == [
+    assert shlex.split(named.build_command(Path("my bundle"))) == [
         "dflash-precompile",
         *("--bundle", "my bundle"),
         *("--target", "/models/my target", "--draft", "/models/it's a draft"),
@@ -224,18 +224,18 @@ def test_the_rebuild_command_can_be_pasted(manifest):
 )
 def test_the_rebuild_command_asks_for_the_same_devices(manifest, devices, flags):
     moved = structs.replace(manifest, environment=structs.replace(manifest.environment, **devices))
-    assert moved.rebuild_command(Path("b")).endswith(f" {flags}")
+    assert moved.build_command(Path("b")).endswith(f" {flags}")
 
 
 def test_the_rebuild_command_asks_for_the_same_kinds_of_verification(manifest):
     both = structs.replace(manifest, sampling=("greedy", "sample"))
-    assert " --sampling greedy,sample " in both.rebuild_command(Path("b"))
+    assert " --sampling greedy,sample " in both.build_command(Path("b"))
 
 
 def test_the_embedded_pair_needs_no_names(manifest):
     embedded = structs.replace(manifest, target=TargetModel("embedded", manifest.target.facts))
-    assert "--target" not in embedded.rebuild_command(Path("b"))
-    assert build_command(Path("b")).startswith("dflash-precompile --bundle b (and --target")
+    assert "--target" not in embedded.build_command(Path("b"))
+    assert generic_build_command(Path("b")).startswith("dflash-precompile --bundle b (and --target")
 
 
 def test_an_incompatible_bundle_is_not_a_corrupt_one():

@@ -3,7 +3,13 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest_diff import UNTOLD, Change, ExecutableChange, compare, compare_manifests
+from dflash_aot.cache.bundle.manifest_diff import (
+    COMPILER_OPTIONS_DIFFER,
+    ExecutableChange,
+    FieldChange,
+    compare_manifests,
+    compare_values,
+)
 from dflash_aot.cache.grid import parse_grid
 
 KEY, SHA = "0" * 64, "1" * 64
@@ -30,31 +36,31 @@ def test_how_long_it_took_and_what_it_says_of_itself_makes_no_difference(manifes
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: structs.replace(m, dtype="float32"), Change("dtype", "bfloat16", "float32")),
-        (lambda m: structs.replace(m, sampling=("sample",)), Change("sampling", ["greedy"], ["sample"])),
+        (lambda m: structs.replace(m, dtype="float32"), FieldChange("dtype", "bfloat16", "float32")),
+        (lambda m: structs.replace(m, sampling=("sample",)), FieldChange("sampling", ["greedy"], ["sample"])),
         (
             lambda m: structs.replace(m, environment=structs.replace(m.environment, jax="0.10.3")),
-            Change("environment.jax", "0.10.2", "0.10.3"),
+            FieldChange("environment.jax", "0.10.2", "0.10.3"),
         ),
         (
             lambda m: structs.replace(m, grid=parse_grid("batch=1,2 length=32 k=0,3 prefill=16", 16)),
-            Change("grid.batch", [1], [1, 2]),
+            FieldChange("grid.batch", [1], [1, 2]),
         ),
         (
             lambda m: structs.replace(m, target=structs.replace(m.target, reference="elsewhere")),
-            Change("target.reference", "Qwen/Qwen3-4B", "elsewhere"),
+            FieldChange("target.reference", "Qwen/Qwen3-4B", "elsewhere"),
         ),
         (
             lambda m: structs.replace(m, draft=structs.replace(m.draft, facts=structs.replace(m.draft.facts, block=8))),
-            Change("draft.facts.block", 16, 8),
+            FieldChange("draft.facts.block", 16, 8),
         ),
         (
             lambda m: structs.replace(m, weights=(structs.replace(m.weights[0], dtype="float32"),)),
-            Change("weights.draft.fc.weight.dtype", "bfloat16", "float32"),
+            FieldChange("weights.draft.fc.weight.dtype", "bfloat16", "float32"),
         ),
         (
             lambda m: structs.replace(m, state=(structs.replace(m.state[0], dtype="float32"), *m.state[1:])),
-            Change("state.target_k.dtype", "bfloat16", "float32"),
+            FieldChange("state.target_k.dtype", "bfloat16", "float32"),
         ),
     ],
 )
@@ -85,7 +91,7 @@ def test_a_key_that_differs_is_explained_by_its_parts(manifest, label):
     changed = with_entry(manifest, key=KEY, signature=signature, program=program)
     (found,) = compare_manifests(manifest, changed).executables
     assert (found.label, found.what, found.parts) == (label, "another key", ("signature", "program"))
-    assert found.changes == (Change("donated", list(entry.signature.donated), []),)
+    assert found.changes == (FieldChange("donated", list(entry.signature.donated), []),)
 
 
 def test_an_environment_that_differs_is_part_of_every_key_that_does(manifest):
@@ -98,19 +104,19 @@ def test_an_environment_that_differs_is_part_of_every_key_that_does(manifest):
 
 def test_a_key_that_differs_for_no_reason_in_the_manifest_says_where_to_look(manifest):
     (found,) = compare_manifests(manifest, with_entry(manifest, key=KEY)).executables
-    assert found.parts == (UNTOLD,)
+    assert found.parts == (COMPILER_OPTIONS_DIFFER,)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "changes"),
     [
-        ({"x": {"y": 1}}, {"x": {"y": 2}}, [Change("f.x.y", 1, 2)]),
-        ({"x": 1}, {"y": 1}, [Change("f.x", 1, "absent"), Change("f.y", "absent", 1)]),
-        ([1, 2], [2, 1], [Change("f", [1, 2], [2, 1])]),
-        ([{"name": "x", "v": 1}, {"name": "y"}], [{"name": "y"}, {"name": "x", "v": 2}], [Change("f.x.v", 1, 2)]),
-        (None, {"x": 1}, [Change("f", None, {"x": 1})]),
+        ({"x": {"y": 1}}, {"x": {"y": 2}}, [FieldChange("f.x.y", 1, 2)]),
+        ({"x": 1}, {"y": 1}, [FieldChange("f.x", 1, "absent"), FieldChange("f.y", "absent", 1)]),
+        ([1, 2], [2, 1], [FieldChange("f", [1, 2], [2, 1])]),
+        ([{"name": "x", "v": 1}, {"name": "y"}], [{"name": "y"}, {"name": "x", "v": 2}], [FieldChange("f.x.v", 1, 2)]),
+        (None, {"x": 1}, [FieldChange("f", None, {"x": 1})]),
         ([], [], []),
     ],
 )
 def test_values_are_compared_down_to_what_differs(a, b, changes):
-    assert list(compare("f", a, b)) == changes
+    assert list(compare_values("f", a, b)) == changes

@@ -11,18 +11,18 @@ import fsspec
 import pytest
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.remote.fsspec_store import Remote, is_refusal, is_transient
-from dflash_aot.cache.remote.object_store import Directory, open_objects
-from dflash_aot.cache.remote.retry import Patience
+from dflash_aot.cache.remote.fsspec_store import FsspecStore, is_refusal, is_transient
+from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
+from dflash_aot.cache.remote.retry import RetryPolicy
 from tests.object_server import change, cut, refuse, silence
 
-HASTY = Patience(attempts=3, seconds=20, pause=0)
+HASTY = RetryPolicy(attempts=3, seconds=20, pause=0)
 
 
 @pytest.fixture
 def objects(bucket):
     """A bucket's, behind the proxy."""
-    return open_objects(bucket.url, HASTY)
+    return open_object_store(bucket.url, HASTY)
 
 
 @pytest.fixture(params=["directory", "file", "memory", "s3", "unknown"])
@@ -31,15 +31,15 @@ def place(request, tmp_path, bucket):
     name = "a place, für alle"
     match request.param:
         case "directory":
-            return open_objects(str(tmp_path / name))
+            return open_object_store(str(tmp_path / name))
         case "file":
-            return open_objects(f"file://{tmp_path}/{name}")
+            return open_object_store(f"file://{tmp_path}/{name}")
         case "memory":
-            return open_objects(f"memory://{tmp_path.name}/{name}")
+            return open_object_store(f"memory://{tmp_path.name}/{name}")
         case "s3":
-            return open_objects(f"{bucket.url}/{name}/")
+            return open_object_store(f"{bucket.url}/{name}/")
         case _:  # whatever cannot put a whole file
-            return Remote(fsspec.filesystem("file"), f"{tmp_path}/{name}", name, HASTY)
+            return FsspecStore(fsspec.filesystem("file"), f"{tmp_path}/{name}", name, HASTY)
 
 
 def test_what_was_written_is_read_back(place):
@@ -80,8 +80,8 @@ def test_no_more_is_transferred_than_was_asked_for(bucket, objects):
 
 @pytest.mark.parametrize("kind", ["directory", "file", "unknown"])
 def test_a_reader_never_sees_a_part_and_nothing_else_is_left(tmp_path, kind):
-    roots = {"directory": Directory(tmp_path), "file": open_objects(f"file://{tmp_path}")}
-    objects = roots.get(kind) or Remote(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
+    roots = {"directory": DirectoryStore(tmp_path), "file": open_object_store(f"file://{tmp_path}")}
+    objects = roots.get(kind) or FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
     objects.write("name", b"first")
     with open(tmp_path / "name", "rb") as reader:
         objects.write("name", b"other")
@@ -91,7 +91,7 @@ def test_a_reader_never_sees_a_part_and_nothing_else_is_left(tmp_path, kind):
 
 def test_what_could_not_be_written_leaves_nothing(tmp_path):
     (tmp_path / "name").mkdir()
-    for objects in (Directory(tmp_path), Remote(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)):
+    for objects in (DirectoryStore(tmp_path), FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)):
         (tmp_path / "name" / "inside").write_bytes(b"")
         with pytest.raises(StoreFailed):
             objects.write("name/inside/file", b"12345")
@@ -128,7 +128,7 @@ def test_what_fails_for_good_ends_after_some_attempts(bucket, objects):
 
 def test_a_server_that_says_nothing_is_not_waited_for(bucket):
     bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
-    objects = open_objects(bucket.url, Patience(attempts=2, seconds=0.2, pause=0))
+    objects = open_object_store(bucket.url, RetryPolicy(attempts=2, seconds=0.2, pause=0))
     with pytest.raises(StoreFailed, match="name: no answer in time"):
         objects.read("name", 10)
 
@@ -146,7 +146,7 @@ def test_what_is_not_allowed_is_asked_once(bucket, objects, fault):
 
 def test_a_bucket_that_is_not_there_cannot_be_written(bucket):
     with pytest.raises(StoreFailed, match="s3://nobodys/name: The specified bucket does not exist"):
-        open_objects("s3://nobodys", HASTY).write("name", b"")
+        open_object_store("s3://nobodys", HASTY).write("name", b"")
 
 
 def test_a_directory_that_may_not_be_written_refuses(monkeypatch, tmp_path):
@@ -155,7 +155,7 @@ def test_a_directory_that_may_not_be_written_refuses(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "replace", refuse_to)  # root may write anywhere
     with pytest.raises(StoreRefused, match="name: Read-only file system"):
-        Directory(tmp_path).write("name", b"")
+        DirectoryStore(tmp_path).write("name", b"")
 
 
 def test_an_answer_that_was_changed_on_its_way_is_read_as_it_is(bucket, objects):
@@ -176,7 +176,7 @@ def test_an_answer_that_was_changed_on_its_way_is_read_as_it_is(bucket, objects)
 )
 def test_a_url_that_leads_nowhere_is_refused(url, words):
     with pytest.raises(StoreFailed, match=words):
-        open_objects(url)
+        open_object_store(url)
 
 
 def test_a_place_that_can_only_be_read_refuses(tmp_path):
@@ -184,7 +184,7 @@ def test_a_place_that_can_only_be_read_refuses(tmp_path):
     (tmp_path / "name").write_bytes(b"12345")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        objects = open_objects(f"http://127.0.0.1:{server.server_port}", HASTY)
+        objects = open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY)
         assert (objects.read("name", 5), objects.read("other", 5)) == (b"12345", None)
         with pytest.raises(StoreRefused, match="other: not allowed: 501"):
             objects.write("other", b"")
@@ -214,7 +214,7 @@ def test_a_server_that_sends_more_than_was_asked_for_is_not_listened_to():
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         with pytest.raises(CorruptBundle, match="name: more than 9 bytes"):
-            open_objects(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
+            open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
         server.shutdown()
         thread.join()
     assert 0 < Boundless.sent < Boundless.TOTAL
@@ -222,7 +222,7 @@ def test_a_server_that_sends_more_than_was_asked_for_is_not_listened_to():
 
 def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
     bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
-    objects = open_objects(bucket.server.endpoint, Patience(attempts=2, seconds=0.2, pause=0))
+    objects = open_object_store(bucket.server.endpoint, RetryPolicy(attempts=2, seconds=0.2, pause=0))
     with pytest.raises(StoreFailed, match=r"name: no answer in time \(2 attempts\)"):
         objects.read("name", 10)
 
@@ -231,7 +231,7 @@ def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
 def test_a_url_with_a_query_is_refused(url):
     """A name appended to it would be one of the query."""
     with pytest.raises(BadInput, match="place: was given with a query") as refused:
-        open_objects(url)
+        open_object_store(url)
     assert "secret" not in str(refused.value)
 
 
@@ -272,4 +272,4 @@ def test_errors_are_told_apart(error, transient, refusal):
     [("s3://bucket", "s3://bucket"), ("s3://bucket/a//", "s3://bucket/a"), ("memory://", "memory://")],
 )
 def test_a_url_is_shown_as_it_was_given(bucket, url, shown):
-    assert open_objects(url).url == shown
+    assert open_object_store(url).url == shown

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.quarantine import Finding, set_aside
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.quarantine import QuarantineRecord, quarantine_file
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle
 from tests.cache.damage import cut, directory, fifo, flip
@@ -19,58 +19,58 @@ def entry(manifest):
     return manifest.entries[2]
 
 
-def findings(store) -> dict[str, Finding]:
+def findings(store) -> dict[str, QuarantineRecord]:
     """What lies aside, by its name there, and why."""
     records = (store.bundle / "set-aside").glob("*.json")
-    return {record.stem: msgspec.json.decode(record.read_bytes(), type=Finding) for record in records}
+    return {record.stem: msgspec.json.decode(record.read_bytes(), type=QuarantineRecord) for record in records}
 
 
 def test_it_lies_there_as_it_was_found_with_the_reason_beside_it(store, entry):
-    content = store.path(entry).read_bytes()
-    place = store.set_aside(entry, "canary", "target_k is 1.5, here 2.5")
-    assert place.read_bytes() == content and not store.path(entry).exists()
+    content = store.executable_path(entry).read_bytes()
+    place = store.quarantine(entry, "canary", "target_k is 1.5, here 2.5")
+    assert place.read_bytes() == content and not store.executable_path(entry).exists()
     assert findings(store) == {
-        f"{entry.sha256}.0": Finding("canary", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
+        f"{entry.sha256}.0": QuarantineRecord("canary", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
     }
 
 
 def test_nothing_that_lies_there_is_ever_replaced(store, entry):
     for turn in range(3):
-        store.path(entry).write_bytes(bytes([turn]))
-        store.set_aside(entry, "bytes", str(turn))
+        store.executable_path(entry).write_bytes(bytes([turn]))
+        store.quarantine(entry, "bytes", str(turn))
     aside = store.bundle / "set-aside"
     (aside / f"{entry.sha256}.1.json").unlink()  # the file alone keeps its place
-    store.path(entry).write_bytes(b"more")
-    assert store.set_aside(entry, "bytes", "more").name == f"{entry.sha256}.3"
+    store.executable_path(entry).write_bytes(b"more")
+    assert store.quarantine(entry, "bytes", "more").name == f"{entry.sha256}.3"
     assert [(aside / f"{entry.sha256}.{turn}").read_bytes() for turn in range(4)] == [b"\0", b"\1", b"\2", b"more"]
 
 
 def test_what_somebody_else_moved_first_leaves_no_reason_behind(store, entry):
-    store.path(entry).unlink()
-    assert store.set_aside(entry, "bytes", "gone") is None
+    store.executable_path(entry).unlink()
+    assert store.quarantine(entry, "bytes", "gone") is None
     assert findings(store) == {}
 
 
 def test_what_cannot_be_moved_stays_and_leaves_no_reason_behind(store, entry, tmp_path):
     with pytest.raises(OSError):
-        set_aside(store.bundle, store.bundle, "bytes", "a directory into itself")
+        quarantine_file(store.bundle, store.bundle, "bytes", "a directory into itself")
     assert findings(store) == {}
     (tmp_path / "full" / "executables").mkdir(parents=True)
     (tmp_path / "full" / "set-aside").touch()
     with pytest.raises(OSError):
-        Store(tmp_path / "full").set_aside(entry, "bytes", "nowhere to go")
+        Store(tmp_path / "full").quarantine(entry, "bytes", "nowhere to go")
 
 
 @pytest.mark.parametrize("kind", ["canary", "crash"])
 def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts, entry, kind):
-    executable, program = pack(blobs[2])[1], pack(texts[2])[1]
-    store.set_aside(entry, kind, "signal 11 in draft")
+    executable, program = pack_blob(blobs[2])[1], pack_blob(texts[2])[1]
+    store.quarantine(entry, kind, "signal 11 in draft")
     assert find(store, entry) is None
     with pytest.raises(BuildFailed, match=rf"\({kind}\): signal 11 in draft.*remove .*{entry.sha256}.0.json and build"):
         store.add(entry, executable, program)
     assert find(store, entry) is None
     other = manifest.entries[3]
-    store.add(other, pack(blobs[3])[1], pack(texts[3])[1])
+    store.add(other, pack_blob(blobs[3])[1], pack_blob(texts[3])[1])
     (store.bundle / "set-aside" / f"{entry.sha256}.0.json").unlink()
     store.add(entry, executable, program)
     assert find(store, entry) == entry
@@ -78,9 +78,9 @@ def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts,
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
 def test_a_reason_that_cannot_be_read_accuses_nobody(find, store, blobs, texts, entry, content):
-    store.set_aside(entry, "crash", "signal 11")
+    store.quarantine(entry, "crash", "signal 11")
     (store.bundle / "set-aside" / f"{entry.sha256}.0.json").write_bytes(content)
-    store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
+    store.add(entry, pack_blob(blobs[2])[1], pack_blob(texts[2])[1])
     assert find(store, entry) == entry
 
 
@@ -93,29 +93,29 @@ def link(path):
 
 
 @pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])
-@pytest.mark.parametrize("place", ["path", "program_path"])
+@pytest.mark.parametrize("place", ["executable_path", "program_path"])
 def test_a_broken_blob_is_set_aside_and_built_anew(find, store, blobs, texts, entry, damage, place):
     path = getattr(store, place)(entry)
     damage(path)
     assert find(store, entry) is None
     assert not os.path.lexists(path)
     assert [(one.kind, one.file) for one in findings(store).values()] == [("bytes", f"{path.parent.name}/{path.name}")]
-    store.add(entry, pack(blobs[2])[1], pack(texts[2])[1])
+    store.add(entry, pack_blob(blobs[2])[1], pack_blob(texts[2])[1])
     assert find(store, entry) == entry
 
 
 def test_an_executable_whose_pickle_names_what_none_needs_is_not_taken_again_and_again(find, store, entry):
     """Its hash is right, and so is what it unpacks to."""
-    blob, attack = pack(pickle.dumps(os.system))
+    blob, attack = pack_blob(pickle.dumps(os.system))
     forged = structs.replace(entry, **structs.asdict(blob))
     store.add(forged, attack, store.program_path(entry).read_bytes())
     assert find(store, entry) is None
-    assert not store.path(forged).exists()
+    assert not store.executable_path(forged).exists()
     assert "the pickle names posix.system" in findings(store)[f"{blob.sha256}.0"].words
 
 
 def test_both_blobs_of_an_executable_are_looked_at(find, store, entry):
-    cut(store.path(entry))
+    cut(store.executable_path(entry))
     cut(store.program_path(entry))
     assert find(store, entry) is None
     assert len(findings(store)) == 2
@@ -138,15 +138,15 @@ def test_the_record_of_another_executable_is_set_aside(find, store, manifest, en
 
 
 def test_what_is_missing_is_no_finding(find, store, entry):
-    store.path(entry).unlink()
+    store.executable_path(entry).unlink()
     assert find(store, entry) is None
     assert store.find("0" * 64, entry.signature, b"") is None
     assert not (store.bundle / "set-aside").exists()
 
 
 def test_who_only_reads_moves_nothing(store, entry):
-    flip(store.path(entry))
+    flip(store.executable_path(entry))
     with pytest.raises(CorruptBundle, match="its sha256 is"):
-        store.read(entry)
-    assert store.path(entry).exists()
+        store.read_executable(entry)
+    assert store.executable_path(entry).exists()
     assert not (store.bundle / "set-aside").exists()

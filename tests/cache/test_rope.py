@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.rope import Linear, Llama3, Rope, Yarn, read_rope
+from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling, read_rope
 
 FILE = Path("model/config.json")
 POSITIONS = 40960
@@ -112,9 +112,9 @@ def test_frequencies_fall_from_one():
 
 
 def test_scalings_are_read_as_they_stand():
-    assert read(rope_theta=5e5, rope_scaling=LINEAR) == Rope(5e5, 128, Linear(4.0))
-    assert read(rope_theta=5e5, rope_scaling=LLAMA3) == Rope(5e5, 128, Llama3(8.0, 1.0, 4.0, 8192))
-    assert read(rope_theta=5e5, rope_scaling=GPT_OSS).scaling == Yarn(
+    assert read(rope_theta=5e5, rope_scaling=LINEAR) == Rope(5e5, 128, LinearScaling(4.0))
+    assert read(rope_theta=5e5, rope_scaling=LLAMA3) == Rope(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert read(rope_theta=5e5, rope_scaling=GPT_OSS).scaling == YarnScaling(
         factor=32.0,
         original_positions=4096,
         beta_fast=32.0,

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import LARGEST, pack
-from dflash_aot.cache.bundle.manifest import Canary
+from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, pack_blob
+from dflash_aot.cache.bundle.manifest import SelfTest
 from dflash_aot.cache.errors import StoreFailed
-from dflash_aot.cache.remote.object_store import Directory, open_objects
-from dflash_aot.cache.remote.retry import Patience
-from dflash_aot.cache.remote.shared_entries import Shared
+from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
+from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.shared_entries import SharedExecutable
 from dflash_aot.cache.remote.shared_store import SharedStore
 from tests.object_server import afterwards, change, cut, refuse, silence
 
-HASTY = Patience(attempts=2, seconds=20, pause=0)
+HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def local(store):
 @pytest.fixture
 def open_store(bucket):
     """A builder's view of a bucket."""
-    return lambda patience=HASTY: SharedStore(open_objects(bucket.url, patience))
+    return lambda retry=HASTY: SharedStore(open_object_store(bucket.url, retry))
 
 
 @pytest.fixture
 def directory(tmp_path, local, built):
     """A store in a directory, with one executable."""
-    add(SharedStore(Directory(tmp_path / "shared")), local, built)
+    add(SharedStore(DirectoryStore(tmp_path / "shared")), local, built)
     return tmp_path / "shared"
 
 
@@ -54,8 +54,8 @@ def add(shared, local, *entries):
 
 def is_what(found, local, entry):
     """Whether it is this one, whole."""
-    blobs = local.path(entry).read_bytes(), local.program_path(entry).read_bytes()
-    return found == Shared(entry, *blobs)
+    blobs = local.executable_path(entry).read_bytes(), local.program_path(entry).read_bytes()
+    return found == SharedExecutable(entry, *blobs)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def name(kind, built):
 
 def make_another(local, entry, number=0):
     """What one more compilation of the same comes to."""
-    blob, executable = pack(pickle.dumps(number))
+    blob, executable = pack_blob(pickle.dumps(number))
     made = structs.replace(entry, **structs.asdict(blob))
     local.add(made, executable, local.program_path(entry).read_bytes())
     return made
@@ -80,7 +80,7 @@ def make_another(local, entry, number=0):
 @pytest.mark.parametrize("kind", ["directory", "memory", "s3"])
 def test_what_one_build_added_another_finds(kind, tmp_path, bucket, local, built, find):
     place = {"directory": str(tmp_path / "für alle"), "memory": f"memory://{tmp_path}/a b", "s3": f"{bucket.url}/a ü"}
-    first, other = (SharedStore(open_objects(place[kind])) for _ in range(2))
+    first, other = (SharedStore(open_object_store(place[kind])) for _ in range(2))
     assert find(first, built) is None
     add(first, local, built)
     assert is_what(find(other, built), local, built)
@@ -112,41 +112,41 @@ def test_no_record_is_written_where_a_blob_could_not_be(bucket, open_store, loca
 def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kind, damage, find):
     path = directory / name(kind, built)
     path.write_bytes(damage(path.read_bytes()))
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     (failure,) = store.report().failures
     assert f"{path}: " in failure
     add(store, local, built)
-    assert is_what(find(SharedStore(Directory(directory)), built), local, built)
+    assert is_what(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
 def test_a_record_of_something_else_is_not_used(directory, local, built, manifest, find):
     other = manifest.entries[3]
-    add(SharedStore(Directory(directory)), local, other)
+    add(SharedStore(DirectoryStore(directory)), local, other)
     for entry, words in (
         (structs.replace(built, key=other.key), f"the record of {other.key}"),
         (structs.replace(built, signature=other.signature), "with another signature than was asked for"),
         (structs.replace(built, program=other.program), "compiled from another program"),
     ):
         (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
-        store = SharedStore(Directory(directory))
+        store = SharedStore(DirectoryStore(directory))
         assert find(store, built) is None
         assert words in store.report().failures[0]
 
 
 def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built, find):
     (directory / name("executable", built)).unlink()
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "not there, though it was promised" in store.report().failures[0]
 
 
 def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built, find):
-    bomb, executable = pack(bytes(10**7))
+    bomb, executable = pack_blob(bytes(10**7))
     entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
     (directory / name("executable", entry)).write_bytes(executable)
     (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "does not unpack to 100 bytes" in store.report().failures[0]
 
@@ -164,15 +164,15 @@ def test_a_program_of_another_size_than_was_asked_for_is_not_even_read(bucket, o
 
 def test_an_executable_that_would_run_something_else_is_not_used_and_is_replaced(directory, local, built, find):
     """Its record promises it as it is."""
-    forged, executable = pack(pickle.dumps(os.system))
+    forged, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(built, **structs.asdict(forged))
     (directory / name("executable", entry)).write_bytes(executable)
     (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "the pickle names posix.system" in store.report().failures[0]
     add(store, local, built)
-    assert is_what(find(SharedStore(Directory(directory)), built), local, built)
+    assert is_what(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
 def test_no_record_makes_a_builder_read_without_end(directory, local, built, find):
@@ -180,15 +180,15 @@ def test_no_record_makes_a_builder_read_without_end(directory, local, built, fin
     with open(directory / name("executable", built), "r+b") as executable:
         executable.truncate(entry.bytes)
     (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
-    assert f"1099511627776 bytes, where at most {LARGEST} are read" in store.report().failures[0]
+    assert f"1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read" in store.report().failures[0]
 
 
 def test_a_record_without_end_is_not_read(directory, local, built, find):
     with open(directory / name("record", built), "r+b") as record:
         record.truncate(1 << 40)
-    store = SharedStore(Directory(directory))
+    store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "1099511627776 bytes, where at most" in store.report().failures[0]
 
@@ -211,7 +211,7 @@ def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, loc
     other, store = make_another(local, built), open_store()
 
     def replace():
-        bucket.put(name("executable", other), local.path(other).read_bytes())
+        bucket.put(name("executable", other), local.executable_path(other).read_bytes())
         bucket.put(name("record", other), msgspec.json.encode(other))
         bucket.remove(name("executable", built))
 
@@ -253,7 +253,7 @@ def test_a_store_that_cannot_be_read_is_refused_at_once(bucket, open_store, faul
 
 def test_a_store_that_is_not_there_is_refused_at_once(bucket):
     with pytest.raises(StoreFailed, match="s3://nobodys/.writable: The specified bucket does not exist"):
-        SharedStore(open_objects("s3://nobodys", HASTY))
+        SharedStore(open_object_store("s3://nobodys", HASTY))
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest, find):
@@ -281,7 +281,7 @@ def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built
 
 
 def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, built, find):
-    store = open_store(Patience(attempts=2, seconds=0.5, pause=0))
+    store = open_store(RetryPolicy(attempts=2, seconds=0.5, pause=0))
     bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
     assert find(store, built) is None
     assert "no answer in time" in store.report().failures[0]
@@ -293,7 +293,7 @@ def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_
     place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
     entries, start = manifest.entries[:3], threading.Barrier(builders)
     made = [[make_another(local, entry, number) for entry in entries] for number in range(builders)]
-    stores = [SharedStore(open_objects(place)) for _ in range(builders)]
+    stores = [SharedStore(open_object_store(place)) for _ in range(builders)]
 
     def build(store, variants):
         start.wait()
@@ -307,7 +307,7 @@ def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_
     for thread in threads:
         thread.join()
     assert [store.report().failures for store in stores] == [()] * builders
-    reader = SharedStore(open_objects(place))
+    reader = SharedStore(open_object_store(place))
     for entry, *variants in zip(entries, *made, strict=True):
         found = find(reader, entry)
         assert any(is_what(found, local, variant) for variant in variants)
@@ -335,7 +335,7 @@ def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, lo
     add(open_store(), local, built)
     store = open_store()
     assert is_what(find(store, built), local, built)
-    proven = structs.replace(built, canary=Canary(1, ()))
+    proven = structs.replace(built, self_test=SelfTest(1, ()))
     add(store, local, proven)
     assert (store.report().hits, store.report().written) == (1, 1)
     assert is_what(find(open_store(), built), local, proven)
@@ -352,9 +352,9 @@ def test_what_cannot_be_used_here_is_replaced(open_store, local, built, find):
 
 
 def test_what_broke_here_is_not_shared(open_store, local, built, find):
-    local.path(built).write_bytes(b"broken")
+    local.executable_path(built).write_bytes(b"broken")
     store = open_store()
     add(store, local, built)
     assert store.report().written == 0
-    assert f"{local.path(built)}: 6 bytes" in store.report().failures[0]
+    assert f"{local.executable_path(built)}: 6 bytes" in store.report().failures[0]
     assert find(open_store(), built) is None

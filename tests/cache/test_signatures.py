@@ -16,14 +16,14 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.signing.ed25519 import read_private_key, read_public_key
 from dflash_aot.cache.signing.signatures import (
-    FILE,
-    LARGEST,
+    MAX_SIGNATURE_BYTES,
     PAYLOAD_TYPE,
     PREDICATE_TYPE,
+    SIGNATURE_FILE,
     STATEMENT_TYPE,
     check_signature,
     list_signers,
-    sign,
+    sign_manifest,
 )
 
 MANIFEST = b'{"a": "manifest"}'
@@ -38,7 +38,7 @@ def keys(make_key):
 @pytest.fixture
 def signed(tmp_path, keys):
     """A directory whose manifest would be MANIFEST, signed."""
-    sign(tmp_path, MANIFEST, read_private_key(keys[0]))
+    sign_manifest(tmp_path, MANIFEST, read_private_key(keys[0]))
     return tmp_path
 
 
@@ -46,16 +46,16 @@ def refusal(bundle, public, manifest=MANIFEST) -> str:
     with pytest.raises(CorruptBundle) as refused:
         check_signature(bundle, manifest, public)
     assert refused.value.exit_code == 3
-    assert str(bundle / FILE) in str(refused.value)
+    assert str(bundle / SIGNATURE_FILE) in str(refused.value)
     return str(refused.value)
 
 
 def read(bundle) -> dict:
-    return json.loads((bundle / FILE).read_bytes())
+    return json.loads((bundle / SIGNATURE_FILE).read_bytes())
 
 
 def write(bundle, envelope) -> None:
-    (bundle / FILE).write_text(json.dumps(envelope))
+    (bundle / SIGNATURE_FILE).write_text(json.dumps(envelope))
 
 
 def sign_statement(bundle, private, statement, kind=PAYLOAD_TYPE) -> None:
@@ -81,7 +81,7 @@ def test_a_single_changed_byte_of_the_manifest_does_not(signed, keys):
     words = refusal(signed, keys[1], OTHER)
     for content in (MANIFEST, OTHER):
         assert hashlib.sha256(content).hexdigest() in words
-    assert "built anew, or changed, since it was signed" in words
+    assert "was rebuilt or changed after it was signed" in words
 
 
 def test_without_a_signature_the_command_that_makes_one_is_named(tmp_path, keys):
@@ -107,7 +107,7 @@ def test_another_key_under_our_name_does_not_pass(signed, keys, make_key):
 def test_several_may_sign_and_one_is_enough(signed, keys, make_key):
     private, public = make_key("theirs")
     _, third = make_key("third")
-    sign(signed, MANIFEST, read_private_key(private))
+    sign_manifest(signed, MANIFEST, read_private_key(private))
     for key in (keys[1], public):
         check_signature(signed, MANIFEST, key)
     assert "not by" in refusal(signed, third)
@@ -119,17 +119,17 @@ def test_several_may_sign_and_one_is_enough(signed, keys, make_key):
 
 
 def test_signing_again_adds_nothing(signed, keys):
-    before = (signed / FILE).read_bytes()
-    sign(signed, MANIFEST, read_private_key(keys[0]))
-    assert (signed / FILE).read_bytes() == before
+    before = (signed / SIGNATURE_FILE).read_bytes()
+    sign_manifest(signed, MANIFEST, read_private_key(keys[0]))
+    assert (signed / SIGNATURE_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize("before", [None, b"not JSON", b"{}"])
 def test_signing_replaces_what_is_no_signature_of_this_manifest(signed, keys, make_key, before):
     private, public = make_key("theirs")
     if before is not None:
-        (signed / FILE).write_bytes(before)
-    sign(signed, OTHER, read_private_key(private))
+        (signed / SIGNATURE_FILE).write_bytes(before)
+    sign_manifest(signed, OTHER, read_private_key(private))
     check_signature(signed, OTHER, public)
     assert len(read(signed)["signatures"]) == 1
 
@@ -166,11 +166,11 @@ def test_every_bit_of_the_payload_is_signed(signed, keys):
         (b"[" * 50_000, ""),
         (b'{"payload": "%", "payloadType": "", "signatures": []}', "base64"),
         (b'{"payload": "", "payloadType": "", "signatures": [{"sig": 1}]}', "Expected `bytes`"),
-        (b" " * (LARGEST + 1), f"at most {LARGEST} are read"),
+        (b" " * (MAX_SIGNATURE_BYTES + 1), f"at most {MAX_SIGNATURE_BYTES} are read"),
     ],
 )
 def test_what_is_no_envelope_is_refused(tmp_path, keys, content, words):
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / SIGNATURE_FILE).write_bytes(content)
     assert words in refusal(tmp_path, keys[1])
 
 
@@ -181,7 +181,7 @@ def test_an_envelope_without_signatures_is_refused(signed, keys):
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
 def test_a_signature_that_is_no_file_of_its_own_is_refused(signed, keys, kind):
-    path = signed / FILE
+    path = signed / SIGNATURE_FILE
     moved = path.rename(signed / "elsewhere")
     {"link": lambda: path.symlink_to(moved), "fifo": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
     assert {"link": "symbolic link", "fifo": "fifo", "directory": "directory"}[kind] in refusal(signed, keys[1])
@@ -194,8 +194,11 @@ def test_a_signature_that_is_no_file_of_its_own_is_refused(signed, keys, kind):
         (statement(predicateType="https://slsa.dev/provenance/v1"), "not about a bundle's manifest.json"),
         (statement(subject=[]), "not about a bundle's manifest.json"),
         (statement(subject=[{"name": "other.json", "digest": {}}]), "not about a bundle's manifest.json"),
-        (statement(subject=[{"name": "manifest.json", "digest": {"sha512": "00"}}]), "built anew"),
-        (statement(subject=[*statement()["subject"], {"name": "manifest.json", "digest": {"sha256": "00"}}]), "anew"),
+        (statement(subject=[{"name": "manifest.json", "digest": {"sha512": "00"}}]), "was rebuilt"),
+        (
+            statement(subject=[*statement()["subject"], {"name": "manifest.json", "digest": {"sha256": "00"}}]),
+            "rebuilt",
+        ),
         (b"not JSON", "no statement"),
         (b"\xff", "no statement"),
         (b"[" * 10_000, "no statement"),
@@ -248,7 +251,7 @@ def test_a_key_that_is_none_is_bad_input(signed):
 def test_a_manifest_is_not_parsed_before_its_signature_is_verified(store, keys, make_key):
     path = store.bundle / "manifest.json"
     path.write_bytes(b"not JSON")
-    sign(store.bundle, path.read_bytes(), read_private_key(keys[0]))
+    sign_manifest(store.bundle, path.read_bytes(), read_private_key(keys[0]))
     with pytest.raises(CorruptBundle, match="JSON is malformed"):
         read_manifest(store.bundle, keys[1])
     with pytest.raises(CorruptBundle, match="not by"):
@@ -257,7 +260,7 @@ def test_a_manifest_is_not_parsed_before_its_signature_is_verified(store, keys, 
 
 def test_a_new_manifest_takes_the_signatures_of_the_old_one_away(store, manifest, keys):
     content = encode_manifest(manifest)
-    sign(store.bundle, content, read_private_key(keys[0]))
+    sign_manifest(store.bundle, content, read_private_key(keys[0]))
     store.publish(structs.replace(manifest, entries=manifest.entries[:1]))
     assert list_signers(store.bundle, content) is None
     with pytest.raises(CorruptBundle, match="is not signed"):
@@ -265,16 +268,16 @@ def test_a_new_manifest_takes_the_signatures_of_the_old_one_away(store, manifest
 
 
 def test_the_same_manifest_published_again_stays_signed(store, manifest, keys):
-    sign(store.bundle, encode_manifest(manifest), read_private_key(keys[0]))
+    sign_manifest(store.bundle, encode_manifest(manifest), read_private_key(keys[0]))
     store.publish(manifest)
     assert structs.replace(read_manifest(store.bundle, keys[1]), digest="") == manifest
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b'{"payload": "AAAA", "payloadType": "", "signatures": []}'])
 def test_publishing_clears_away_what_is_no_signature(store, manifest, content):
-    (store.bundle / FILE).write_bytes(content)
+    (store.bundle / SIGNATURE_FILE).write_bytes(content)
     store.publish(manifest)
-    assert not (store.bundle / FILE).exists()
+    assert not (store.bundle / SIGNATURE_FILE).exists()
 
 
 def test_who_signed_is_told_without_believing_it(signed, keys):

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, check_depth, parse_speculative_config
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k, parse_speculative_config
 
 PUBLISHED = {
     "method": "dflash",
@@ -52,11 +52,11 @@ def test_what_it_cannot_mean_is_refused_by_name(text, words):
 
 
 def test_k_is_overridden_or_what_the_drafts_makers_verify(draft):
-    assert check_depth(SpeculativeConfig(), draft) == draft.block - 1
-    assert check_depth(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
-    assert check_depth(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3
+    assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
+    assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
+    assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3
 
 
 def test_more_than_a_block_holds_contradicts_the_checkpoint(draft):
     with pytest.raises(BadInput, match="num_speculative_tokens is 16, but the draft's block_size is 16: .* 15 drafted"):
-        check_depth(SpeculativeConfig(num_speculative_tokens=16), draft)
+        choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Window
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
 from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.rope import Linear, Rope
+from dflash_aot.cache.model_config.rope import LinearScaling, Rope
 from dflash_aot.cache.model_config.speculators_draft import QWEN3_DEFAULTS, read_verifier
 
 PATH = Path("dflash-b16/config.json")
@@ -31,8 +31,8 @@ def test_a_diff_is_completed(read_changed_speculators):
     decoder = Decoder(
         layers=5,
         hidden=4096,
-        mlp=Dense(22016),
-        attention=Attention(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False),
+        mlp=DenseMlp(22016),
+        attention=AttentionShape(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False),
         rope=Rope(1e6, 128),
         epsilon=1e-6,
         vocab=151936,
@@ -42,7 +42,7 @@ def test_a_diff_is_completed(read_changed_speculators):
         decoder=decoder,
         block=8,
         mask_token=151669,
-        taps=(1, 9, 17, 25, 33),
+        target_layer_ids=(1, 9, 17, 25, 33),
         target_hidden=4096,
         windows=(None,) * 5,
         dialect="speculators",
@@ -81,8 +81,8 @@ def test_a_diff_means_what_transformers_makes_of_it(read_changed_speculators, di
     assert (decoder.mlp.width, decoder.epsilon) == (theirs.intermediate_size, theirs.rms_norm_eps)
     assert decoder.positions == theirs.max_position_embeddings
     assert decoder.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert isinstance(decoder.rope.scaling, Linear) == (theirs.rope_parameters["rope_type"] == "linear")
-    window = theirs.sliding_window and Window(theirs.sliding_window, causal=True, anchored=True)
+    assert isinstance(decoder.rope.scaling, LinearScaling) == (theirs.rope_parameters["rope_type"] == "linear")
+    window = theirs.sliding_window and SlidingWindow(theirs.sliding_window, causal=True, anchored=True)
     assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
 
 
@@ -117,8 +117,8 @@ def test_the_goldens_are_read(published, read_published_draft, directory, vocab,
     decoder = Decoder(
         layers=2,
         hidden=64,
-        mlp=Dense(160),
-        attention=Attention(heads=4, kv_heads=2, head_dim=32),
+        mlp=DenseMlp(160),
+        attention=AttentionShape(heads=4, kv_heads=2, head_dim=32),
         rope=Rope(1e6, 32),
         epsilon=1e-6,
         vocab=512,
@@ -128,7 +128,7 @@ def test_the_goldens_are_read(published, read_published_draft, directory, vocab,
         decoder=decoder,
         block=8,
         mask_token=511,
-        taps=(1, 3),
+        target_layer_ids=(1, 3),
         target_hidden=64,
         windows=(None, None),
         dialect="speculators",
@@ -142,13 +142,13 @@ def test_the_goldens_are_read(published, read_published_draft, directory, vocab,
 @pytest.mark.parametrize(("directory", "causal"), [("draft_speculators", True), ("draft_speculators_noncausal", False)])
 def test_the_goldens_with_windows_are_read(read_published_draft, directory, causal):
     draft = read_published_draft(f"qwen3-tiny-swa/{directory}", "qwen3-tiny-swa/target")
-    window = Window(20, causal, anchored=True)
+    window = SlidingWindow(20, causal, anchored=True)
     assert draft.windows == (window, window, None)
-    assert (draft.taps, draft.vocab, draft.pruned, draft.k) == ((0, 2, 3), 320, False, 7)
+    assert (draft.target_layer_ids, draft.vocab, draft.pruned, draft.k) == ((0, 2, 3), 320, False, 7)
 
 
 def test_taps_are_counted_from_the_embedding(read_changed_speculators):
-    assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).taps == (0, 34)
+    assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).target_layer_ids == (0, 34)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_draft_has_a_vocabulary_of_its_own(read_changed_speculators, size, voc
 )
 def test_k_is_what_the_first_proposal_method_says_and_a_block_holds(read_changed_speculators, methods, block, k):
     draft = read_changed_speculators(speculators_config={"proposal_methods": methods}, block_size=block)
-    assert draft.k == draft.verified == k
+    assert draft.k == draft.default_k == k
     assert draft.block == (block or 8)
 
 
@@ -215,13 +215,13 @@ def test_the_verifier_may_be_named(section, name):
 def test_sliding_layers_have_anchored_windows(read_changed_speculators, flag, causal):
     layers = {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 2048}
     windows = read_changed_speculators(layers, sliding_window_non_causal=flag).windows
-    window = Window(2048, causal, anchored=True)
+    window = SlidingWindow(2048, causal, anchored=True)
     assert windows == (window, None, window, None, None)
 
 
 def test_without_layer_types_the_layers_after_the_first_ones_slide(read_changed_speculators):
     layers = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 64}
-    window = Window(64, causal=True, anchored=True)
+    window = SlidingWindow(64, causal=True, anchored=True)
     assert read_changed_speculators(layers).windows == (None, None, None, window, window)
     assert read_changed_speculators({**layers, "use_sliding_window": False}).windows == (None,) * 5
 

@@ -20,9 +20,9 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.atomic_files import write_atomically
-from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.bundle.quarantine import Finding
+from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 
@@ -63,7 +63,7 @@ def hidden(directory):
 def test_what_was_added_is_found_and_read_back(find, store, manifest, blobs, texts):
     for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
         assert find(store, entry) == entry
-        assert store.read(entry) == blob
+        assert store.read_executable(entry) == blob
         assert store.read_program(entry) == text
     assert structs.replace(read_manifest(store.bundle), digest="") == manifest
 
@@ -87,7 +87,7 @@ def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_pa
     whole = blob_path.read_bytes()
     blob_path.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
     with pytest.raises(CorruptBundle) as refused:
-        store.read(entry)
+        store.read_executable(entry)
     promised = f"{blob_path.stat().st_size} bytes, the manifest promises {entry.bytes}."
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
     assert str(refused.value).endswith(f"Mend it: dflash-precompile --rebuild {store.bundle}")
@@ -99,11 +99,11 @@ def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
     """All by the hash: no other check would find them all."""
     chance = random.Random(6)
     text = chance.randbytes(100)
-    (blob, executable), (program_blob, program) = pack(pickle.dumps(chance.randbytes(100))), pack(text)
+    (blob, executable), (program_blob, program) = pack_blob(pickle.dumps(chance.randbytes(100))), pack_blob(text)
     entry = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(entry, executable, program)
     path, read = {
-        "executable": (store.path(entry), store.read),
+        "executable": (store.executable_path(entry), store.read_executable),
         "program": (store.program_path(entry), store.read_program),
     }[kind]
     whole = path.read_bytes()
@@ -120,19 +120,19 @@ def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
 
 def test_two_blobs_that_changed_places_are_both_refused(find, store, manifest):
     one, other = manifest.entries[:2]
-    contents = [store.path(entry).read_bytes() for entry in (one, other)]
+    contents = [store.executable_path(entry).read_bytes() for entry in (one, other)]
     for entry, content in zip((other, one), contents, strict=True):
-        store.path(entry).write_bytes(content)
+        store.executable_path(entry).write_bytes(content)
     for entry in (one, other):
         with pytest.raises(
             CorruptBundle, match=rf"\({entry.signature.label}\): .*Mend it: dflash-precompile --rebuild"
         ):
-            store.read(entry)
+            store.read_executable(entry)
         assert find(store, entry) is None
 
 
 def packed(serialized):
-    return pack(serialized)[1]
+    return pack_blob(serialized)[1]
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def packed(serialized):
 def test_a_blob_that_is_not_what_was_packed_is_refused(find, store, texts, entry, content, words):
     """Its hash is right; a builder does not take it either."""
     other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
-    store.add(other, content, pack(texts[2])[1])
+    store.add(other, content, pack_blob(texts[2])[1])
     with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Mend it"):
-        store.read(other)
-    assert find(store, other) is None and not store.path(other).exists()
+        store.read_executable(other)
+    assert find(store, other) is None and not store.executable_path(other).exists()
 
 
 def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
-    blob, bomb = pack(bytes(10**7))
+    blob, bomb = pack_blob(bytes(10**7))
     other = structs.replace(entry, sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=0)
     store.add(other, bomb, b"")
     tracemalloc.start()
     with pytest.raises(CorruptBundle, match="does not unpack to 0 bytes"):
-        store.read(other)
+        store.read_executable(other)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
 
@@ -170,7 +170,7 @@ def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
 def test_a_missing_blob_is_refused(find, store, entry, blob_path):
     blob_path.unlink()
     with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
-        store.read(entry)
+        store.read_executable(entry)
     assert find(store, entry) is None
 
 
@@ -190,28 +190,30 @@ def test_a_record_under_another_key_is_not_taken(find, store, manifest):
 
 def test_a_record_of_another_executable_that_claims_the_key_is_set_aside(find, store, manifest):
     one, other = manifest.entries[:2]
-    store.record(structs.replace(other, key=one.key))
+    store.write_record(structs.replace(other, key=one.key))
     assert find(store, one) is None
     words = f"the record of {other.signature.label}, with another signature than was asked for"
     assert set_aside_words(store) == [words]
-    store.record(one)
+    store.write_record(one)
     assert find(store, one) == one
 
 
 @pytest.mark.parametrize("length", ["the same", "another"])
 def test_a_record_of_what_was_compiled_from_another_program_is_set_aside(find, store, entry, blobs, texts, length):
     text = texts[2][::-1] if length == "the same" else texts[3]
-    (blob, executable), (program_blob, program) = pack(blobs[2]), pack(text)
+    (blob, executable), (program_blob, program) = pack_blob(blobs[2]), pack_blob(text)
     changed = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(changed, executable, program)
     assert find(store, entry) is None
     assert set_aside_words(store) == ["the record of what was compiled from another program"]
-    assert store.path(changed).exists() and store.program_path(changed).exists()  # which are what they should be
+    assert (
+        store.executable_path(changed).exists() and store.program_path(changed).exists()
+    )  # which are what they should be
 
 
 def set_aside_words(store) -> list[str]:
     notes = (store.bundle / "set-aside").glob("*.0.json")
-    return [msgspec.json.decode(note.read_bytes(), type=Finding).words for note in notes]
+    return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
 
 
 def test_a_record_is_only_there_when_its_blob_is(tmp_path, entry):
@@ -235,12 +237,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_a_disk_that_is_full_in_mid_write_is_named_and_leaves_what_was_there(store, manifest, entry, full_disk):
     """Blob, record, manifest: what is longer than the disk allows is told by its name."""
-    program, (blob, executable) = store.program_path(entry).read_bytes(), pack(bytes(range(256)))
+    program, (blob, executable) = store.program_path(entry).read_bytes(), pack_blob(bytes(range(256)))
     changed, fewer = structs.replace(entry, **structs.asdict(blob)), structs.replace(manifest, entries=())
     before = {path: path.read_bytes() for path in store.bundle.rglob("*") if path.is_file()}
     for write, name in (
         (lambda: store.add(changed, executable, program), f"executables/{changed.sha256}"),
-        (lambda: store.record(changed), f"entries/{entry.key}.json"),
+        (lambda: store.write_record(changed), f"entries/{entry.key}.json"),
         (lambda: store.publish(fewer), "manifest.json"),
     ):
         with full_disk(200), pytest.raises(OSError, match="File too large") as refused:
@@ -303,16 +305,16 @@ def dangle(path):
 def test_what_is_held_is_what_records_of_the_grid_name(store, manifest):
     wanted = [entry.signature for entry in manifest.entries[:2]]
     held = sum(entry.bytes + entry.program.bytes for entry in manifest.entries[:2])
-    assert store.held_bytes(wanted) == held
+    assert store.stored_bytes(wanted) == held
     (store.bundle / "executables" / ("0" * 64)).write_bytes(b"of nobody")
-    assert store.held_bytes(wanted) == held
-    assert store.held_bytes([]) == 0
+    assert store.stored_bytes(wanted) == held
+    assert store.stored_bytes([]) == 0
 
 
 def test_of_what_several_compilers_made_of_a_program_one_is_held(store, entry, texts):
-    blob, executable = pack(pickle.dumps("made by another compiler"))
-    store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack(texts[2])[1])
-    assert store.held_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
+    blob, executable = pack_blob(pickle.dumps("made by another compiler"))
+    store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack_blob(texts[2])[1])
+    assert store.stored_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_of_what_several_compilers_made_of_a_program_one_is_held(store, entry, t
 def test_what_is_missing_or_cut_off_or_a_link_is_not_held(store, entry, blob_path, damage):
     damage(blob_path)
     (store.bundle / "entries" / f"{'0' * 64}.json").write_bytes(b"{")
-    assert store.held_bytes([entry.signature]) == entry.program.bytes
+    assert store.stored_bytes([entry.signature]) == entry.program.bytes
 
 
 # -- who may write
@@ -375,7 +377,7 @@ def test_records_are_recalled_to_a_directory_of_the_bundles_own(store, manifest,
     (tmp_path / "elsewhere").mkdir()
     (store.bundle / "entries").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="entries is a symbolic link"):
-        store.recall(manifest)
+        store.restore_records(manifest)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Experts, Target
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, MixtureOfExperts, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.rope import Llama3, Rope
+from dflash_aot.cache.model_config.rope import Llama3Scaling, Rope
 from dflash_aot.cache.model_config.target import read_target
 
 PATH = Path("qwen3-4b/config.json")
 FILE = f"{PATH}: "
 MOE = "Qwen3-30B-A3B"
 LLAMA = "Llama-3.1-8B"
-LLAMA_ROPE = Rope(500000.0, 128, Llama3(8.0, 1.0, 4.0, 8192))
+LLAMA_ROPE = Rope(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 HYBRID = "This is a hybrid with gated-delta layers"
 
 # layers, hidden, MLP width, heads, tied
@@ -33,8 +33,8 @@ def test_qwen3_is_read_as_published(read_published_target, name):
     decoder = Decoder(
         layers=layers,
         hidden=hidden,
-        mlp=Dense(width),
-        attention=Attention(heads, kv_heads=8, head_dim=128, normed=True, biased=False),
+        mlp=DenseMlp(width),
+        attention=AttentionShape(heads, kv_heads=8, head_dim=128, normed=True, biased=False),
         rope=Rope(1e6, 128),
         epsilon=1e-6,
         vocab=151936,
@@ -50,8 +50,8 @@ def test_qwen3_moe_is_read_as_published(read_published_target, name, theta, posi
     decoder = Decoder(
         layers=48,
         hidden=2048,
-        mlp=Experts(count=128, chosen=8, width=768, normalized=True),
-        attention=Attention(heads=32, kv_heads=4, head_dim=128, normed=True, biased=False),
+        mlp=MixtureOfExperts(count=128, chosen=8, width=768, normalized=True),
+        attention=AttentionShape(heads=32, kv_heads=4, head_dim=128, normed=True, biased=False),
         rope=Rope(theta, 128),
         epsilon=1e-6,
         vocab=151936,
@@ -65,8 +65,8 @@ def test_llama_is_read_as_published(read_published_target, name):
     decoder = Decoder(
         layers=32,
         hidden=4096,
-        mlp=Dense(14336),
-        attention=Attention(heads=32, kv_heads=8, head_dim=128, normed=False, biased=False),
+        mlp=DenseMlp(14336),
+        attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=False, biased=False),
         rope=LLAMA_ROPE,
         epsilon=1e-5,
         vocab=128256,
@@ -92,8 +92,8 @@ def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, name):
 
 def test_the_golden_llama_is_read_with_its_scaling(read_published_target):
     decoder = read_published_target("llama-tiny/target").decoder
-    assert decoder.rope == Rope(500000.0, 16, Llama3(8.0, 1.0, 4.0, 64))
-    assert decoder.attention == Attention(heads=4, kv_heads=2, head_dim=16, normed=False)
+    assert decoder.rope == Rope(500000.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 64))
+    assert decoder.attention == AttentionShape(heads=4, kv_heads=2, head_dim=16, normed=False)
 
 
 def test_a_head_is_as_wide_as_llama_says_or_its_share(read_published_target):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Window
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.rope import Linear, Llama3, Rope, Yarn
+from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
@@ -23,8 +23,8 @@ def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, targe
     decoder = Decoder(
         layers=5,
         hidden=hidden,
-        mlp=Dense(width),
-        attention=Attention(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False),
+        mlp=DenseMlp(width),
+        attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False),
         rope=Rope(1e6, 128),
         epsilon=1e-6,
         vocab=151936,
@@ -34,7 +34,7 @@ def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, targe
         decoder=decoder,
         block=16,
         mask_token=151669,
-        taps=(1, 9, 17, 25, 33),
+        target_layer_ids=(1, 9, 17, 25, 33),
         target_hidden=hidden,
         windows=(None,) * 5,
         dialect="z-lab",
@@ -46,24 +46,29 @@ def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, targe
 @pytest.mark.parametrize("target", ["Llama-3.1-8B", "Llama-3.1-8B-Instruct"])
 def test_the_draft_of_llama_is_read_as_published(read_published_draft, target):
     draft = read_published_draft("LLaMA3.1-8B-Instruct-DFlash-UltraChat", target)
-    assert (draft.block, draft.verified, draft.decoder.layers, draft.taps) == (10, 9, 5, (1, 8, 15, 22, 29))
-    assert draft.decoder.attention == Attention(heads=32, kv_heads=8, head_dim=128, normed=True)
-    assert draft.decoder.mlp == Dense(14336)
+    assert (draft.block, draft.default_k, draft.decoder.layers, draft.target_layer_ids) == (
+        10,
+        9,
+        5,
+        (1, 8, 15, 22, 29),
+    )
+    assert draft.decoder.attention == AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True)
+    assert draft.decoder.mlp == DenseMlp(14336)
 
 
 def test_the_golden_drafts_of_llama_are_read(read_published_draft):
     names = ("llama-tiny/draft", "llama-tiny/draft_llama3rope")
     plain, scaled = (read_published_draft(name, "llama-tiny/target") for name in names)
-    assert plain.taps == scaled.taps == (1, 3)
+    assert plain.target_layer_ids == scaled.target_layer_ids == (1, 3)
     assert plain.block == scaled.block == 10
     assert plain.decoder.rope == Rope(500000.0, 16)
-    assert scaled.decoder.rope == Rope(500000.0, 16, Llama3(8.0, 1.0, 4.0, 64))
+    assert scaled.decoder.rope == Rope(500000.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 64))
 
 
 def test_the_golden_draft_with_windows_is_read(read_published_draft):
     draft = read_published_draft("qwen3-tiny-swa/draft", "qwen3-tiny-swa/target")
-    assert draft.windows == (Window(20, causal=True), Window(20, causal=True), None)
-    assert (draft.block, draft.mask_token, draft.taps) == (8, 318, (0, 2, 3))
+    assert draft.windows == (SlidingWindow(20, causal=True), SlidingWindow(20, causal=True), None)
+    assert (draft.block, draft.mask_token, draft.target_layer_ids) == (8, 318, (0, 2, 3))
 
 
 def test_newer_layouts_say_the_same(read_changed_draft):
@@ -84,7 +89,7 @@ def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, read_pu
 def test_a_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
     assert read_changed_draft(rope_theta=10_000).decoder.rope == Rope(10_000.0, 128)
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    assert read_changed_draft(**scaled).decoder.rope == Rope(1e6, 128, Linear(2.0))
+    assert read_changed_draft(**scaled).decoder.rope == Rope(1e6, 128, LinearScaling(2.0))
     plain = {"rope_scaling": None}  # its target is scaled
     name = "LLaMA3.1-8B-Instruct-DFlash-UltraChat"
     assert read_published_draft(name, "Llama-3.1-8B", **plain).decoder.rope == Rope(500000.0, 128)
@@ -112,20 +117,22 @@ def test_a_draft_of_gpt_oss_shape_is_read(read_changed_draft):
         rope_scaling=yarn,
         rope_theta=150000,
     )
-    assert draft.decoder.attention == Attention(heads=32, kv_heads=8, head_dim=64, normed=True, biased=True)
-    assert isinstance(draft.decoder.rope.scaling, Yarn) and not draft.decoder.rope.scaling.truncated
+    assert draft.decoder.attention == AttentionShape(heads=32, kv_heads=8, head_dim=64, normed=True, biased=True)
+    assert isinstance(draft.decoder.rope.scaling, YarnScaling) and not draft.decoder.rope.scaling.truncated
     assert [window is not None for window in draft.windows] == [True, False, True, False, False]
 
 
 def test_a_draft_without_taps_takes_the_default(read_changed_draft):
-    assert read_changed_draft({"target_layer_ids": None}).taps == (1, 9, 17, 25, 33)
-    assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).taps == (18,)
+    assert read_changed_draft({"target_layer_ids": None}).target_layer_ids == (1, 9, 17, 25, 33)
+    assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).target_layer_ids == (
+        18,
+    )
 
 
 @pytest.mark.parametrize("taps", [[4], [1, 9, 17], [0, 1, 2, 3, 4, 5, 34], [33, 1]])
 def test_there_may_be_more_or_fewer_taps_than_layers_in_any_order(read_changed_draft, taps):
     draft = read_changed_draft({"target_layer_ids": taps})
-    assert draft.taps == tuple(taps) and draft.decoder.layers == 5
+    assert draft.target_layer_ids == tuple(taps) and draft.decoder.layers == 5
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_there_may_be_more_or_fewer_taps_than_layers_in_any_order(read_changed_d
 )
 def test_sliding_layers_have_windows(read_changed_draft, inner, changes, causal):
     windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096, **changes).windows
-    assert windows == (Window(4096, causal), None, Window(4096, causal), None, None)
+    assert windows == (SlidingWindow(4096, causal), None, SlidingWindow(4096, causal), None, None)
 
 
 def test_a_causality_flag_says_nothing_of_full_layers(read_changed_draft):

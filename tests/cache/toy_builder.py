@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from dflash_aot.cache.bundle.blob import unpack
+from dflash_aot.cache.bundle.blob import unpack_blob
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import DflashError
@@ -70,7 +70,7 @@ def build(order: Order, tried: int, gate: int) -> Outcome:
             os.write(tried, b".")
             os.read(gate, 1)
             for entry, (executable, program) in zip(order.manifest.entries, order.blobs, strict=True):
-                if store.find(entry.key, entry.signature, unpack(entry.program, program)) is None:
+                if store.find(entry.key, entry.signature, unpack_blob(entry.program, program)) is None:
                     store.add(entry, executable, program)
                     built.append(entry.key)
             store.publish(order.manifest)

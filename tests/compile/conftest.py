@@ -17,12 +17,12 @@ from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target, Window
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import state_arrays
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
@@ -135,7 +135,7 @@ class Models(TargetModel):
 
     @cached_property
     def programs(self) -> Programs:
-        return Programs(self.target, self.draft, "float32", sampling=SAMPLINGS)
+        return Programs(self.target, self.draft, "float32", sampling=SAMPLING_MODES)
 
     @cached_property
     def dflash(self) -> DFlash:
@@ -148,7 +148,7 @@ class Models(TargetModel):
 
     def features(self, tokens: Iterable[int]) -> np.ndarray:
         """[T] → [T, taps·H]."""
-        return self.read(tokens, self.draft.taps)[1]
+        return self.read(tokens, self.draft.target_layer_ids)[1]
 
     def block_ids(self, anchor: int) -> list[int]:
         return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
@@ -175,7 +175,7 @@ class Rig:
     def __init__(self, models: Models, grid: Grid):
         self._models, self.grid = models, grid
         self._state = {array.name: array for array in state_arrays(models.programs.pair, grid)}
-        self._signatures = {signature.label: signature for signature in models.programs.signatures(grid)}
+        self._signatures = {signature.label: signature for signature in models.programs.list_signatures(grid)}
         self._jitted = cache(lambda label: jit_quickly(models.programs.function(self._signatures[label])))
 
     def empty(self) -> Arrays:
@@ -263,8 +263,8 @@ def small_pair() -> tuple[Target, Draft]:
         return Decoder(
             layers=layers,
             hidden=24,
-            mlp=Dense(40),
-            attention=Attention(heads=4, kv_heads=2, head_dim=8),
+            mlp=DenseMlp(40),
+            attention=AttentionShape(heads=4, kv_heads=2, head_dim=8),
             rope=Rope(10_000.0, 8),
             epsilon=1e-6,
             vocab=48,
@@ -275,9 +275,9 @@ def small_pair() -> tuple[Target, Draft]:
         decoder=decoder(2),
         block=4,
         mask_token=47,
-        taps=(0,),
+        target_layer_ids=(0,),
         target_hidden=24,
-        windows=(Window(6, causal=True), None),
+        windows=(SlidingWindow(6, causal=True), None),
     )
     return Target(decoder(2), tied=False), draft
 

@@ -121,7 +121,7 @@ def test_a_build_says_what_it_is_at_and_what_is_done(first):
 def test_every_executable_is_kept_with_what_it_cost(first):
     bundle, report, _ = first
     for entry in report.entries:
-        assert len(Store(bundle).read(entry)) == entry.serialized_bytes > entry.bytes > 0
+        assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
         assert entry.seconds > 0
         assert entry.memory.arguments > 0
     assert not (bundle / "manifest.json").exists()  # that is published by who knows the rest of it
@@ -129,7 +129,7 @@ def test_every_executable_is_kept_with_what_it_cost(first):
 
 def test_every_executable_writes_its_state_in_place(first, small_pair):
     _, report, _ = first
-    known = Programs(*small_pair, "float32").known_arrays(parse_grid(BUCKETS, 4))
+    known = Programs(*small_pair, "float32").arrays_by_name(parse_grid(BUCKETS, 4))
     for entry in report.entries:
         state_bytes = sum(known[name].bytes for name in entry.signature.donated)
         assert entry.memory.aliased == state_bytes, entry.signature.label
@@ -156,7 +156,7 @@ def test_a_damaged_executable_is_compiled_again(copied, build_in, first):
     path.write_bytes(path.read_bytes()[:-1])
     again, _ = build_in(copied)
     assert again.compiled == {damaged.key}
-    assert all(Store(copied).read(entry) for entry in again.entries)
+    assert all(Store(copied).read_executable(entry) for entry in again.entries)
 
 
 def test_every_failure_is_reported_and_all_else_is_built(tmp_path, build_in, first):

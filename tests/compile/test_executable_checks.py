@@ -3,10 +3,10 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest import Blob, Cost, Entry, Inspection, LargeCopy, Memory
+from dflash_aot.cache.bundle.manifest import Blob, CallCost, Entry, ExecutableAnalysis, LargeCopy, MemoryUse
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.sampling_state import SAMPLINGS
-from dflash_aot.cache.signature import Array
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.programs.programs import Programs
 
@@ -16,7 +16,7 @@ KV = "{4,3,2,1,0:T(8,128)(2,1)}"
 
 @pytest.fixture(scope="module")
 def programs(small_pair):
-    return Programs(*small_pair, "float32", sampling=SAMPLINGS)
+    return Programs(*small_pair, "float32", sampling=SAMPLING_MODES)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def grid(small_pair):
 
 @pytest.fixture(scope="module")
 def known(programs, grid):
-    weight = Array("target.large", (2**26,), "float32", sharding=("model",))  # so that 2 % are more than nothing
-    return {**programs.known_arrays(grid), weight.name: weight}
+    weight = ArraySpec("target.large", (2**26,), "float32", sharding=("model",))  # so that 2 % are more than nothing
+    return {**programs.arrays_by_name(grid), weight.name: weight}
 
 
 @pytest.fixture(scope="module")
 def entries(programs, grid, known):
     """Of executables as they should be, by label: all state in place, every buffer in one layout."""
-    return {signature.label: make_entry(signature, known) for signature in programs.signatures(grid)}
+    return {signature.label: make_entry(signature, known) for signature in programs.list_signatures(grid)}
 
 
 def make_entry(signature, known):
@@ -47,9 +47,9 @@ def make_entry(signature, known):
         serialized_bytes=2,
         program=Blob("0" * 64, 1, 2),
         seconds=1.0,
-        memory=Memory(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
-        cost=Cost(flops=1.0, bytes_accessed=1.0),
-        inspection=Inspection(
+        memory=MemoryUse(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
+        cost=CallCost(flops=1.0, bytes_accessed=1.0),
+        analysis=ExecutableAnalysis(
             layouts=dict.fromkeys(names, KV), copies=(), collectives={}, donated=(), largest="%fusion.1 = f32[8]"
         ),
     )
@@ -60,11 +60,11 @@ def with_memory(entry, **sizes):
 
 
 def with_inspection(entry, **found):
-    return structs.replace(entry, inspection=structs.replace(entry.inspection, **found))
+    return structs.replace(entry, analysis=structs.replace(entry.analysis, **found))
 
 
 def with_layout(entry, name, layout):
-    return with_inspection(entry, layouts={**entry.inspection.layouts, name: layout})
+    return with_inspection(entry, layouts={**entry.analysis.layouts, name: layout})
 
 
 VERIFY = "verify batch=2 length=32 k=3"

@@ -59,7 +59,7 @@ def test_features_of_a_prompt_are_the_references(reading, reading_models):
 
 def test_logits_behind_a_prompt_are_the_references(reading, reading_models):
     for prompt, expected in prompts_with(reading, "prefill_logits_last"):
-        logits = reading_models.read(prompt["prompt_ids"], reading_models.draft.taps)[0][-1]
+        logits = reading_models.read(prompt["prompt_ids"], reading_models.draft.target_layer_ids)[0][-1]
         assert_close(logits, expected, prompt["name"])
         assert logits.argmax() == prompt["first_token"]
 
@@ -95,7 +95,7 @@ def test_every_choice_in_the_drafts_own_vocabulary_is_the_references(runs, load_
 def test_logits_of_a_verification_are_the_references(golden, models, cycle):
     for prompt, expected in prompts_with(golden, f"cycle{cycle}_target_logits"):
         block = prompt["cycles"][cycle]["block"]
-        logits, _ = models.read(committed(prompt, cycle) + block, models.draft.taps)
+        logits, _ = models.read(committed(prompt, cycle) + block, models.draft.target_layer_ids)
         assert_close(logits[-len(block) :], expected, prompt["name"])
 
 
@@ -163,7 +163,7 @@ def test_newer_config_layouts_say_the_same(runs, golden_directory, key):
 
 def test_the_comparison_notices_a_tap_that_is_off_by_one(tied, load_models):
     models = load_models(tied.target, tied.draft)
-    late = dataclasses.replace(models, draft=structs.replace(models.draft, taps=(2, 4)))
+    late = dataclasses.replace(models, draft=structs.replace(models.draft, target_layer_ids=(2, 4)))
     prompt, expected = prompts_with(tied, "context_features")[3]
     with pytest.raises(AssertionError, match="len30"):
         assert_close(late.features(prompt["prompt_ids"]), expected, prompt["name"])

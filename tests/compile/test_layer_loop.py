@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.model_config.architecture import Experts
-from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.cache.model_config.architecture import MixtureOfExperts
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.programs.programs import Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
@@ -25,7 +25,7 @@ class Stacked:
     """Models whose programs are loops; their weights are the unrolled ones, laid upon each other."""
 
     def __init__(self, models):
-        self.programs = Programs(models.target, models.draft, "float32", stacked=True, sampling=SAMPLINGS)
+        self.programs = Programs(models.target, models.draft, "float32", stacked=True, sampling=SAMPLING_MODES)
         self.weights = {}
         for recipe in self.programs.recipes():
             layers = range(recipe.shape[0] if ".layers." in recipe.name else 0)
@@ -39,7 +39,7 @@ def models(request, small):
     """The small pair: its draft has one sliding layer and one that is not."""
     if request.param == "dense":
         return small
-    decoder = structs.replace(small.target.decoder, mlp=Experts(count=4, chosen=2, width=16, normalized=True))
+    decoder = structs.replace(small.target.decoder, mlp=MixtureOfExperts(count=4, chosen=2, width=16, normalized=True))
     target, rng = structs.replace(small.target, decoder=decoder), np.random.default_rng(3)
     recipes = Programs(target, small.draft, "float32").recipes()
     weights = {one.name: jnp.asarray(rng.standard_normal(one.shape, np.float32) / 2) for one in recipes}

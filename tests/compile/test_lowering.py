@@ -46,8 +46,8 @@ class Build:
 
     def __init__(self, pair, dtype="float32", buckets=BUCKETS):
         self.programs, grid = Programs(*pair, dtype), parse_grid(buckets, pair[1].block)
-        self.known = self.programs.known_arrays(grid)
-        self.signatures = {signature.label: signature for signature in self.programs.signatures(grid)}
+        self.known = self.programs.arrays_by_name(grid)
+        self.signatures = {signature.label: signature for signature in self.programs.list_signatures(grid)}
 
     def export(self, label, wrap=lambda function: function):
         signature = self.signatures[label]

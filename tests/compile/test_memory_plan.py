@@ -3,10 +3,10 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest import Blob, Cost, Entry, Inspection, Memory
+from dflash_aot.cache.bundle.manifest import Blob, CallCost, Entry, ExecutableAnalysis, MemoryUse
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Target
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import (
@@ -21,7 +21,7 @@ from dflash_aot.compile.analysis.memory_plan import (
 )
 from dflash_aot.compile.programs.programs import Programs
 
-DECODER = Decoder(2, 128, Dense(256), Attention(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
+DECODER = Decoder(2, 128, DenseMlp(256), AttentionShape(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
 TARGET = Target(DECODER, tied=True)
 DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), 128, (None,))
 GRID = Grid(batch=(1, 4), length=(256, 1024), k=(0, 3), prefill=(64,))
@@ -61,8 +61,8 @@ def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(prog
     layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
     assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
     assert found.state == 2 * 2 * 3 * 4 * 2 * (1024 + 64) * 128 + 2 * 4 * 4
-    labels = [signature.label for signature in programs.signatures(GRID)]
-    memory = {label: Memory(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
+    labels = [signature.label for signature in programs.list_signatures(GRID)]
+    memory = {label: MemoryUse(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
     measured = MemoryPlanner(programs, 1, tiled=False, measured=CompilerFigures(memory)).plan(GRID)
     assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
 
@@ -82,8 +82,8 @@ def test_sampling_adds_its_state_and_two_arrays_of_logits():
     assert found.weights == greedy.weights
     # Of 4 slots: 7 columns, a seed, whether the likeliest are wanted; of 512 tokens bias, prompt and count.
     assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
-    known = sampled.known_arrays(GRID)
-    (widest,) = (one for one in sampled.signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
+    known = sampled.arrays_by_name(GRID)
+    (widest,) = (one for one in sampled.list_signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
     assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
 
 
@@ -91,16 +91,16 @@ def test_only_layouts_of_weights_and_state_are_remembered():
     """A prefill's `counts` are one number, the state's a table."""
     programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
     layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
-    admit = programs.signatures(GRID)[-1]
-    inspection = Inspection(
+    admit = programs.list_signatures(GRID)[-1]
+    inspection = ExecutableAnalysis(
         layouts=dict.fromkeys(admit.state, "{0}") | layouts, copies=(), collectives={}, donated=(), largest=""
     )
-    blob, memory = Blob("0" * 64, 1, 1), Memory(0, 0, 0, 0, 0)
-    entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, Cost(0.0, 0.0), inspection)
+    blob, memory = Blob("0" * 64, 1, 1), MemoryUse(0, 0, 0, 0, 0)
+    entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, CallCost(0.0, 0.0), inspection)
     measured = read_compiler_figures([entry])
     assert measured.layouts["counts"] == layouts["counts"] and measured.memory.keys() == {"admit"}
-    known = programs.known_arrays(GRID)
-    prefill = programs.signatures(GRID)[0]
+    known = programs.arrays_by_name(GRID)
+    prefill = programs.list_signatures(GRID)[0]
     counts = CompilerFigures({}, {name: layouts[name] for name in layouts})
     assert MemoryPlanner(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
 
@@ -139,8 +139,8 @@ def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(progr
 
 
 def test_after_a_build_the_compilers_figures_decide(programs):
-    labels = [signature.label for signature in programs.signatures(GRID)]
-    measured = CompilerFigures({label: Memory(0, 0, 0, 5000, 7) for label in labels})
+    labels = [signature.label for signature in programs.list_signatures(GRID)]
+    measured = CompilerFigures({label: MemoryUse(0, 0, 0, 5000, 7) for label in labels})
     planner = MemoryPlanner(programs, 1, tiled=True, measured=measured)
     total = planner.plan(GRID).total
     assert total < MemoryPlanner(programs, 1, tiled=True).plan(GRID).total

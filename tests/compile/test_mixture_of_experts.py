@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.cache.model_config.architecture import Experts
+from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.parameters import AbstractModel
 
@@ -15,7 +15,7 @@ HIDDEN, WIDTH, COUNT, CHOSEN = 24, 12, 16, 3
 @pytest.fixture(scope="module")
 def weights():
     rng = np.random.default_rng(11)
-    shapes = AbstractModel(lambda: RoutedMlp(HIDDEN, Experts(COUNT, CHOSEN, WIDTH, True), "float32")).shapes()
+    shapes = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, True), "float32")).shapes()
     return {name: rng.standard_normal(leaf.shape, np.float32) / 2 for name, leaf in shapes.items()}
 
 
@@ -25,7 +25,7 @@ def tokens():
 
 
 def jitted(normalized):
-    bound = AbstractModel(lambda: RoutedMlp(HIDDEN, Experts(COUNT, CHOSEN, WIDTH, normalized), "float32"))
+    bound = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, normalized), "float32"))
     return jax.jit(lambda weights, x: bound.bind(weights)(x))
 
 
@@ -91,7 +91,7 @@ def test_an_expert_that_was_chosen_by_another_token_only_does_not_show_even_if_i
 
 
 def test_no_weight_is_copied_per_token_or_as_a_whole():
-    hidden, experts, n = 256, Experts(32, 4, 128, True), 32
+    hidden, experts, n = 256, MixtureOfExperts(32, 4, 128, True), 32
     bound = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32"))
     function = jax.jit(lambda weights, x: bound.bind(weights)(x))
     compiled = function.lower(bound.shapes(), jax.ShapeDtypeStruct((n, hidden), jnp.float32)).compile()

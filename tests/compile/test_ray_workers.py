@@ -52,7 +52,11 @@ def cluster(connection) -> Cluster:
 def made(manifest, orders, bundle):
     """What a task would hand back for the first order, from the bundle."""
     store, entry = Store(bundle("tiny")), manifest.entries[0]
-    return msgspec.json.encode(Answer(entry)), store.path(entry).read_bytes(), store.program_path(entry).read_bytes()
+    return (
+        msgspec.json.encode(Answer(entry)),
+        store.executable_path(entry).read_bytes(),
+        store.program_path(entry).read_bytes(),
+    )
 
 
 @pytest.mark.slow

@@ -7,12 +7,19 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.model_config.architecture import Attention, Decoder, Dense, Draft, Experts, Target
+from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
+    Decoder,
+    DenseMlp,
+    Draft,
+    MixtureOfExperts,
+    Target,
+)
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.signature import Array
+from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost, expected_experts
 from dflash_aot.compile.programs.programs import Programs
@@ -22,7 +29,7 @@ H, V, LAYERS = 8, 100, 2
 # Per layer: q and o 8·(4·4) each, k and v 8·(2·4) each, an MLP of 3·8·16.
 LAYER = 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
 KV = 2 * 2 * 4  # elements of one position in one layer
-DECODER = Decoder(LAYERS, H, Dense(16), Attention(4, 2, 4), Rope(1e4, 4), 1e-6, V, 64)
+DECODER = Decoder(LAYERS, H, DenseMlp(16), AttentionShape(4, 2, 4), Rope(1e4, 4), 1e-6, V, 64)
 TARGET = Target(DECODER, tied=True)
 DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), H, (None,))
 GRID = Grid(batch=(1, 3), length=(32,), k=(0, 3), prefill=(8,))
@@ -54,7 +61,7 @@ def test_a_context_write_reads_features_and_writes_keys_and_values():
 
 
 def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
-    (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").signatures(GRID) if s.program == "prefill")
+    (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").list_signatures(GRID) if s.program == "prefill")
     elements = 8 * H + LAYERS * LAYER + (8 + 32) * LAYERS * KV + V * H + 8 * 2 * H
     assert roofline().cost(prefill) == RooflineCost(
         2 * elements, 2 * (8 * LAYERS * LAYER + V * H) + 4 * LAYERS * 8 * 32 * 16
@@ -67,7 +74,7 @@ def test_sampling_reads_a_rows_bias_prompt_and_counts_and_writes_counts():
     assert sampled == RooflineCost(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
     assert roofline().admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4), 0)
     assert roofline(2).admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
-    signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).signatures(GRID)
+    signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).list_signatures(GRID)
     works = {one.program: roofline().cost(one) for one in signatures}
     assert works["sampled_verify"] == sampled and works["admit"] == roofline().admit()
 
@@ -90,7 +97,7 @@ def test_a_round_without_speculation_is_a_verification():
 
 
 def test_tokens_share_experts():
-    experts = Experts(count=4, chosen=2, width=16, normalized=True)
+    experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
     assert [expected_experts(experts, n) for n in (0, 1, 2)] == [0, 2, 3]  # a second token finds half of its own there
     routed = Target(structs.replace(DECODER, mlp=experts), tied=True)
     dense = roofline().verify(1, 32, 1)
@@ -106,11 +113,11 @@ def test_all_weights_that_a_program_takes_are_read_once(name, devices):
     """Of published pairs, with no positions to attend to: all but norms, and of an embedding that is no head a row."""
     target, draft = read_pair(name)
     programs, grid = Programs(target, draft, "bfloat16", stacked=True, devices=devices), Grid((1,), (32,), (1,), (1,))
-    sizes = {one.name: Array(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
+    sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
     looked_up = set() if target.tied else {"target.model.embed_tokens.weight"}
     roofline = Roofline(target, draft, "bfloat16", grid, devices)
     works = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
-    for signature in programs.signatures(grid):
+    for signature in programs.list_signatures(grid):
         if signature.program in works:
             taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
             assert works[signature.program].bytes == pytest.approx(taken, rel=1e-3)

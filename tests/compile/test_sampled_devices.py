@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.model_config.architecture import Attention
+from dflash_aot.cache.model_config.architecture import AttentionShape
 from tests.compile.quick import QUICK
 
 DEVICES = 4
@@ -20,7 +20,7 @@ import json, sys
 import jax, msgspec, numpy as np
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.compile.programs.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs.programs import Programs
@@ -37,8 +37,8 @@ class Server:
     def __init__(self, devices):
         self.devices = jax.devices()[:devices]
         self.programs = Programs(target, draft, "float32", devices=devices, sampling=("greedy", "sample"))
-        self.signatures = {one.label: one for one in self.programs.signatures(grid)}
-        self.known, self.jitted = self.programs.known_arrays(grid), {}
+        self.signatures = {one.label: one for one in self.programs.list_signatures(grid)}
+        self.known, self.jitted = self.programs.arrays_by_name(grid), {}
         rng = np.random.default_rng(3)
         self.arrays = {array.name: np.zeros(array.shape, array.dtype) for array in self.known.values()}
         for recipe in self.programs.recipes():
@@ -61,7 +61,7 @@ class Server:
         at = {"slots": [slot], "starts": [0]}
         found = self.run("prefill prefill=16 length=32", tokens=[[*prompt[:-1], *[0] * 11]], counts=[5], **at)
         self.run("kv_write rows=1 width=16", features=found["features"], **at)
-        columns, tokens = {**NEUTRAL, **asked}, np.arange(vocab)
+        columns, tokens = {**NEUTRAL_SAMPLING, **asked}, np.arange(vocab)
         self.run(
             "admit", slots=[slot], starts=[5], anchor=[prompt[-1]],
             slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]], slot_seeds=[[5, slot]],
@@ -98,7 +98,7 @@ print(json.dumps({devices: serve(devices) for devices in (1, 2, 4)}))
 @pytest.fixture(scope="module")
 def served(small_pair):
     """By number of devices: what each round said, and the state it left."""
-    wide = {"attention": Attention(heads=8, kv_heads=4, head_dim=8)}
+    wide = {"attention": AttentionShape(heads=8, kv_heads=4, head_dim=8)}
     pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
     flags = {"xla_force_host_platform_device_count": DEVICES, **QUICK}
     done = subprocess.run(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4]]
 VOCAB, STEPS = 48, 10
@@ -17,7 +17,7 @@ ASKED = {
 
 def admit(rig, arrays, slot, prompt, seed=7, tops=0, anchor=None, bias=0.0, **asked):
     """As the engine starts a sampled request: at the last token of its prompt."""
-    columns = {**NEUTRAL, **asked}
+    columns = {**NEUTRAL_SAMPLING, **asked}
     return rig.run(
         "admit",
         arrays,
@@ -94,11 +94,11 @@ def test_penalties_are_those_of_decoding_token_by_token(small, decode, k):
     asked = {**ASKED["penalised"], "temperature": 0}
     prompt, output = PROMPTS[1], []
     for _ in range(STEPS):
-        logits, _ = small.read([*prompt, *output], small.draft.taps)
+        logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
         output.append(choose_slowly(logits[-1], prompt, output, asked))
     tokens, likelihoods, arrays = decode(asked, prompt=prompt, k=k)
     assert tokens == output
-    logits, _ = small.read([*prompt, *output], small.draft.taps)
+    logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
     rows = np.float64(logits[len(prompt) - 1 : -1])
     expected = rows[np.arange(STEPS), output] - np.log(np.exp(rows).sum(axis=1))
     np.testing.assert_allclose(likelihoods, expected, atol=1e-3)
@@ -144,7 +144,7 @@ def test_the_likeliest_tokens_are_told_to_who_wants_them(small, rig, prefilled):
     assert after["top_tokens"].shape == (2, 1, 20) and not after["top_tokens"].any()
     asked = admit(rig, quiet, 0, prompt, tops=1, temperature=1.0, bias=3.0, repetition_penalty=2.0)
     after = rig.run(bucket, asked, active=[True, True])
-    logits = np.float64(small.read(prompt, small.draft.taps)[0][-1])
+    logits = np.float64(small.read(prompt, small.draft.target_layer_ids)[0][-1])
     expected = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-expected, kind="stable")[:20]
     np.testing.assert_array_equal(after["top_tokens"][0, 0], order)

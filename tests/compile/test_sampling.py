@@ -9,7 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, find_largest_values
 from dflash_aot.compile.programs.programs import accept
 from dflash_aot.compile.programs.sampling import (
@@ -34,7 +34,7 @@ bisect = jit_quickly(find_threshold, static_argnames="tp")
 
 def make_state(rows, vocab, seed=0, **asked):
     """The batch's rows of the state: `asked` of each column one number, or one for every row."""
-    columns = {**NEUTRAL, **{name: asked.pop(name) for name in SAMPLING_COLUMNS if name in asked}}
+    columns = {**NEUTRAL_SAMPLING, **{name: asked.pop(name) for name in SAMPLING_COLUMNS if name in asked}}
     sampling = np.stack([np.broadcast_to(np.float32(columns[name]), rows) for name in SAMPLING_COLUMNS], axis=1)
     seeds = np.stack([np.full(rows, seed), np.arange(rows)], axis=1).astype(np.int32)
     nothing = {"bias": np.float32, "prompted": np.bool_, "counts": np.int32}

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.remote.object_store import Directory
+from dflash_aot.cache.remote.object_store import DirectoryStore
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.compilation_manager import build
 from dflash_aot.compile.programs.program_source import BundledPrograms
@@ -26,7 +26,7 @@ class Compiler:
 
     def start(self, order):
         self.started.append(order.signature.label)
-        (blob, executable), (program, text) = pack(pickle.dumps("compiled here")), pack(order.program)
+        (blob, executable), (program, text) = pack_blob(pickle.dumps("compiled here")), pack_blob(order.program)
         entry = structs.replace(self._entries[order.key], **structs.asdict(blob), program=program)
         self._store.add(entry, executable, text)
         done = Future()
@@ -48,10 +48,10 @@ def manifest(built):
 @pytest.fixture
 def open_shared(tmp_path, built, manifest):
     """A builder's view of a store that holds all of it."""
-    with SharedStore(Directory(tmp_path / "shared")) as shared:
+    with SharedStore(DirectoryStore(tmp_path / "shared")) as shared:
         for entry in manifest.entries:
             shared.add(built, entry)
-    return lambda: SharedStore(Directory(tmp_path / "shared"))
+    return lambda: SharedStore(DirectoryStore(tmp_path / "shared"))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_others_have_built_is_not_compiled(run, open_shared, manifest, tmp_
     shared = open_shared()
     report, compiled = run(shared)
     assert (compiled, report.compiled, report.entries) == ([], frozenset(), manifest.entries)
-    assert all(Store(tmp_path / "bundle").read(entry) for entry in manifest.entries)
+    assert all(Store(tmp_path / "bundle").read_executable(entry) for entry in manifest.entries)
     assert shared.report().hits == len(manifest.entries)
 
 
@@ -85,8 +85,8 @@ def test_what_is_here_is_not_looked_for(run, open_shared):
 def test_what_was_set_aside_here_is_compiled_all_the_same(run, open_shared, manifest, tmp_path, built):
     entry, store = manifest.entries[2], Store(tmp_path / "bundle")
     with store.open_for_building():
-        store.add(entry, built.path(entry).read_bytes(), built.program_path(entry).read_bytes())
-    store.set_aside(entry, "canary", "it computes something else")
+        store.add(entry, built.executable_path(entry).read_bytes(), built.program_path(entry).read_bytes())
+    store.quarantine(entry, "canary", "it computes something else")
     shared = open_shared()
     report, compiled = run(shared)
     assert compiled == [entry.signature.label]

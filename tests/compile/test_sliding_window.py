@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dflash_aot.cache.model_config.architecture import Window
+from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 
 WIDEST, LONGEST = 16, 70  # block and context
 READINGS = {
-    "swa_causal": Window(20, causal=True),
-    "swa_flash_window": Window(20, causal=False),
-    "speculators_causal": Window(20, causal=True, anchored=True),
-    "speculators_noncausal": Window(20, causal=False, anchored=True),
+    "swa_causal": SlidingWindow(20, causal=True),
+    "swa_flash_window": SlidingWindow(20, causal=False),
+    "speculators_causal": SlidingWindow(20, causal=True, anchored=True),
+    "speculators_noncausal": SlidingWindow(20, causal=False, anchored=True),
 }
 
 
@@ -41,11 +41,11 @@ def mask(window, start, block):
     ("window", "rows"),
     [
         (None, ["######", "######", "######"]),
-        (Window(2, causal=True), ["..##..", "...##.", "....##"]),
-        (Window(2, causal=False), ["..###.", "...###", "....##"]),
-        (Window(2, causal=True, anchored=True), [".###..", ".####.", ".#####"]),
-        (Window(2, causal=False, anchored=True), [".#####", ".#####", ".#####"]),
-        (Window(9, causal=True), ["####..", "#####.", "######"]),
+        (SlidingWindow(2, causal=True), ["..##..", "...##.", "....##"]),
+        (SlidingWindow(2, causal=False), ["..###.", "...###", "....##"]),
+        (SlidingWindow(2, causal=True, anchored=True), [".###..", ".####.", ".#####"]),
+        (SlidingWindow(2, causal=False, anchored=True), [".#####", ".#####", ".#####"]),
+        (SlidingWindow(9, causal=True), ["####..", "#####.", "######"]),
     ],
 )
 def test_a_block_of_three_behind_three_tokens(window, rows):
@@ -53,7 +53,7 @@ def test_a_block_of_three_behind_three_tokens(window, rows):
 
 
 @given(
-    window=st.none() | st.builds(Window, st.integers(1, 12), st.booleans(), st.booleans()),
+    window=st.none() | st.builds(SlidingWindow, st.integers(1, 12), st.booleans(), st.booleans()),
     start=st.integers(1, 30),
     block=st.integers(1, 9),
 )
@@ -64,7 +64,7 @@ def test_windows_are_those_of_a_loop(window, start, block):
 
 
 def test_rows_of_a_batch_have_windows_of_their_own():
-    window, starts = Window(4, causal=True), (3, 11)
+    window, starts = SlidingWindow(4, causal=True), (3, 11)
     positions = jnp.array([range(start, start + 4) for start in starts])
     seen = context_mask(window, positions, jnp.arange(11)[None])
     for row, start in enumerate(starts):

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import Attention, Dense, Experts
+from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
 from dflash_aot.compile.models.tensor_parallel import check_divisible
 from dflash_aot.compile.programs.programs import Programs
 
@@ -20,7 +20,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 from dflash_aot.cache.mesh import make_mesh
-from dflash_aot.cache.signature import AXIS
+from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 devices = jax.devices()
@@ -29,8 +29,8 @@ tp = TensorParallel(len(devices))
 def both(method, arguments, split, **more):
     def run(tp):
         return lambda *arrays: getattr(tp, method)(*arrays, **more)
-    specs = tuple(P() if at is None else P(*[None] * at, AXIS) for at in split)
-    out = P(None, AXIS) if method == "own_slice" else P()
+    specs = tuple(P() if at is None else P(*[None] * at, MESH_AXIS) for at in split)
+    out = P(None, MESH_AXIS) if method == "own_slice" else P()
     together = jax.shard_map(run(tp), mesh=make_mesh(devices), in_specs=specs, out_specs=out, check_vma=False)
     found = [jax.jit(one)(*arguments) for one in (run(ONE_DEVICE), together)]
     return jax.tree.map(lambda array: np.asarray(array).tolist(), found)
@@ -79,14 +79,14 @@ def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"mlp": Dense(42)}, "the target's MLP width 42"),
-        ({"mlp": Experts(4, 2, 18, True)}, "the target's MLP width 18"),
+        ({"mlp": DenseMlp(42)}, "the target's MLP width 42"),
+        ({"mlp": MixtureOfExperts(4, 2, 18, True)}, "the target's MLP width 18"),
         ({"vocab": 50}, "the vocabulary 50"),
     ],
 )
 def test_check_divisible_names_the_size(small_pair, change, named):
     target, draft = small_pair
-    wide = {"attention": Attention(heads=8, kv_heads=8, head_dim=8)}
+    wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
     draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
     even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
     check_divisible(even, draft, 4)

@@ -18,7 +18,7 @@ from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import SAMPLINGS
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.inspection import inspect_hlo
@@ -160,7 +160,7 @@ class Executables:
 def built(request, pair, tmp_path_factory) -> Executables:
     """Building them takes most of the time here, so all tests look at the same ones."""
     topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
-    programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLINGS)
+    programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLING_MODES)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
@@ -171,18 +171,18 @@ def built(request, pair, tmp_path_factory) -> Executables:
 
 
 def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
-    known = built.programs.known_arrays(built.grid)
+    known = built.programs.arrays_by_name(built.grid)
     for entry in built.entries:
         expected = built.programs.collectives(entry.signature)
         assert find_problems(entry, known, built.topology.devices, expected) == []
-        assert sum(entry.inspection.collectives.values()) == expected == built.collectives
+        assert sum(entry.analysis.collectives.values()) == expected == built.collectives
         assert entry.bytes < 0.35 * entry.serialized_bytes
     assert find_layout_conflicts(built.entries) == []
 
 
 def test_the_estimate_is_what_the_compiler_finds(built):
     """Of Qwen3-4B: what goes in to the byte, everything within 2 %."""
-    known = built.programs.known_arrays(built.grid)
+    known = built.programs.arrays_by_name(built.grid)
     planner = MemoryPlanner(built.programs, built.topology.devices, tiled=True)
     for entry in built.entries:
         estimate, found = planner.estimate(entry.signature, known), entry.memory
@@ -206,8 +206,8 @@ def test_a_copy_of_kv_is_found_and_named(bad, program):
 def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
     """Why kv.py constrains it."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
-    (signature,) = (one for one in programs.signatures(grid) if one.label == "kv_write rows=8 width=16")
+    (signature,) = (one for one in programs.list_signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
     copies = inspect_hlo(bad["unheld"], inputs, signature.donated).copies
-    kv_bytes = programs.known_arrays(grid)["draft_k"].bytes
+    kv_bytes = programs.arrays_by_name(grid)["draft_k"].bytes
     assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}

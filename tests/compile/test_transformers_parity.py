@@ -8,7 +8,7 @@ import transformers
 from msgspec import structs
 from safetensors import safe_open
 
-from dflash_aot.cache.model_config.architecture import Dense, Draft
+from dflash_aot.cache.model_config.architecture import DenseMlp, Draft
 
 TOLERANCE = 1e-4
 TAPS = (0, 1)
@@ -107,8 +107,8 @@ def test_a_tap_is_the_hidden_state_behind_its_layer(ours, tokens, expected):
 @pytest.fixture(scope="module")
 def rig(ours, make_rig):
     """Our programs. The draft is there because a pair needs one; none of its weights are used."""
-    decoder = structs.replace(ours.target.decoder, layers=1, mlp=Dense(8))
-    draft = Draft(decoder, block=4, mask_token=95, taps=TAPS, target_hidden=decoder.hidden, windows=(None,))
+    decoder = structs.replace(ours.target.decoder, layers=1, mlp=DenseMlp(8))
+    draft = Draft(decoder, block=4, mask_token=95, target_layer_ids=TAPS, target_hidden=decoder.hidden, windows=(None,))
     return make_rig(ours.paired(draft), f"batch=1 length=64 k=0 prefill={CHUNK}")
 
 

@@ -83,8 +83,8 @@ def test_everything_is_built_for_a_tpu_that_is_not_there(first, source, bundle):
     assert len(report.compiled) == len(source.signatures)
     assert (environment.platform, environment.topology) == ("tpu", "v5e:1x1")
     for entry in report.entries:
-        assert Store(bundle).read(entry)
-        assert all("T(" in entry.inspection.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
+        assert Store(bundle).read_executable(entry)
+        assert all("T(" in entry.analysis.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
 
 
 def test_what_is_built_is_found_again_and_nothing_is_left_behind(first, source, bundle, logs):
@@ -174,7 +174,7 @@ def test_nothing_of_the_building_machine_is_in_what_is_kept(first, bundle):
         "site-packages",
     ]
     for entry in first[0].entries:
-        for kept in (Store(bundle).read(entry), Store(bundle).read_program(entry)):
+        for kept in (Store(bundle).read_executable(entry), Store(bundle).read_program(entry)):
             assert [word for word in telling if word.encode() in kept] == [], entry.signature.label
 
 

@@ -20,8 +20,8 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.mesh import place
-from dflash_aot.cache.signature import AXIS, state_arrays
+from dflash_aot.cache.mesh import make_sharding
+from dflash_aot.cache.signature import MESH_AXIS, state_arrays
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.executable import DeviceState, load_executable
 from dflash_aot.runtime.weights.weight_loader import load_weights
@@ -46,11 +46,11 @@ def test_every_device_holds_its_slice_of_every_argument(make_up, kind, count):
     shared = load_weights(recipes, pair.places, devices)
     for recipe in recipes:
         found, whole = shared[recipe.name], np.asarray(alone[recipe.name])
-        assert found.sharding == place(recipe.sharding, devices)
+        assert found.sharding == make_sharding(recipe.sharding, devices)
         for shard in found.addressable_shards:
-            assert shard.data.size == whole.size // (count if AXIS in recipe.sharding else 1)
+            assert shard.data.size == whole.size // (count if MESH_AXIS in recipe.sharding else 1)
             np.testing.assert_array_equal(shard.data, whole[shard.index])
-    split = sum(recipe.bytes for recipe in recipes if AXIS in recipe.sharding)
+    split = sum(recipe.bytes for recipe in recipes if MESH_AXIS in recipe.sharding)
     assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
 
 
@@ -71,7 +71,7 @@ def test_stacked_arguments_are_the_unrolled_ones_in_order(make_up, kind, count):
 
 
 def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
-    return WeightRecipe("target.w", "target", shape, dtype, (Placement("w", shape, (0, 0), shape),), (None, AXIS))
+    return WeightRecipe("target.w", "target", shape, dtype, (Placement("w", shape, (0, 0), shape),), (None, MESH_AXIS))
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -187,7 +187,7 @@ def test_an_executable_for_devices_of_other_names_is_refused(build):
     with pytest.raises(
         IncompatibleBundle, match=r"made for devices \[0, 1, 2, 3\], here they are called \[4, 5, 6, 7\]"
     ):
-        load_executable(Store(path).read(entry), entry.signature, DEVICES[4:], "here")
+        load_executable(Store(path).read_executable(entry), entry.signature, DEVICES[4:], "here")
 
 
 def test_a_bundle_for_some_of_the_devices_does_not_mind_the_others(build):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_aot.cache.signature import ENDS
+from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.speculation.burst_length import BurstLength
 from tests.runtime.toy import (
@@ -60,8 +60,8 @@ def test_the_device_stops_at_a_token_that_ends_the_answer():
 def test_of_more_ends_than_the_device_looks_for_the_host_sees_the_others():
     alone = continue_alone(PROMPT, 60)
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
-    absent = [token for token in range(-ENDS - 5, 0)]
-    assert len(absent) > ENDS
+    absent = [token for token in range(-MAX_STOP_TOKENS - 5, 0)]
+    assert len(absent) > MAX_STOP_TOKENS
     _, request = serve(BURSTS, PROMPT, 60, k=3, right=always(1), stop_ids=[*absent, stop])
     assert request.finish_reason == "stop" and request.token_ids[-1] == stop
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import pack
+from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import IncompatibleBundle
@@ -46,22 +46,22 @@ def find(manifest: Manifest, label: str) -> Entry:
 
 def plant(copy: Path, entry: Entry, serialized: bytes) -> Entry:
     """Another executable in its place, all hashes right."""
-    blob, content = pack(serialized)
+    blob, content = pack_blob(serialized)
     (copy / "executables" / blob.sha256).write_bytes(content)
     return structs.replace(entry, **structs.asdict(blob))
 
 
 def test_a_build_keeps_what_every_executable_computes_and_all_compute_it_again(copy, try_all):
     entries = read_manifest(copy).entries
-    assert all(entry.canary and entry.canary.outputs for entry in entries)
+    assert all(entry.self_test and entry.self_test.outputs for entry in entries)
     assert [trial.kind for trial in try_all(*entries)] == [None] * len(entries)
 
 
 def test_an_executable_that_computes_something_else_is_told(copy, try_all):
     entry = find(read_manifest(copy), "verify batch=1 length=32 k=3")
-    first, *rest = entry.canary.outputs
+    first, *rest = entry.self_test.outputs
     wrong = structs.replace(first, mean=2 * first.mean)
-    (trial,) = try_all(structs.replace(entry, canary=structs.replace(entry.canary, outputs=(wrong, *rest))))
+    (trial,) = try_all(structs.replace(entry, self_test=structs.replace(entry.self_test, outputs=(wrong, *rest))))
     assert trial.kind == "canary"
     assert trial.words.startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in trial.words
 
@@ -69,7 +69,7 @@ def test_an_executable_that_computes_something_else_is_told(copy, try_all):
 def test_an_executable_that_ends_its_process_is_named_and_the_next_one_is_tried(copy, try_all):
     """Machine code with instructions that no processor has."""
     good = find(read_manifest(copy), "kv_write rows=1 width=4")
-    serialized = Store(copy).read(good)
+    serialized = Store(copy).read_executable(good)
     assert PROLOGUE in serialized
     bad = plant(copy, good, serialized.replace(PROLOGUE, UNDEFINED))
     crashed, again = try_all(bad, good)
@@ -81,7 +81,7 @@ def test_an_executable_that_ends_its_process_is_named_and_the_next_one_is_tried(
 def test_an_executable_of_another_signature_raises_and_is_named(copy, try_all):
     manifest = read_manifest(copy)
     wide, narrow = (find(manifest, f"kv_write rows=1 width={width}") for width in (16, 4))
-    exchanged = plant(copy, narrow, Store(copy).read(wide))
+    exchanged = plant(copy, narrow, Store(copy).read_executable(wide))
     wrong, right = try_all(exchanged, narrow)
     assert wrong.kind == "canary" and "TypeError" in wrong.words
     assert right.kind is None
@@ -123,7 +123,7 @@ def test_an_executable_whose_process_was_killed_is_not_to_blame(copy):
 
 def test_what_is_kept_of_other_inputs_is_not_compared(copy, try_all):
     entry = read_manifest(copy).entries[0]
-    old = structs.replace(entry, canary=structs.replace(entry.canary, version=0, outputs=()))
+    old = structs.replace(entry, self_test=structs.replace(entry.self_test, version=0, outputs=()))
     (again,), (now,) = try_all(old), try_all(entry)
-    assert (again.kind, again.compared, again.canary) == (None, False, entry.canary)
+    assert (again.kind, again.compared, again.canary) == (None, False, entry.self_test)
     assert (now.kind, now.compared) == (None, True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import FILE, encode_manifest, read_manifest
+from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, encode_manifest, read_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
@@ -20,7 +20,9 @@ def test_the_page_s_code_runs_from_its_beginning_to_its_end(bundle, speaking_tar
     shutil.copytree(bundle("sampled"), tmp_path / "bundle")
     manifest = read_manifest(tmp_path / "bundle")
     speaking = msgspec.structs.replace(manifest.target, reference=str(speaking_target))
-    (tmp_path / "bundle" / FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, target=speaking)))
+    (tmp_path / "bundle" / MANIFEST_FILE).write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, target=speaking))
+    )
     (tmp_path / "page.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "page.py"],

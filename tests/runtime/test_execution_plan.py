@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.bundle.manifest_checks import name_executable
 from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
 from dflash_aot.runtime.executables.execution_plan import (
     list_chunk_executables,
@@ -78,7 +77,7 @@ def test_everything_in_a_bundle_is_needed(bundle, name):
     manifest = read_manifest(bundle(name))
     grid = manifest.grid
     needed = set(itertools.chain.from_iterable(order_loading(grid, manifest.sampling, grid.k)))
-    there = {name_executable(entry.signature) for entry in manifest.entries}
+    there = {entry.signature.executable_id for entry in manifest.entries}
     assert there <= needed
     assert needed - there <= {("move", ())}
     kinds = list_round_shapes(grid, manifest.sampling, grid.k[-1])

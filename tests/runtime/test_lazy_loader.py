@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflash_aot.cache.bundle.manifest_checks import Name
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 from tests.runtime.stepper import LONG
 
 
-def name(number: int) -> Name:
+def name(number: int) -> ExecutableId:
     return "verify", (number,)
 
 
@@ -27,7 +27,7 @@ class Shelf:
         self.told = threading.Semaphore(0)
         self.loader = LazyLoader(self._load, [name(number) for number in range(count)], soon)  # type: ignore[arg-type]
 
-    def _load(self, asked: Name) -> str:
+    def _load(self, asked: ExecutableId) -> str:
         (number,) = asked[1]
         self.log.append(number)
         self.begun.release()

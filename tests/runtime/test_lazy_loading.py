@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, replace_commands
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, verify_and_rebuild_commands
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
@@ -73,8 +73,8 @@ def forged(bundle, tmp_path) -> Path:
         for at, entry in enumerate(entries)
         if entry.signature.program == "verify" and entry.signature.bucket["k"] == 3
     )
-    whole = Store(path).read(entries[at])
-    blob, packed = pack(whole[: len(whole) // 2])
+    whole = Store(path).read_executable(entries[at])
+    blob, packed = pack_blob(whole[: len(whole) // 2])
     (path / "executables" / blob.sha256).write_bytes(packed)
     entries[at] = msgspec.structs.replace(entries[at], **msgspec.structs.asdict(blob))
     (path / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, entries=tuple(entries))))
@@ -87,7 +87,9 @@ def test_what_turns_out_to_be_no_executable_costs_those_who_need_it_and_nobody_e
         for _ in range(4):  # more than an engine survives of the device's faults in a row
             with pytest.raises(EngineFailed) as error:
                 engine.generate(case.prompt, up_to(20, k=3))
-            assert "verify" in str(error.value) and f"Mend it: {replace_commands(forged)}" in str(error.value)
+            assert "verify" in str(error.value) and f"Mend it: {verify_and_rebuild_commands(forged)}" in str(
+                error.value
+            )
         assert engine.generate(case.prompt, up_to(20, k=0)).token_ids == case.answer[:20]
         assert engine.failure is None and engine.stats().failures == 4
         wait_until(lambda: engine.stats().loaded == engine.executables - 1)

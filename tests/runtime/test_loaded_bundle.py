@@ -16,8 +16,15 @@ import pytest
 from jax.experimental import serialize_executable
 from safetensors.numpy import load_file, save_file
 
-from dflash_aot.cache.bundle.blob import pack
-from dflash_aot.cache.bundle.manifest import SCHEMA, Entry, Manifest, encode_manifest, read_manifest, replace_commands
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import (
+    SCHEMA,
+    Entry,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+    verify_and_rebuild_commands,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
@@ -189,7 +196,7 @@ def test_a_manifest_that_promises_more_than_it_holds_is_refused(copy, program):
 
 def plant(copy: Path, content: bytes) -> None:
     """An executable replaced, and the manifest made to fit."""
-    blob, packed = pack(content)
+    blob, packed = pack_blob(content)
     (copy / "executables" / blob.sha256).write_bytes(packed)
     rewrite_entry(copy, "verify", **msgspec.structs.asdict(blob))
 
@@ -246,7 +253,7 @@ def test_what_is_no_executable_is_refused(copy, content):
 
 
 def test_half_an_executable_is_refused(copy):
-    whole = Store(copy).read(entry_of(copy, "verify"))
+    whole = Store(copy).read_executable(entry_of(copy, "verify"))
     plant(copy, whole[: len(whole) // 2])
     assert "verify" in refusal(CorruptBundle, copy, preload=True)
 
@@ -288,7 +295,7 @@ def test_an_executable_of_another_bucket_is_refused(copy):
 
 def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array], jax.Array]) -> bytes:
     """An executable that takes and returns what it should; what it returns is full of what `compute` makes."""
-    known, signature = manifest.known_arrays(), entry.signature
+    known, signature = manifest.arrays_by_name(), entry.signature
     inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
     outputs = [*(known[name] for name in signature.donated), *signature.results]
 
@@ -315,7 +322,7 @@ def test_an_executable_that_raises_in_its_first_call_is_refused(copy):
         f"{copy}/executables/{entry_of(copy, 'verify').sha256} ({entry.signature.label}): does not run: INVALID"
         in words
     )
-    assert words.endswith(f"Mend it: {replace_commands(copy)}")
+    assert words.endswith(f"Mend it: {verify_and_rebuild_commands(copy)}")
 
 
 def test_an_executable_that_finds_no_memory_is_not_at_fault(copy):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.bundle.manifest import read_content
+from dflash_aot.cache.bundle.manifest import read_manifest_bytes
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.signing.ed25519 import read_private_key
-from dflash_aot.cache.signing.signatures import sign
+from dflash_aot.cache.signing.signatures import sign_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 
@@ -20,7 +20,7 @@ def copy(bundle, tmp_path) -> Path:
 
 def test_what_the_owner_of_the_key_signed_is_served(copy, make_key, cases):
     private, public = make_key("ours")
-    sign(copy, read_content(copy), read_private_key(private))
+    sign_manifest(copy, read_manifest_bytes(copy), read_private_key(private))
     with Engine.open(copy, require_signature=str(public)) as engine:
         params = SamplingParams(max_tokens=9, stop_token_ids=())
         assert engine.generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:9]
@@ -31,7 +31,7 @@ def test_what_nobody_or_somebody_else_signed_is_not_even_parsed(copy, make_key, 
     _, public = make_key("ours")
     (copy / "manifest.json").write_bytes(b"not JSON")
     if signer:
-        sign(copy, b"not JSON", read_private_key(make_key(signer)[0]))
+        sign_manifest(copy, b"not JSON", read_private_key(make_key(signer)[0]))
     with pytest.raises(CorruptBundle, match="not by" if signer else "is not signed"):
         Engine.open(copy, require_signature=public)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.runtime.executables.sampling_state import SamplingStateWriter, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -109,7 +109,7 @@ def test_a_sampled_row_starts_at_its_prompt_s_last_token_and_a_greedy_one_goes_o
 
 def test_a_greedy_request_asks_for_nothing():
     call = admit(row(sampled=False)).calls[0]
-    assert dict(zip(SAMPLING_COLUMNS, call["sampling"][0].tolist(), strict=True)) == NEUTRAL
+    assert dict(zip(SAMPLING_COLUMNS, call["sampling"][0].tolist(), strict=True)) == NEUTRAL_SAMPLING
     assert not any(call[name].any() for name in ("bias", "prompted", "tops"))
 
 
@@ -120,7 +120,7 @@ def test_a_greedy_request_asks_for_nothing():
 )
 def test_every_parameter_is_in_its_own_column(name, value):
     columns = dict(zip(SAMPLING_COLUMNS, admitted(**{name: value})["sampling"][0].tolist(), strict=True))
-    assert columns == {**NEUTRAL, name: value}
+    assert columns == {**NEUTRAL_SAMPLING, name: value}
 
 
 def test_a_bias_lies_on_its_tokens_and_on_no_other_request_s():

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest import Canary, Output, read_manifest
-from dflash_aot.cache.signature import Array
+from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
+from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 from dflash_aot.runtime.self_test.self_test import find_deviations, is_comparable
 
 NOISE_ELSEWHERE = """
 import json
 import numpy as np
-from dflash_aot.cache.signature import Array
+from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.self_test.inputs import make_weight
-print(json.dumps(make_weight(Array("target.lm_head.weight", (3, 5), "float32")).tolist()))
+print(json.dumps(make_weight(ArraySpec("target.lm_head.weight", (3, 5), "float32")).tolist()))
 """
 
 
@@ -29,7 +29,7 @@ def every_signature(bundle):
 
 def test_every_input_of_every_program_can_be_made(bundle):
     manifest, signatures = every_signature(bundle)
-    known, vocab = manifest.known_arrays(), manifest.target.facts.decoder.vocab
+    known, vocab = manifest.arrays_by_name(), manifest.target.facts.decoder.vocab
     for signature in signatures:
         made = [(known[name], make_state(known[name], signature, vocab)) for name in signature.state]
         made += [(one, make_argument(one, signature, vocab)) for one in signature.arguments]
@@ -46,7 +46,7 @@ def test_positions_stay_inside_their_bucket(bundle):
         for name, bucket_width in (("lengths", "k"), ("starts", "prefill")):
             arrays = [one for one in signature.arguments if one.name == name]
             if name in signature.state:
-                arrays.append(manifest.known_arrays()[name])
+                arrays.append(manifest.arrays_by_name()[name])
             if "length" not in signature.bucket:
                 continue
             for array in arrays:
@@ -58,8 +58,8 @@ def test_positions_stay_inside_their_bucket(bundle):
 def test_nothing_is_written_yet_where_the_call_writes(bundle):
     manifest, signatures = every_signature(bundle)
     verify = next(one for one in signatures if one.label == "verify batch=3 length=208 k=7")
-    keys = make_state(manifest.known_arrays()["target_k"], verify, 512)
-    start = int(make_state(manifest.known_arrays()["lengths"], verify, 512)[0])
+    keys = make_state(manifest.arrays_by_name()["target_k"], verify, 512)
+    start = int(make_state(manifest.arrays_by_name()["lengths"], verify, 512)[0])
     assert np.abs(keys[:, :, :, :start]).min(axis=-1).max() > 0
     assert not keys[:, :, :, start:].any()
 
@@ -67,31 +67,31 @@ def test_nothing_is_written_yet_where_the_call_writes(bundle):
 def test_noise_is_the_same_in_every_process():
     """SplitMix64's first number from seed 0 is 0xE220A8397B1DCDAF; its upper 24 bits are where the noise begins."""
     found = json.loads(subprocess.run([sys.executable, "-c", NOISE_ELSEWHERE], stdout=subprocess.PIPE).stdout)
-    weight = make_weight(Array("target.lm_head.weight", (3, 5), "float32"))
+    weight = make_weight(ArraySpec("target.lm_head.weight", (3, 5), "float32"))
     assert found == weight.tolist()
-    whole = make_weight(Array("target.lm_head.weight", (1_048_583,), "float32"))
+    whole = make_weight(ArraySpec("target.lm_head.weight", (1_048_583,), "float32"))
     first = np.float32(0xE220A8 / 2**23 - 1) * np.float32(0.05)
     assert np.flatnonzero(whole == first).size > 0
     assert abs(whole.mean()) < 1e-4 and np.isclose(np.abs(whole).max(), 0.05, rtol=1e-4)
 
 
 def test_no_two_rows_of_a_large_matrix_are_alike():
-    head = make_weight(Array("target.lm_head.weight", (151_936, 8), "float32"))
+    head = make_weight(ArraySpec("target.lm_head.weight", (151_936, 8), "float32"))
     assert np.unique(head, axis=0).shape == head.shape
 
 
 def test_norms_are_around_one_and_maps_lead_nowhere():
-    assert np.isclose(make_weight(Array("target.model.norm.weight", (10_000,), "float32")).mean(), 1, atol=0.01)
-    assert not make_weight(Array("draft.d2t", (7,), "int32")).any()
+    assert np.isclose(make_weight(ArraySpec("target.model.norm.weight", (10_000,), "float32")).mean(), 1, atol=0.01)
+    assert not make_weight(ArraySpec("draft.d2t", (7,), "int32")).any()
 
 
-FLOATS = Output("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
-TOKENS = Output("verdict", "int32", 4, (0.0, 17.0, 3.0, 9.0), 7.25)
-GOLDEN = Canary(1, (FLOATS, TOKENS))
+FLOATS = SelfTestOutput("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
+TOKENS = SelfTestOutput("verdict", "int32", 4, (0.0, 17.0, 3.0, 9.0), 7.25)
+GOLDEN = SelfTest(1, (FLOATS, TOKENS))
 
 
 def deviations(floats=FLOATS, tokens=TOKENS, dtype="float32", **changes):
-    return find_deviations(GOLDEN, structs.replace(Canary(1, (floats, tokens)), **changes), dtype)
+    return find_deviations(GOLDEN, structs.replace(SelfTest(1, (floats, tokens)), **changes), dtype)
 
 
 def test_what_was_recorded_deviates_in_nothing():
@@ -137,5 +137,5 @@ def test_what_is_of_other_inputs_is_not_comparable():
     "outputs", [(FLOATS,), (TOKENS, FLOATS), (FLOATS, structs.replace(TOKENS, name="x")), (FLOATS, TOKENS, TOKENS)]
 )
 def test_other_outputs_are_a_deviation(outputs):
-    (words,) = find_deviations(GOLDEN, Canary(1, outputs), "float32")
+    (words,) = find_deviations(GOLDEN, SelfTest(1, outputs), "float32")
     assert words.startswith("outputs are ") and words.endswith("recorded are features float32, verdict int32")

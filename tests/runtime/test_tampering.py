@@ -13,7 +13,7 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest import SCHEMA, encode_manifest, parse_manifest, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
-from dflash_aot.cache.bundle.verification import find_flaws
+from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle
 from dflash_aot.runtime import Engine, SamplingParams
 
@@ -110,7 +110,7 @@ def test_with_the_right_digest_a_change_is_refused(copy, content):
         try:
             manifest = read_manifest(copy)
             check_consistent(copy, manifest)
-            if not find_flaws(copy, manifest):
+            if not find_file_flaws(copy, manifest):
                 Engine.open(copy).close()
                 served.append(real)
         except DflashError as error:
@@ -158,7 +158,7 @@ def test_permuted_weights_are_found_by_their_key(copy, content):
     facts = json.loads(content)
     facts["entries"][0]["signature"]["weights"].reverse()
     write(copy, seal(facts))
-    (flaw,) = find_flaws(copy, read_manifest(copy))
+    (flaw,) = find_file_flaws(copy, read_manifest(copy))
     assert (flaw.field, flaw.promised) == ("key", facts["entries"][0]["key"])
 
 

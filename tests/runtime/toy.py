@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
-from dflash_aot.cache.sampling_state import NEUTRAL, SAMPLING_COLUMNS, count_tops
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request
@@ -369,7 +369,7 @@ class ToyBundle:
 
     def _sampled_verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any) -> Any:
         used, (features, starts, verdict) = self._verify(bucket, slots, *arguments, sampled=True)
-        chosen, count = verdict[:, bucket.k + 1 :], count_tops(VOCAB)
+        chosen, count = verdict[:, bucket.k + 1 :], count_top_logprobs(VOCAB)
         tokens = (chosen[..., None] + np.arange(count)) % VOCAB
         wanted = any(slots[slot].wish.tops for slot in used)
         tops = [array * wanted for array in (tokens, logprob(tokens))]
@@ -439,7 +439,7 @@ def _judge(
 def read_wish(asked: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int) -> Wish:
     """What an admission has placed."""
     columns = {name: round(float(value), 5) for name, value in zip(SAMPLING_COLUMNS, asked, strict=True)}
-    require(columns.keys() == NEUTRAL.keys(), "sampling has other columns")
+    require(columns.keys() == NEUTRAL_SAMPLING.keys(), "sampling has other columns")
     high, low = (int(half) & 0xFFFFFFFF for half in seeds)
     return Wish(
         columns["temperature"],
