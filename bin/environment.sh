@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh in the repository root: the virtual environment .venv that they share.
+# Sourced by quickstart.sh, develop.sh and test.sh in the repository root: the virtual environment .venv that they share.
 
 say() { printf '\n== %s\n' "$*" >&2; }
 
@@ -23,3 +23,17 @@ install() {
 # What is installed stays as it is until pyproject.toml or constraints.txt changes. NAME stands for a set of packages.
 is_installed() { [[ ".venv/.$1" -nt pyproject.toml && ".venv/.$1" -nt constraints.txt ]]; }
 note_installed() { touch ".venv/.$1"; }
+
+# write_imports FOLDER   FOLDER/dflash_aot, in which each module re-exports a module of the rooms.
+# Editors and type checkers do not run the import hook of an editable install. They search FOLDER instead
+# (pyproject.toml: tool.pyright, tool.mypy) and follow the re-export to the file in the room.
+write_imports() {
+    rm -rf "$1/dflash_aot"
+    local file module
+    while read -r file; do
+        module="${file%.py}"
+        module="${module%/__init__}"
+        mkdir -p "$1/dflash_aot/${file%/*}"
+        echo "from ${module//\//.} import *" >"$1/dflash_aot/$file"
+    done < <(find cache compile runtime server benchmarks bin -name '*.py')
+}

@@ -5,22 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source bin/environment.sh
 
-install_everything() {
-    say "installing dflash-aot and its tools into .venv (a few minutes, most of it downloads)"
-    install --editable ".[dev]"
-    note_installed test
-}
-
-check_types() {
-    # Type checkers do not follow an editable install: they are shown dflash_aot as a folder of links to the rooms.
-    mkdir -p build/types/dflash_aot
-    local room
-    for room in cache compile runtime server benchmarks bin; do
-        ln -sfn "$PWD/$room" "build/types/dflash_aot/$room"
-    done
-    (cd build/types && ../../.venv/bin/mypy --config-file ../../pyproject.toml --package dflash_aot)
-}
-
 build_wheel() {
     # setuptools would pack what an earlier build left in build/lib.
     rm -rf build/lib build/bdist.* build/wheel
@@ -61,8 +45,7 @@ check_wheel() {
     )
 }
 
-make_environment
-is_installed test || install_everything
+bash bin/develop.sh
 
 if (($#)); then
     exec .venv/bin/pytest "$@"
@@ -73,7 +56,7 @@ say "format and lint"
 .venv/bin/ruff check
 
 say "types"
-check_types
+.venv/bin/mypy
 
 say "the wheel, installed elsewhere"
 build_wheel

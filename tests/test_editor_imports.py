@@ -1,0 +1,51 @@
+"""What editors and type checkers follow: build/imports, where modules re-export those of the rooms."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TOOLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
+
+
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imports")
+    script = 'source bin/environment.sh; write_imports "$1"'
+    subprocess.run(["bash", "-euc", script, "bash", folder], cwd=REPOSITORY, check=True)
+    return folder
+
+
+def test_each_module_of_the_rooms_is_re_exported(imports):
+    rooms = [package.removeprefix("dflash_aot.") for package in TOOLS["setuptools"]["package-dir"]]
+    modules = {path.relative_to(REPOSITORY) for room in rooms for path in (REPOSITORY / room).rglob("*.py")}
+    assert {path.relative_to(imports / "dflash_aot") for path in imports.rglob("*.py")} == modules
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("dflash_aot.cache.grid.Grid", "cache/grid.py"),
+        ("dflash_aot.cache.bundle.manifest.Manifest", "cache/bundle/manifest.py"),
+        ("dflash_aot.runtime.SamplingParams", "runtime/requests/sampling_params.py"),
+    ],
+)
+def test_definition_is_found_in_the_file_of_its_room(imports, name, file):
+    """Python itself searches the two folders here, as pyright does, in an order in which no editable install is asked."""
+    module, _, attribute = name.rpartition(".")
+    code = f"import inspect; from {module} import {attribute}; print(inspect.getsourcefile({attribute}))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(imports), str(REPOSITORY)])}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    assert Path(found.strip()) == REPOSITORY / file
+
+
+def test_pyright_and_mypy_search_the_folder_that_the_installation_writes():
+    assert "write_imports build/imports\n" in (REPOSITORY / "bin/develop.sh").read_text()
+    assert TOOLS["pyright"]["extraPaths"] == ["build/imports"]
+    assert TOOLS["mypy"]["mypy_path"].split(":")[1] == "$MYPY_CONFIG_FILE_DIR/build/imports"
