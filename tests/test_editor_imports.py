@@ -35,7 +35,7 @@ def test_each_module_of_the_rooms_is_re_exported(imports):
     ],
 )
 def test_definition_is_found_in_the_file_of_its_room(imports, name, file):
-    """Python itself searches the two folders here, as pyright does, in an order in which no editable install is asked."""
+    """Python itself searches the two folders here, as pyright does, before the editable install is asked."""
     module, _, attribute = name.rpartition(".")
     code = f"import inspect; from {module} import {attribute}; print(inspect.getsourcefile({attribute}))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(imports), str(REPOSITORY)])}
