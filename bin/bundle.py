@@ -1,10 +1,10 @@
-"""dflash-bundle: inspects, verifies, signs and copies bundles. verify runs executables only if asked to.
+"""dflash-bundle: inspects, verifies, signs and copies bundles. Only verify runs executables, if asked to.
 
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
 dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
-dflash-bundle verify BUNDLE --deep [--record]    also call every executable, each in a subprocess
-dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]   also compare its answers with FILE
-dflash-bundle verify BUNDLE --record_golden FILE     also write its answers to FILE
+dflash-bundle verify BUNDLE --deep [--record]    also call every executable, in a subprocess
+dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]     also generate, and compare the answers with FILE
+dflash-bundle verify BUNDLE --record_golden FILE     also generate, and write the answers to FILE
 dflash-bundle diff A B                           show how two bundles differ
 dflash-bundle sign BUNDLE --key PRIVATE.pem      sign the manifest, and with it every file
 dflash-bundle gc BUNDLE [--dry_run] [--keep_hours H]     remove files that the manifest does not refer to
@@ -146,7 +146,7 @@ def _key() -> Path | None:
 
 
 def _golden() -> GoldenOptions:
-    """Raises BadInput."""
+    """The flags of the golden check. Raises BadInput for checkpoints without such a check."""
     golden, record = (Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN))
     if (_TARGET.value or _DRAFT.value) and not (golden or record):
         raise BadInput("--target and --draft: verify reads checkpoints only with --golden or --record_golden")

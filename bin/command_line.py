@@ -1,6 +1,5 @@
-"""What all commands do alike: flags, errors, exit codes, tables."""
+"""What all commands share: flag parsing, error messages, exit codes, default directories, tables."""
 
-import gc
 import io
 import logging
 import os
@@ -22,11 +21,11 @@ from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.remote.urls import hide_secrets, is_url
 from dflash_aot.cache.remote.user_cache import user_cache_directory
 
-INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
+INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
-    """A command that takes flags and nothing else; see `run_with_arguments`."""
+    """Runs a command that takes no arguments besides flags; returns its exit code, see `run_with_arguments`."""
 
     def run(arguments: Sequence[str]) -> int:
         if arguments:
@@ -40,16 +39,14 @@ def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Call
 def run_with_arguments(
     name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[Sequence[str]], int]
 ) -> int:
-    """Parses the command line, runs `main` on what is no flag, and returns its exit code.
+    """Parses the command line, calls `main` with the arguments that are not flags, and returns the exit code.
 
-    Our errors become one message and their exit code.
+    Prints a DflashError as one message and returns its exit code. Configures the encoding of standard output, logging
+    and the handler of SIGINT.
     """
-    if not gc.isenabled():  # since the first import of ours: what came by then is no garbage
-        gc.freeze()
-        gc.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # what the model writes, whatever the locale
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs
+        sys.stdout.reconfigure(encoding="utf-8")  # generated text must not depend on the locale
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
     logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with _ended_by_interrupt(name):
@@ -62,27 +59,27 @@ def run_with_arguments(
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, DflashError) else BadInput.exit_code
     except BrokenPipeError:
-        # The reader has gone (| head). Python would complain once more when it flushes at exit.
+        # The reader has closed the pipe (| head). Without the dup2, Python reports that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example a full disk
         print(f"{name}: {error}", file=sys.stderr)
         return BadInput.exit_code
 
 
 @contextmanager
 def _ended_by_interrupt(name: str) -> Iterator[None]:
-    """Ctrl-C ends the process at once, whatever it is doing; there is nothing that it could leave half done.
+    """Makes Ctrl-C end the process at once. Files are replaced atomically, so none is left half written.
 
-    Not by KeyboardInterrupt: raised inside a callback of the garbage collector (JAX has one) it is printed and
-    forgotten, and the interpreter would wait for a compilation of minutes in another thread.
+    A KeyboardInterrupt does not serve: raised inside a callback of the garbage collector (JAX has one) it is printed
+    and forgotten, and the interpreter would wait for a compilation of minutes in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(_: int, __: FrameType | None) -> None:
-        os.write(2, f"\n{name}: interrupted\n".encode())  # a buffer may be in use just now
+        os.write(2, f"\n{name}: interrupted\n".encode())  # not print: the signal may interrupt a buffered write
         os._exit(INTERRUPTED)
 
     before = signal.signal(signal.SIGINT, end)
@@ -104,24 +101,24 @@ def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Se
 
 
 def decode_text(content: bytes, source: str) -> str:
-    """Raises BadInput for what is not UTF-8."""
+    """Decodes UTF-8. Raises BadInput, which names the source, for other bytes."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{source} is not UTF-8: {error}") from error
 
 
-def choose_directory(place: str, remedy: str) -> Path:
-    """Raises BadInput, which ends with the remedy, for a URL."""
-    if is_url(place):
-        raise BadInput(f"{hide_secrets(place)} is a URL, and a directory is needed here. {remedy}")
-    return Path(place)
+def choose_directory(location: str, remedy: str) -> Path:
+    """The path of a directory. Raises BadInput, which ends with the remedy, for a URL."""
+    if is_url(location):
+        raise BadInput(f"{hide_secrets(location)} is a URL, and this command needs a directory. {remedy}")
+    return Path(location)
 
 
 def default_bundle(target: str, draft: str, topology: str | None = None) -> Path:
-    """Where the bundle of a pair lives when no --bundle is given: in the user's cache directory.
+    """The directory of a pair's bundle when --bundle is not given, in the user's cache directory.
 
-    One for a described `topology` has a place of its own: what is served here stays.
+    A bundle for a described `topology` has another directory than the one for the attached devices.
     """
     base = user_cache_directory()
     if topology:
@@ -135,24 +132,27 @@ def default_bundle(target: str, draft: str, topology: str | None = None) -> Path
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """Both, or neither for the embedded pair, or a draft that names its target. Raises BadInput, BadCheckpoint."""
+    """Completes --target and --draft: without both it is the embedded pair, and a draft may name its target.
+
+    Raises BadInput, BadCheckpoint.
+    """
     if target is None and draft is not None:
         target = _read_verifier(draft)
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if target else ("--draft", "--target")
         hint = "" if target else f", and the config of {draft} names no target"
-        raise BadInput(f"{given} without {missing}{hint}: a pair needs both; without either it is the embedded pair")
+        raise BadInput(f"{given} without {missing}{hint}: give both, or neither to use the embedded pair")
     return target or EMBEDDED, draft or EMBEDDED
 
 
 def _read_verifier(draft: str) -> str | None:
-    """The target that a draft of speculators' may name."""
+    """The target that a draft in the speculators format names, if any."""
     config = read_config(locate_checkpoint(draft, "draft"))
     return read_verifier(config) if is_speculators(config) else None
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned, the first to the left, the others to the right."""
+    """Text with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -162,6 +162,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_bytes(count: float) -> str:
+    """A size with a decimal unit, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Flags of the commands that open an engine: which bundle and checkpoints to serve, and sampling parameters."""
+"""Flags of dflash-run and dflash-serve: bundle, checkpoints and K, and the sampling parameters."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,40 +9,46 @@ from dflash_aot.bin.command_line import choose_pair, default_bundle
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
 
-HINTS = {  # what applies to dflash-run only
-    "max_tokens": "; default: to the end of the grid",
-    "trace": " (JSON only)",
-    "logprobs": " (JSON only)",
+HINTS = {  # added to the help texts of dflash-run
+    "max_tokens": "; default: as many as the grid holds",
+    "trace": " (with --json or --input)",
+    "logprobs": " (with --json or --input)",
 }
 
 
-class ServedFlags:
-    """--bundle, --target, --draft, --k and --require_signature; read once they are parsed."""
+class EngineFlags:
+    """Defines --bundle, --target, --draft, --k and --require_signature; the properties are read after parsing."""
 
     def __init__(self, flag_values: flags.FlagValues):
         self._bundle = flags.DEFINE_string(
             "bundle",
             None,
-            "what dflash-precompile built, or the URL where dflash-bundle pushed it; default: the user's cache "
-            "directory",
+            "a bundle's directory, or the URL that dflash-bundle pushed it to; default: the directory of the pair in "
+            "the user's cache",
             flag_values=flag_values,
         )
         self._target = flags.DEFINE_string(
-            "target", None, "another target checkpoint of the same shapes", flag_values=flag_values
+            "target", None, "a target checkpoint with the same shapes, instead of the bundle's", flag_values=flag_values
         )
         self._draft = flags.DEFINE_string(
-            "draft", None, "another draft checkpoint of the same shapes", flag_values=flag_values
+            "draft", None, "a draft checkpoint with the same shapes, instead of the bundle's", flag_values=flag_values
         )
         self._k = flags.DEFINE_string(
-            "k", "auto", "tokens verified per round: auto, or one of the grid's", flag_values=flag_values
+            "k",
+            "auto",
+            "draft tokens verified per round: a K of the grid, or auto to choose K while serving",
+            flag_values=flag_values,
         )
         self._require_signature = flags.DEFINE_string(
-            "require_signature", None, "a public key, PEM: serve only what its owner signed", flag_values=flag_values
+            "require_signature",
+            None,
+            "PEM file of a public key; refuse a bundle that the key's owner has not signed",
+            flag_values=flag_values,
         )
 
     @property
     def bundle(self) -> str:
-        """A directory or a URL. Raises BadInput, BadCheckpoint where none is named and the pair's cannot be found."""
+        """A directory or a URL. Raises BadInput, and BadCheckpoint where --bundle is missing and --draft not found."""
         return self._bundle.value or str(default_bundle(*choose_pair(self.target, self.draft)))
 
     @property
@@ -55,21 +61,22 @@ class ServedFlags:
 
     @property
     def k(self) -> int | Literal["auto"]:
-        """Raises BadInput."""
+        """Raises BadInput for anything else than "auto" or a number of at least 0."""
         value: str = self._k.value
         if value == "auto":
             return "auto"
         if not (value.isascii() and value.isdigit()):
-            raise BadInput(f"--k {value}: auto, or a whole number of at least 0")
+            raise BadInput(f"--k {value}: must be auto, or a whole number of at least 0")
         return int(value)
 
     @property
     def signed_by(self) -> Path | None:
+        """The public key of --require_signature."""
         return None if self._require_signature.value is None else Path(self._require_signature.value)
 
 
 class SamplingFlags:
-    """A flag for each scalar field of `SamplingParams` but k, which is the engine's, and for the stop texts."""
+    """Defines --stop and a flag for each scalar field of `SamplingParams`, except k, which `EngineFlags` defines."""
 
     def __init__(self, flag_values: flags.FlagValues):
         define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
@@ -81,13 +88,14 @@ class SamplingFlags:
             if parameter.type in define and name != "k"
         }
         self._flags["stop"] = flags.DEFINE_multi_string(
-            "stop", [], "a text that ends the output; may be given again", flag_values=flag_values
+            "stop", [], "a text that ends the output; may be repeated", flag_values=flag_values
         )
 
     @property
     def trace(self) -> bool:
+        """Whether --trace is given."""
         return self._flags["trace"].value
 
     def read(self) -> SamplingParams:
-        """Raises BadInput."""
+        """The parameters as parsed. Raises BadInput for a value out of range."""
         return SamplingParams(**{name: flag.value for name, flag in self._flags.items()})

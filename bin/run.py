@@ -1,4 +1,4 @@
-"""dflash-run: serves a bundle from the command line. Text goes to standard output, everything else to standard error.
+"""dflash-run: generates text with a bundle. The text goes to standard output, everything else to standard error.
 
 dflash-run --bundle DIR|URL --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N] [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
@@ -19,9 +19,9 @@ from typing import BinaryIO, TextIO
 from absl import flags
 
 from dflash_aot.bin.command_line import decode_text, run_command
-from dflash_aot.bin.engine_flags import SamplingFlags, ServedFlags
+from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
-from dflash_aot.bin.run_report import Served, format_report, report_fields
+from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.jax_platform import select_jax_platforms
@@ -37,52 +37,59 @@ logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
 
 FLAGS = flags.FlagValues()
-_SERVED = ServedFlags(FLAGS)
-_PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; default: standard input", flag_values=FLAGS)
-_CHAT = flags.DEFINE_bool("chat", False, "a conversation, a line each, by the tokenizer's template", flag_values=FLAGS)
+_ENGINE = EngineFlags(FLAGS)
+_PROMPT = flags.DEFINE_string("prompt", None, "the prompt; default: read from standard input", flag_values=FLAGS)
+_CHAT = flags.DEFINE_bool(
+    "chat",
+    False,
+    "chat: each line of standard input is a user message, put through the chat template",
+    flag_values=FLAGS,
+)
 _THINKING = flags.DEFINE_bool(
     "thinking",
     False,
-    "let the template ask for thinking, for a draft that was trained on it (--chat only)",
+    "with --chat: render the chat template with enable_thinking, for a draft trained on such texts",
     flag_values=FLAGS,
 )
-_INPUT = flags.DEFINE_string("input", None, "requests, one JSON object a line", flag_values=FLAGS)
-_OUTPUT = flags.DEFINE_string("output", None, "where their answers go; default: standard output", flag_values=FLAGS)
+_INPUT = flags.DEFINE_string("input", None, "a file of requests, one JSON object per line", flag_values=FLAGS)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "the file for the results of --input; default: standard output", flag_values=FLAGS
+)
 _SAMPLING = SamplingFlags(FLAGS)
-_STATS = flags.DEFINE_bool("stats", False, "say what happened", flag_values=FLAGS)
-_JSON = flags.DEFINE_bool("json", False, "answer and statistics as JSON", flag_values=FLAGS)
+_STATS = flags.DEFINE_bool("stats", False, "print statistics of the run", flag_values=FLAGS)
+_JSON = flags.DEFINE_bool("json", False, "print results and statistics as JSON", flag_values=FLAGS)
 
 
 def main() -> None:
-    """The console script."""
+    """The console script `dflash-run`."""
     sys.exit(run_command("dflash-run", __doc__, FLAGS, run))
 
 
 def run() -> None:
-    """One of the four ways to be asked."""
-    ways = {"--prompt": _PROMPT.value is not None, "--chat": _CHAT.value, "--input": _INPUT.value is not None}
-    if sum(ways.values()) > 1:
-        raise BadInput(f"{' and '.join(way for way, given in ways.items() if given)} are given: one at a time")
+    """Generates from --prompt, --chat, --input or standard input, as the flags say."""
+    sources = {"--prompt": _PROMPT.value is not None, "--chat": _CHAT.value, "--input": _INPUT.value is not None}
+    if sum(sources.values()) > 1:
+        raise BadInput(f"{' and '.join(flag for flag, given in sources.items() if given)} are given: choose one")
     if _OUTPUT.value is not None and _INPUT.value is None:
-        raise BadInput("--output without --input: answers to lines go there, and there are no lines")
+        raise BadInput("--output without --input: it is the file for the results of --input")
     if _THINKING.value and not _CHAT.value:
-        raise BadInput("--thinking without --chat: it is for the chat template to read")
+        raise BadInput("--thinking without --chat: only the chat template reads it")
     params = _SAMPLING.read()
     for flag, given in (("--trace", params.trace), ("--logprobs", params.logprobs is not None)):
         if given and _INPUT.value is None and not _JSON.value:
-            raise BadInput(f"{flag} without --json or --input: there is no place for it beside plain text")
+            raise BadInput(f"{flag} without --json or --input: plain text cannot show it")
     if _INPUT.value is not None:
-        _answer_file(_INPUT.value, params)
+        _generate_lines(_INPUT.value, params)
     elif _CHAT.value:
         _chat(params)
     else:
-        _answer_prompt(params)
+        _generate_prompt(params)
 
 
-def _answer_prompt(params: SamplingParams) -> None:
+def _generate_prompt(params: SamplingParams) -> None:
     prompt = _read_input() if _PROMPT.value is None else _PROMPT.value
     if not prompt:
-        raise BadInput("the prompt is empty: give --prompt TEXT, or text on standard input")
+        raise BadInput("the prompt is empty: give --prompt TEXT or write text to standard input")
     with open_engine() as engine:
         if engine.manifest.target.reference != EMBEDDED and (advice := diagnose_prompt(engine.target, prompt)):
             logger.warning(advice)
@@ -91,21 +98,21 @@ def _answer_prompt(params: SamplingParams) -> None:
 
 
 def _read_input() -> str:
-    """Without the line end that `echo` adds."""
+    """Standard input without the line end that `echo` adds."""
     return decode_text(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
 
 
 def _chat(params: SamplingParams) -> None:
-    """Until standard input ends; the whole conversation is the prompt of every turn."""
+    """Runs a chat until standard input ends. The prompt of every turn is the whole conversation so far."""
     from dflash_aot.runtime.text.chat_template import render_chat  # noqa: PLC0415  only a chat needs templates
 
     messages: list[dict[str, str]] = []
     results = []
     with open_engine() as engine:
-        for line in _read_turns():
+        for line in _read_messages():
             messages.append({"role": "user", "content": line})
             text = render_chat(engine.target, messages, {"enable_thinking": _THINKING.value})
-            # The template has written all special tokens itself.
+            # The rendered template contains the special tokens.
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             results.append(_stream_text(engine, prompt, params))
             if _JSON.value:
@@ -114,7 +121,8 @@ def _chat(params: SamplingParams) -> None:
         _report(engine, results, None)
 
 
-def _read_turns() -> Iterator[str]:
+def _read_messages() -> Iterator[str]:
+    """Lines of standard input, each after a "> " on standard error; empty lines are skipped."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = decode_text(sys.stdin.buffer.readline(), "standard input")
@@ -125,8 +133,8 @@ def _read_turns() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer_file(lines_path: str, params: SamplingParams) -> None:
-    """Every line is answered, a broken one with an error; the others never notice."""
+def _generate_lines(lines_path: str, params: SamplingParams) -> None:
+    """Writes a result for every line of a file; an invalid line gets an error and does not affect the others."""
     with _open_lines(lines_path) as lines, open_engine() as engine, _open_output(_OUTPUT.value) as output:
         results = []
         for identity, result in answer_lines(engine, lines, params):
@@ -134,12 +142,12 @@ def _answer_file(lines_path: str, params: SamplingParams) -> None:
             output.write(output_line(identity, result, _SAMPLING.trace) + "\n")
             output.flush()
         if failed := sum(result.finish_reason == "error" for result in results):
-            print(f"dflash-run: {failed} of {len(results)} lines answered with an error", file=sys.stderr)
+            print(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
         _report(engine, results, None)
 
 
 def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
-    """To standard output as it is committed, unless JSON is asked for."""
+    """Generates and prints the text as tokens are committed; prints nothing with --json."""
     stream = engine.stream(prompt, params)
     for delta in stream:
         if not _JSON.value:
@@ -151,33 +159,33 @@ def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams
     try:
         return stream.result()
     except EngineFailed as error:
-        raise error.__cause__ or error from None  # a corrupt executable has an exit code of its own
+        raise error.__cause__ or error from None  # CorruptBundle has another exit code
 
 
 @contextmanager
 def open_engine() -> Iterator[Engine]:
-    """The engine that the flags describe; on the platform that the bundle is for."""
+    """Opens the engine that the flags describe, on the platform that the bundle was built for."""
     bundle = _locate_bundle()
-    select_jax_platforms(read_manifest(bundle, _SERVED.signed_by).environment.platform)
+    select_jax_platforms(read_manifest(bundle, _ENGINE.signed_by).environment.platform)
     with Engine.open(
         bundle,
-        _SERVED.target,
-        _SERVED.draft,
-        k=_SERVED.k,
-        require_signature=_SERVED.signed_by,
-        # A file of requests waits for all executables: what is wrong with one is told before the first answer.
+        _ENGINE.target,
+        _ENGINE.draft,
+        k=_ENGINE.k,
+        require_signature=_ENGINE.signed_by,
+        # A file of requests loads all executables first, so that a corrupt one is reported before the first result.
         preload=_INPUT.value is not None,
     ) as engine:
         yield engine
 
 
 def _locate_bundle() -> Path:
-    """Its directory, which is a copy of what lies behind a URL."""
-    bundle = _SERVED.bundle
+    """The bundle's directory; a bundle behind a URL is fetched first."""
+    bundle = _ENGINE.bundle
     if is_url(bundle):
-        from dflash_aot.bin.bundle_changes import fetch_with_progress  # noqa: PLC0415  most runs need no fetch
+        from dflash_aot.bin.bundle_changes import fetch_with_progress  # noqa: PLC0415  imports tqdm: 40 ms
 
-        return fetch_with_progress(bundle, _SERVED.signed_by)
+        return fetch_with_progress(bundle, _ENGINE.signed_by)
     return Path(bundle)
 
 
@@ -197,15 +205,15 @@ def _open_output(path: str | None) -> AbstractContextManager[TextIO]:
         raise BadInput(f"--output {path}: {error.strerror}") from error
 
 
-def _report(engine: Engine, results: list[Result], answer: Result | None) -> None:
-    """Statistics to standard error; as JSON beside the answer where there is one."""
+def _report(engine: Engine, results: list[Result], single: Result | None) -> None:
+    """Prints the statistics to standard error; with a `single` result as JSON, they are part of that object."""
     startup, dialect = {"imports": IMPORTED, **engine.startup}, engine.manifest.draft.facts.dialect
-    served = Served(startup, dialect, engine.k, engine.executables, results, engine.stats())
-    if answer is not None:
-        line = json.loads(output_line(None, answer, _SAMPLING.trace))
-        print(dump_json({**line, **({"stats": report_fields(served)} if _STATS.value else {})}))
+    finished = FinishedRun(startup, dialect, engine.k, engine.executables, results, engine.stats())
+    if single is not None:
+        line = json.loads(output_line(None, single, _SAMPLING.trace))
+        print(dump_json({**line, **({"stats": report_fields(finished)} if _STATS.value else {})}))
     elif _STATS.value:
-        print(json.dumps(report_fields(served)) if _JSON.value else format_report(served), file=sys.stderr)
+        print(json.dumps(report_fields(finished)) if _JSON.value else format_report(finished), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a user wants to know after serving."""
+"""Statistics of a dflash-run: times, rounds per K, acceptance, padding; as JSON fields and as text."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,17 @@ from dflash_aot.runtime.requests.request import Result
 
 
 @dataclass(frozen=True)
-class Served:
-    """One run: start-up phases in seconds, the draft's dialect, the largest K, executables, answers, counters."""
+class FinishedRun:
+    """What the statistics are computed from.
+
+    Attributes:
+        startup: seconds of each start-up phase.
+        dialect: checkpoint format of the draft.
+        k: largest K that the engine may choose.
+        executables: how many executables the engine can call.
+        results: result of every request.
+        counters: the engine's counters at the end.
+    """
 
     startup: Mapping[str, float]
     dialect: str
@@ -21,25 +30,27 @@ class Served:
     counters: Counters
 
 
-def report_fields(served: Served) -> dict[str, Any]:
-    """All figures by name; seconds unless the name says otherwise."""
-    answered = [result for result in served.results if result.first_token_seconds is not None]
-    counters, speculation = served.counters, summarize_acceptance(served.results, served.counters)
-    tokens = sum(len(result.token_ids) for result in answered)
+def report_fields(run: FinishedRun) -> dict[str, Any]:
+    """All statistics by name. Times are in seconds."""
+    started = [result for result in run.results if result.first_token_seconds is not None]
+    counters, speculation = run.counters, summarize_acceptance(run.results, run.counters)
+    tokens = sum(len(result.token_ids) for result in started)
     return {
-        "startup_seconds": {**served.startup, "total": sum(served.startup.values())},
-        "executables": served.executables,
+        "startup_seconds": {**run.startup, "total": sum(run.startup.values())},
+        "executables": run.executables,
         "executables_loaded": counters.loaded,
-        "dialect": served.dialect,
-        "k": served.k,
-        "requests": len(served.results),
+        "dialect": run.dialect,
+        "k": run.k,
+        "requests": len(run.results),
         "tokens": tokens,
-        "time_to_first_token": _median([result.first_token_seconds for result in answered]),
-        "time_per_output_token": _median([_per_token(result) for result in answered if len(result.token_ids) > 1]),
+        "time_to_first_token": _median([result.first_token_seconds for result in started]),
+        "time_per_output_token": _median(
+            [_seconds_per_output_token(result) for result in started if len(result.token_ids) > 1]
+        ),
         "rounds": counters.rounds,
         "rounds_per_k": {str(k): rounds for k, rounds in _count_per_k(counters).items()},
         "sampled_rounds": sum(rounds for (_, sampled), rounds in counters.bucket_rounds.items() if sampled),
-        "padding_waste": _find_waste(counters),
+        "padding_waste": _padding_waste(counters),
         "tau_micro": speculation.micro_tau,
         "tau_mean": speculation.mean_tau,
         "acceptance_per_position": list(speculation.per_position),
@@ -49,30 +60,30 @@ def report_fields(served: Served) -> dict[str, Any]:
     }
 
 
-def format_report(served: Served) -> str:
-    """The same for people."""
-    fields = report_fields(served)
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in served.startup.items())
+def format_report(run: FinishedRun) -> str:
+    """The statistics as text, a line each."""
+    fields = report_fields(run)
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run.startup.items())
     per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
     lines = [
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
         ("executables", f"{fields['executables']}, {fields['executables_loaded']} of them loaded"),
-        ("draft", f"{served.dialect} format"),
+        ("draft", f"{run.dialect} format"),
         ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
-        ("time to first token", _milliseconds(fields["time_to_first_token"])),
-        ("time per output token", _milliseconds(fields["time_per_output_token"])),
+        ("time to first token", _format_milliseconds(fields["time_to_first_token"])),
+        ("time per output token", _format_milliseconds(fields["time_per_output_token"])),
         ("rounds", _format_rounds(fields)),
-        ("padding waste", _format_waste(fields["padding_waste"])),
+        ("padding waste", _format_padding(fields["padding_waste"])),
         ("acceptance length τ", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
         ("accepted per position", per_position or "-"),
-        ("host time per round", _host_time(fields)),
+        ("host time per round", _format_host_time(fields)),
         ("compile events", f"{fields['compile_events']} while serving"),
     ]
     return "\n".join(f"{name:<22} {value}" for name, value in lines)
 
 
-def _per_token(result: Result) -> float:
-    """Between the first and the last token, as the field counts it."""
+def _seconds_per_output_token(result: Result) -> float:
+    """Seconds per token after the first token (TPOT)."""
     assert result.first_token_seconds is not None
     return (result.seconds - result.first_token_seconds) / (len(result.token_ids) - 1)
 
@@ -82,35 +93,35 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _host_time(fields: dict[str, Any]) -> str:
-    work, wall = (_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_"))
+def _format_host_time(fields: dict[str, Any]) -> str:
+    work, wall = (_format_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_"))
     return f"{work} of work, {wall} by the clock"
 
 
 def _count_per_k(counters: Counters) -> dict[int, int]:
-    """Rounds by the K that was chosen for them, the smallest first."""
+    """Number of rounds at each K, the smallest K first."""
     per_k: dict[int, int] = {}
     for (bucket, _), rounds in sorted(counters.bucket_rounds.items()):
         per_k[bucket.k] = per_k.get(bucket.k, 0) + rounds
     return dict(sorted(per_k.items()))
 
 
-def _find_waste(counters: Counters) -> float | None:
-    """Of the rows that rounds computed, the share that no request had."""
+def _padding_waste(counters: Counters) -> float | None:
+    """Share of the computed batch rows that no request used; None without a round."""
     rows = sum(bucket.batch * rounds for (bucket, _), rounds in counters.bucket_rounds.items())
     return counters.padded_rows / rows if rows else None
 
 
 def _format_rounds(fields: dict[str, Any]) -> str:
-    """The K of all, or how many had each; and how many sampled, if any."""
+    """Rounds at each K, and how many rounds sampled."""
     sampled = fields["sampled_rounds"]
     text = ", ".join(f"{rounds} of K = {k}" for k, rounds in fields["rounds_per_k"].items()) or "0"
     return f"{text}; {sampled} of them sampled" if sampled else text
 
 
-def _format_waste(waste: float | None) -> str:
+def _format_padding(waste: float | None) -> str:
     return "-" if waste is None else f"{waste:.1%} of the rows computed"
 
 
-def _milliseconds(seconds: float | None) -> str:
+def _format_milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"

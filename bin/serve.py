@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from dflash_aot.bin.command_line import run_command
-from dflash_aot.bin.engine_flags import ServedFlags
+from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.remote.urls import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
@@ -42,7 +42,7 @@ DEFAULTS = Limits()
 LONGEST = 1e6  # seconds
 
 FLAGS = flags.FlagValues()
-_SERVED = ServedFlags(FLAGS)
+_SERVED = EngineFlags(FLAGS)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0 and :: are all", flag_values=FLAGS)
 _PORT = flags.DEFINE_integer("port", 8000, "0: any that is free", 0, 65535, flag_values=FLAGS)
 _API_KEYS = flags.DEFINE_string(

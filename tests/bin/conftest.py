@@ -1,4 +1,4 @@
-"""Commands, run in this process where nothing is lost by it: a process of its own takes seconds to import JAX."""
+"""Runs commands in the test process, because a process of their own takes seconds to import JAX."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from absl.testing import flagsaver
 
 @dataclass(frozen=True)
 class Done:
-    """What a command leaves behind."""
+    """Exit code and output of a finished command."""
 
     code: int
     out: str
@@ -24,7 +24,7 @@ class Done:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Runs the `main` of a module of bin. Whatever it does not turn into an exit code fails the test."""
+    """Runs the `main` of a command module. An exception other than SystemExit fails the test."""
 
     def run(module: ModuleType, *arguments: str | Path, stdin: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
@@ -32,26 +32,26 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         saved = flagsaver.save_flag_values(module.FLAGS)
         capsys.readouterr()
         try:
-            with pytest.raises(SystemExit) as left:
+            with pytest.raises(SystemExit) as end:
                 module.main()
         finally:
             flagsaver.restore_flag_values(saved, module.FLAGS)
         written = capsys.readouterr()
         assert "Traceback" not in written.err
-        return Done(left.value.code, written.out, written.err)
+        return Done(end.value.code, written.out, written.err)
 
     return run
 
 
 @pytest.fixture
 def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A bundle of its own, to be damaged or built upon."""
+    """A bundle that a test may damage or build into."""
     return Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="session")
 def chatting_target(speaking_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a template that says no more than what was said, but for thinking."""
+    """A target whose chat template joins the messages, and appends " why" with enable_thinking."""
     directory = tmp_path_factory.mktemp("chatting") / "target"
     shutil.copytree(speaking_target, directory)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %} why{% endif %}"

@@ -1,4 +1,4 @@
-"""What a user sees of each fault: the exit code, file, field and both values, and the command that mends it."""
+"""Faults as dflash-run reports them: exit code, file, field, both values, and the command that repairs it."""
 
 import json
 import os
@@ -24,22 +24,22 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.bundle.store import Store
 
-Words = list[str]
+Words = list[str]  # parts of the message that are expected
 
 
 @pytest.fixture
 def pair(tied, tmp_path) -> dict[str, Path]:
-    """The checkpoints, to be changed."""
+    """Copies of the checkpoints, which a test may change."""
     return {role: Path(shutil.copytree(getattr(tied, role), tmp_path / role)) for role in ("target", "draft")}
 
 
 @pytest.fixture
 def serve(command, copy, pair, tmp_path):
-    """Serves one request from the bundle and the checkpoints as they are now; changes are of flags."""
+    """Runs one request with the present bundle and checkpoints; keyword arguments replace flags."""
     (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 4}\n')
 
     def run_once(**changes: object):
-        # K chosen by measured times would leave its trace in "accepted".
+        # With --k=auto, "accepted" would depend on measured times.
         flags = {"bundle": copy, **pair, "input": tmp_path / "lines", "k": 3, **changes}
         return command(run, *(f"--{name}={value}" for name, value in flags.items()))
 
@@ -51,7 +51,7 @@ def find_entry(copy: Path, program: str) -> Entry:
 
 
 def rewrite_entry(copy: Path, entry: Entry, **changes: object) -> None:
-    """All hashes right, as somebody with the tools would write it."""
+    """Changes an entry of the manifest; all digests are right."""
     manifest = read_manifest(copy)
     entries = tuple(structs.replace(one, **changes) if one == entry else one for one in manifest.entries)
     (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=entries)))
@@ -113,7 +113,7 @@ class Payload:
 
 
 def plant(copy: Path, content: bytes, program: str = "verify") -> str:
-    """In the place of an executable, all hashes right; what a message names it by."""
+    """Replaces an executable, with all digests right; returns the path and label that a message names."""
     entry, (blob, packed) = find_entry(copy, program), pack_blob(content)
     rewrite_entry(copy, entry, **structs.asdict(blob))
     Store(copy).executable_path(blob).write_bytes(packed)
@@ -153,19 +153,19 @@ CORRUPT = [
 ]
 
 
-@pytest.mark.parametrize("harm", CORRUPT, ids=lambda harm: harm.__name__)
-def test_a_corrupt_bundle_ends_with_3_and_a_message_that_has_it_all(serve, copy, harm):
-    words = harm(copy)
+@pytest.mark.parametrize("damage", CORRUPT, ids=lambda damage: damage.__name__)
+def test_corrupt_bundle_exits_with_3_and_names_file_values_and_remedy(serve, copy, damage):
+    words = damage(copy)
     done = serve()
     assert (done.code, done.out) == (3, "") and done.err.startswith("dflash-run: ")
     assert [part for part in words if part not in done.err] == []
 
 
-@pytest.mark.parametrize("harm", [plant_payload, plant_rubbish], ids=lambda harm: harm.__name__)
-def test_a_prompt_that_meets_a_corrupt_executable_ends_alike(command, bundle, tmp_path, harm):
-    """Nothing but what it needs was loaded before."""
+@pytest.mark.parametrize("damage", [plant_payload, plant_rubbish], ids=lambda damage: damage.__name__)
+def test_corrupt_executable_found_while_generating_exits_with_3(command, bundle, tmp_path, damage):
+    """With --prompt only the executables that the prompt needs are loaded."""
     embedded = shutil.copytree(bundle("one row"), tmp_path / "embedded")
-    words = harm(embedded)
+    words = damage(embedded)
     done = command(run, f"--bundle={embedded}", "--prompt=import", "--max_tokens=4", "--k=0")
     assert done.code == 3 and [part for part in words if part not in done.err] == []
 
@@ -173,8 +173,8 @@ def test_a_prompt_that_meets_a_corrupt_executable_ends_alike(command, bundle, tm
 # -- weights
 
 
-def change_tensors(place: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
-    path = place / "model.safetensors"
+def change_tensors(checkpoint: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
@@ -212,15 +212,15 @@ def mix_up(pair: dict[str, Path]) -> Words:
     return [f"{pair['target']}/config.json", "architectures is ['DFlashDraftModel']", "the wrong way round?"]
 
 
-@pytest.mark.parametrize("harm", [put_nan, rename, reshape, retype, mix_up], ids=lambda harm: harm.__name__)
-def test_weights_that_are_not_what_they_should_be_end_with_2(serve, pair, harm):
-    words = harm(pair)
+@pytest.mark.parametrize("damage", [put_nan, rename, reshape, retype, mix_up], ids=lambda damage: damage.__name__)
+def test_wrong_weights_exit_with_2(serve, pair, damage):
+    words = damage(pair)
     done = serve(**pair)
     assert (done.code, done.out) == (2, "") and done.err.startswith("dflash-run: ")
     assert [part for part in words if part not in done.err] == []
 
 
-def test_another_model_ends_with_4_and_both_values(serve, pair):
+def test_checkpoint_of_another_model_exits_with_4_and_names_both_values(serve, pair):
     config = pair["target"] / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-5}))
     done = serve()
@@ -232,8 +232,8 @@ def test_another_model_ends_with_4_and_both_values(serve, pair):
 # -- the commands that the messages name
 
 
-def test_what_the_message_says_mends_it(command, serve, copy):
-    """Also where the builder's own records were not copied along, and it cannot see what is wrong with a blob."""
+def test_commands_named_in_messages_repair_the_bundle(command, serve, copy):
+    """Without the build records too, where a build cannot see that a blob is wrong."""
     whole = serve()
     shutil.rmtree(copy / "entries")
     plant_payload(copy)

@@ -1,10 +1,11 @@
-"""dflash-run: text to standard output, everything else to standard error, and an exit code that tells."""
+"""The dflash-run command: what it writes to which stream, its flags, refusals and exit codes."""
 
 import json
 import threading
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from dflash_aot.bin import run
 from dflash_aot.bin.jsonl import answer_lines
@@ -20,7 +21,7 @@ def served(bundle, speaking_target) -> list[str]:
     return [f"--bundle={bundle('tiny')}", f"--target={speaking_target}"]
 
 
-def test_standard_output_is_the_text_and_nothing_but_the_text(command, served, speaking_target):
+def test_standard_output_holds_only_the_text(command, served, speaking_target):
     plain = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12")
     assert (plain.code, plain.err) == (0, "")
     piped = command(run, *served, "--max_tokens=12", "--k=0", stdin=PROMPT.encode() + b"\n")
@@ -37,7 +38,7 @@ def test_standard_output_is_the_text_and_nothing_but_the_text(command, served, s
     assert (answer["stats"]["padding_waste"], answer["stats"]["sampled_rounds"]) == (0, 0)
 
 
-def test_statistics_go_to_standard_error(command, served):
+def test_stats_go_to_standard_error(command, served):
     done = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=12", "--k=3", "--stats")
     assert done.code == 0
     said = (
@@ -54,35 +55,35 @@ def test_statistics_go_to_standard_error(command, served):
         assert line in done.err and line not in done.out
 
 
-def test_a_stop_text_ends_the_text_before_it(command, served):
+def test_output_ends_before_the_stop_text(command, served):
     whole = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16").out
     stop = next(character for character in whole[4:] if character.isalnum() and character not in whole[:4])
     cut = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16", "--stop=never", f"--stop={stop}")
     assert cut.out == whole.partition(stop)[0] + "\n"
 
 
-def test_a_conversation_is_the_prompt_of_each_turn(command, served, chatting_target):
-    place = f"--target={chatting_target}"
-    done = command(run, served[0], place, "--chat", "--max_tokens=3", stdin=b"de\n\nf b\n")
-    first = command(run, served[0], place, "--prompt=de", "--max_tokens=3").out
+def test_chat_prompt_is_the_whole_conversation(command, served, chatting_target):
+    target = f"--target={chatting_target}"
+    done = command(run, served[0], target, "--chat", "--max_tokens=3", stdin=b"de\n\nf b\n")
+    first = command(run, served[0], target, "--prompt=de", "--max_tokens=3").out
     assert done.code == 0 and done.out.startswith(first)
     said = "de" + first.removesuffix("\n") + "f b"
-    second = command(run, served[0], place, f"--prompt={said}", "--max_tokens=3").out
+    second = command(run, served[0], target, f"--prompt={said}", "--max_tokens=3").out
     assert done.out == first + second
     assert done.err.count("> ") == 4  # two turns, an empty line, the end
 
 
-def test_a_template_is_asked_for_thinking_where_somebody_wants_it(command, served, chatting_target):
-    place = f"--target={chatting_target}"
-    done = command(run, served[0], place, "--chat", "--thinking", "--max_tokens=3", stdin=b"de\n")
-    assert done.out == command(run, served[0], place, "--prompt=de why", "--max_tokens=3").out
-    assert done.out != command(run, served[0], place, "--prompt=de", "--max_tokens=3").out
+def test_thinking_flag_reaches_the_chat_template(command, served, chatting_target):
+    target = f"--target={chatting_target}"
+    done = command(run, served[0], target, "--chat", "--thinking", "--max_tokens=3", stdin=b"de\n")
+    assert done.out == command(run, served[0], target, "--prompt=de why", "--max_tokens=3").out
+    assert done.out != command(run, served[0], target, "--prompt=de", "--max_tokens=3").out
 
 
-def test_a_conversation_in_json_is_a_line_per_turn(command, served, chatting_target):
-    place = f"--target={chatting_target}"
-    plain = command(run, served[0], place, "--chat", "--max_tokens=3", stdin=b"de\nf b\n")
-    done = command(run, served[0], place, "--chat", "--max_tokens=3", "--json", stdin=b"de\nf b\n")
+def test_chat_json_is_one_line_per_turn(command, served, chatting_target):
+    target = f"--target={chatting_target}"
+    plain = command(run, served[0], target, "--chat", "--max_tokens=3", stdin=b"de\nf b\n")
+    done = command(run, served[0], target, "--chat", "--max_tokens=3", "--json", stdin=b"de\nf b\n")
     assert "".join(json.loads(line)["text"] + "\n" for line in done.out.splitlines()) == plain.out != ""
 
 
@@ -127,12 +128,12 @@ ERRORS = {
 }
 
 
-def test_every_line_is_answered_in_order_and_a_broken_one_harms_no_other(command, served, tmp_path):
+def test_every_input_line_is_answered_in_order(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(LINES))
     files = [f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
     done = command(run, *served, *files, "--trace")
     assert (done.code, done.out) == (0, "")
-    assert f"{len(ERRORS)} of {len(LINES) - 1} lines answered with an error" in done.err
+    assert f"{len(ERRORS)} of {len(LINES) - 1} requests failed" in done.err
     answers = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     numbers = [number for number, line in enumerate(LINES, 1) if line]
     assert [answer["id"] for answer in answers] == [
@@ -150,8 +151,7 @@ def test_every_line_is_answered_in_order_and_a_broken_one_harms_no_other(command
     assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
 
 
-def test_an_answer_does_not_wait_for_the_next_line(bundle):
-    """Whoever writes the lines may wish to see an answer before asking on."""
+def test_result_is_returned_before_the_next_line_is_written(bundle):
     answered, ids = threading.Event(), []
 
     def ask():
@@ -168,7 +168,7 @@ def test_an_answer_does_not_wait_for_the_next_line(bundle):
     assert ids == [0, 1, 2]
 
 
-def test_lines_that_cannot_be_read_on_are_the_readers_error(bundle):
+def test_error_of_the_line_source_is_raised_to_the_reader(bundle):
     def ask():
         yield b'{"id": 1, "prompt_ids": [1, 2], "max_tokens": 2}'
         raise OSError("the disk is gone")
@@ -191,7 +191,7 @@ def test_lines_that_cannot_be_read_on_are_the_readers_error(bundle):
     ],
     ids=["deep nesting", "id outside UTF-8", "field outside UTF-8", "id that is not JSON", "endless number"],
 )
-def test_a_hostile_line_leaves_the_others_their_answers(command, served, tmp_path, line):
+def test_hostile_line_does_not_affect_other_lines(command, served, tmp_path, line):
     sound = b'{"id": "sound", "prompt_ids": [1, 2, 3], "max_tokens": 2}'
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([sound, line, sound]))
     done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}")
@@ -207,7 +207,7 @@ def test_a_hostile_line_leaves_the_others_their_answers(command, served, tmp_pat
     assert answers[0]["token_ids"] == answers[2]["token_ids"] != []
 
 
-def test_lines_without_an_output_file_are_answered_on_standard_output(command, served, tmp_path):
+def test_results_go_to_standard_output_without_output_flag(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(LINES[0])
     done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--stats", "--json")
     assert [json.loads(line)["id"] for line in done.out.splitlines()] == [1]
@@ -245,58 +245,53 @@ def test_lines_without_an_output_file_are_answered_on_standard_output(command, s
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_command_line_is_refused_by_name(command, served, arguments, words):
+def test_wrong_flags_are_refused_by_name(command, served, arguments, words):
     done = command(run, *served, *arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err and done.err.startswith("dflash-run: ")
 
 
-def test_an_unwritable_output_is_refused(command, served, tmp_path):
+def test_unwritable_output_file_is_refused(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(LINES[0])
     done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/nowhere/out.jsonl")
     assert done.code == 2 and "/nowhere/out.jsonl" in done.err
 
 
-def test_a_full_disk_is_no_crash(command, served, tmp_path):
+def test_full_disk_ends_with_an_error_message(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(LINES[0])
     done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/dev/full")
     assert done.code != 0 and "No space left" in done.err
 
 
-def test_a_missing_bundle_ends_with_the_command_that_builds_it(command, tmp_path):
+def test_missing_bundle_names_the_build_command(command, tmp_path):
     done = command(run, f"--bundle={tmp_path / 'none'}", "--prompt=a")
     assert done.code == 2 and f"dflash-precompile --bundle {tmp_path / 'none'}" in done.err
 
 
-def test_a_corrupt_bundle_ends_with_3(command, served, copy):
+def test_corrupt_bundle_exits_with_3(command, served, copy):
     for path in (copy / "executables").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     done = command(run, f"--bundle={copy}", served[1], "--prompt=a")
     assert (done.code, done.out) == (3, "") and "dflash-precompile" in done.err
 
 
-def test_a_bundle_for_another_environment_ends_with_4(command, served, copy):
+def test_bundle_for_another_environment_exits_with_4(command, served, copy):
     manifest = read_manifest(copy)
-    environment = type(manifest.environment)(**{**_fields(manifest.environment), "jaxlib": "0.9.9"})
-    changed = type(manifest)(**{**_fields(manifest), "environment": environment})
-    (copy / "manifest.json").write_bytes(encode_manifest(changed))
+    environment = structs.replace(manifest.environment, jaxlib="0.9.9")
+    (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, environment=environment)))
     done = command(run, f"--bundle={copy}", served[1], "--prompt=a")
     assert (done.code, done.out) == (4, "") and "0.9.9" in done.err and "dflash-precompile" in done.err
-
-
-def _fields(struct) -> dict:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 @pytest.mark.parametrize(
     "arguments", [["--prompt=" + "x y z " * 20], ["--prompt=a", "--max_tokens=99"], ["--prompt=a", "--k=2"]]
 )
-def test_a_request_outside_the_grid_ends_with_6(command, served, arguments):
+def test_request_outside_the_grid_exits_with_6(command, served, arguments):
     done = command(run, *served, *arguments)
     assert (done.code, done.out) == (6, "") and "dflash-precompile --buckets" in done.err
 
 
-def test_sampling_outside_the_bundle_ends_with_6_and_the_command_that_builds_it(command, served):
+def test_sampling_with_a_greedy_bundle_exits_with_6(command, served):
     done = command(run, *served, "--prompt=a", "--temperature=0.8")
     assert (done.code, done.out) == (6, "") and "--sampling greedy,sample" in done.err
 
@@ -306,18 +301,18 @@ def sampled(bundle, speaking_target) -> list[str]:
     return [f"--bundle={bundle('sampled')}", f"--target={speaking_target}", f"--prompt={PROMPT}", "--max_tokens=12"]
 
 
-def test_the_same_seed_draws_the_same_text_and_another_one_another(command, sampled):
+def test_seed_determines_the_sampled_text(command, sampled):
     texts = [command(run, *sampled, "--temperature=1", f"--seed={seed}").out for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_every_flag_of_sampling_reaches_the_engine(command, bundle, tmp_path):
-    """Leaving out any of them would have given another answer."""
+def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
+    """Without any one of the flags the tokens would differ."""
     asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2, 3]}')
-    place = [f"--bundle={bundle('sampled')}", f"--input={tmp_path / 'in.jsonl'}"]
-    answer = json.loads(command(run, *place, *(f"--{name}={value}" for name, value in asked.items())).out)
+    where = [f"--bundle={bundle('sampled')}", f"--input={tmp_path / 'in.jsonl'}"]
+    answer = json.loads(command(run, *where, *(f"--{name}={value}" for name, value in asked.items())).out)
     params = SamplingParams(**asked)
     with Engine.open(bundle("sampled")) as engine:
         assert engine.generate([1, 2, 3], params).token_ids == answer["token_ids"]
@@ -326,24 +321,24 @@ def test_every_flag_of_sampling_reaches_the_engine(command, bundle, tmp_path):
             assert engine.generate([1, 2, 3], without).token_ids != answer["token_ids"], name
 
 
-def test_log_probabilities_are_in_the_answer_and_change_nothing(command, sampled):
+def test_logprobs_do_not_change_the_tokens(command, sampled):
     plain = json.loads(command(run, *sampled, "--json").out)
     told = json.loads(command(run, *sampled, "--json", "--logprobs=2", "--stats").out)
     assert told["token_ids"] == plain["token_ids"] and "logprobs" not in plain
     assert [one["token_id"] for one in told["logprobs"]] == plain["token_ids"]
-    for one in told["logprobs"]:  # the greedy choice is the likeliest one
+    for one in told["logprobs"]:  # the greedy choice is the most likely token
         assert one["top"][0] == [one["token_id"], one["logprob"]] and one["logprob"] <= 0
         assert len(one["top"]) == 2 and one["top"][1][1] <= one["logprob"]
     stats = told["stats"]
     assert stats["sampled_rounds"] == stats["rounds"] == sum(stats["rounds_per_k"].values()) > 0
 
 
-def test_text_needs_a_tokenizer(command, served):
+def test_text_prompt_without_a_tokenizer_is_refused(command, served):
     done = command(run, served[0], "--prompt=a")
     assert done.code == 2 and "tokenizer.json" in done.err
 
 
-def test_a_prompt_that_is_not_utf_8_is_refused(command, served):
+def test_prompt_that_is_not_utf_8_is_refused(command, served):
     done = command(run, *served, stdin=b"caf\xe9")
     assert done.code == 2 and "UTF-8" in done.err
 

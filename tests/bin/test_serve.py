@@ -20,7 +20,7 @@ def no_key(monkeypatch):
         (["--api_keys=/none"], "/none, cannot be read: No such file"),
         (["--tls_key=key.pem"], "both are needed"),
         (["--tls_key=key.pem", "--tls_certificate=chain.pem"], "--tls_certificate chain.pem, --tls_key key.pem:"),
-        (["--k=some"], "--k some: auto, or a whole number"),
+        (["--k=some"], "--k some: must be auto, or a whole number"),
         (["--max_per_key=0"], "max_per_key"),
         (["--request_seconds=0"], "request_seconds"),
         (["--request_seconds=nan"], "--request_seconds nan: a number is needed"),
