@@ -3,8 +3,8 @@
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
 dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
 dflash-bundle verify BUNDLE --deep [--record]    also call every executable, in a subprocess
-dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]     also generate, and compare the answers with FILE
-dflash-bundle verify BUNDLE --record_golden FILE     also generate, and write the answers to FILE
+dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]     also compare generated answers with FILE
+dflash-bundle verify BUNDLE --record_golden FILE     also write generated answers to FILE
 dflash-bundle diff A B                           show how two bundles differ
 dflash-bundle sign BUNDLE --key PRIVATE.pem      sign the manifest, and with it every file
 dflash-bundle gc BUNDLE [--dry_run] [--keep_hours H]     remove files that the manifest does not refer to
