@@ -136,10 +136,5 @@ def format_chart(chart: Chart, record: str, pictures: str) -> str:
 
 
 def find_changed(written: Mapping[Path, bytes]) -> list[Path]:
-    """Files that are not there, or hold something else; a PNG, whose compression is a matter of taste, with its SVG."""
-    changed = [path for path, content in written.items() if not path.is_file() or _differs(path, content)]
-    return [path for path in written if path in changed or path.with_suffix(".svg") in changed]
-
-
-def _differs(path: Path, content: bytes) -> bool:
-    return path.suffix != ".png" and path.read_bytes() != content
+    """Files that are missing or have other contents."""
+    return [path for path, content in written.items() if not path.is_file() or path.read_bytes() != content]

@@ -8,8 +8,6 @@ from pathlib import Path
 from dflash_aot.benchmarks.callers import serve_arrivals, serve_lists
 from dflash_aot.benchmarks.orders import EngineOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
-from dflash_aot.benchmarks.serve_inside import serve_inside
-from dflash_aot.benchmarks.serve_traffic import Come
 from dflash_aot.benchmarks.traffic import Arrive, Serve
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.jax_platform import select_jax_platforms
@@ -27,7 +25,6 @@ def open_way(order: EngineOrder) -> Iterator[Handlers]:
         yield {
             Serve: partial(serve_lists, engine),
             Arrive: partial(serve_arrivals, engine),
-            Come: partial(serve_inside, engine),
         }
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG and PNG, the same bytes for the same data. On white, so that they can be read on a dark page, too."""
+"""Charts as SVG files, the same bytes for the same data. On white, so that they can be read on a dark page, too."""
 
 import io
 from collections.abc import Sequence
@@ -21,11 +21,10 @@ STYLE = {
     "font.size": 10,
     "hatch.linewidth": 0.5,
 }
-SIZE, DOTS_PER_INCH = (7.0, 4.2), 120  # inches
+SIZE = (7.0, 4.2)  # inches
 LEVEL = 70  # letters that fit below the x axis
-FORMATS = ("svg", "png")
 # What else is in a file: when it was made, and with which version.
-METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+METADATA = {"Date": None, "Creator": None}
 
 
 def check_matplotlib() -> None:
@@ -35,26 +34,26 @@ def check_matplotlib() -> None:
 
 
 def write_pictures(charts: Sequence[Chart], directory: Path, record: str) -> None:
-    """Each as `directory/RECORD-CHART.svg` and .png. Raises BadInput, OSError."""
+    """Each as `directory/RECORD-CHART.svg`. Raises BadInput, OSError."""
     for name, content in draw_pictures(charts, record).items():
         write_atomically(directory / name, content)
 
 
 def draw_pictures(charts: Sequence[Chart], record: str) -> dict[str, bytes]:
     """By file name. Raises BadInput without matplotlib."""
-    return {f"{record}-{chart.name}.{kind}": draw(chart, kind) for chart in charts for kind in FORMATS}
+    return {f"{record}-{chart.name}.svg": draw(chart) for chart in charts}
 
 
-def draw(chart: Chart, kind: str) -> bytes:
-    """kind: of FORMATS. Raises BadInput without matplotlib."""
+def draw(chart: Chart) -> bytes:
+    """The SVG file. Raises BadInput without matplotlib."""
     check_matplotlib()
     import matplotlib  # noqa: PLC0415  an extra
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(SIZE, DOTS_PER_INCH, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = Figure(SIZE, layout="constrained", facecolor="white")
+        FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         {"bar": _draw_bars, "stack": _draw_stack}.get(chart.kind, _draw_lines)(axes, chart)
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
@@ -64,7 +63,7 @@ def draw(chart: Chart, kind: str) -> bytes:
         if len(chart.series) > 1:
             figure.legend(loc="outside lower center", ncols=3, frameon=False)
         written = io.BytesIO()
-        figure.savefig(written, format=kind, metadata=METADATA[kind])
+        figure.savefig(written, format="svg", metadata=METADATA)
         return written.getvalue()
 
 

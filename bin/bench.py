@@ -5,12 +5,11 @@ dflash-bench load …                 throughput and latency under callers, in c
 dflash-bench startup …              process start to first token, beside jax.jit cold and with its cache warm
 dflash-bench host …                 what a round costs the host: time, dispatches, transfers, waits
 dflash-bench kflat …                time of a verification against its rows, beside PyTorch and the roofline
-dflash-bench serve …                what HTTP costs: dflash-serve under load, beside callers inside the process
 dflash-bench data …                 the prompts that --data means
 dflash-bench render DIR [--check]   from the records in DIR: their charts, DIR.md, and the marked parts of pages around
 
 The command comes first; dflash-bench COMMAND --help lists its flags. A record with all samples is written to
-OUT/NAME.json, and its charts beside it as SVG and PNG. Ends with 1, and says why, if the figures mean nothing.
+OUT/NAME.json, and its charts beside it as SVG. Ends with 1, and says why, if the figures mean nothing.
 """
 
 import os
@@ -95,19 +94,12 @@ def _load_kflat() -> Benchmark:
     return kflat_bench
 
 
-def _load_serve() -> Benchmark:
-    from dflash_aot.benchmarks import serve_bench  # noqa: PLC0415
-
-    return serve_bench
-
-
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "decode": _load_decode,
     "load": _load_load,
     "startup": _load_startup,
     "host": _load_host,
     "kflat": _load_kflat,
-    "serve": _load_serve,
 }
 
 
