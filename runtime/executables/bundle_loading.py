@@ -1,4 +1,4 @@
-"""From a bundle and its checkpoints to executables that can be called, on weights that are in place."""
+"""Bundle loading: from a bundle and its checkpoint pair to what an engine needs to serve."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,15 @@ from dflash_aot.runtime.weights.weight_loader import load_weights
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What serving needs; `target` is the target's directory, `startup` the seconds of each phase."""
+    """What an engine needs to serve a bundle.
+
+    Attributes:
+        bundle: the executables.
+        state: the per-slot arrays on the devices.
+        controller: chooses K.
+        target: the target's checkpoint directory.
+        startup: seconds of each phase, by the names that `on_phase` is called with.
+    """
 
     bundle: LoadedBundle
     state: DeviceState
@@ -50,39 +58,42 @@ def load_engine_parts(
     preload: bool = True,
     on_phase: Callable[[str], None] | None = None,
 ) -> EngineParts:
-    """As `Engine.open` describes it, errors included.
+    """Loads a bundle, the weights and the executables; arguments and errors are those of `Engine.open`.
 
-    Without `preload` a thread goes on loading, until the bundle's loader is closed.
+    signed_by: the public key that must have signed the bundle. Without `preload`, a thread goes on loading
+    executables until `bundle.executables` is closed.
     """
-    clock = _Clock(on_phase)
-    clock.enter("bundle")
+    timer = _PhaseTimer(on_phase)
+    timer.enter("bundle")
     manifest = read_compatible_manifest(path, signed_by)
-    most = _find_most(manifest, k)
-    places = locate_checkpoint_pair(manifest, target, draft)
-    check_pair_facts(path, manifest, places)
+    most = _find_largest_k(manifest, k)
+    directories = locate_checkpoint_pair(manifest, target, draft)
+    check_pair_facts(path, manifest, directories)
     estimates = estimate_rounds(manifest, most)
     weights: dict[str, jax.Array] = {}
     loader = make_lazy_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
-    clock.enter("weights")
-    with _loading(loader), report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
+    timer.enter("weights")
+    with _load_in_background(loader), report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
         devices = bundle_devices(manifest)
-        weights |= load_weights(manifest.weights, places, devices)
+        weights |= load_weights(manifest.weights, directories, devices)
         bundle, state = LoadedBundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
+        controller: SpeculationController = FixedK(most)
+        adapts = k == "auto" and most > 0
         if preload:
-            clock.enter("canaries")
+            timer.enter("canaries")
             for name in loader.order:
                 warm_up_executable(loader[name], state)
-            clock.enter("timing")
-            depth = choose_depth(bundle, state, k)
-        else:
-            depth = AdaptiveK({}, estimates, bundle) if _adapts(bundle, k) else FixedK(most)
-    clock.stop()
-    return EngineParts(bundle, state, depth, places["target"], clock.laps)
+            timer.enter("timing")
+            controller = AdaptiveK(time_rounds(bundle, state)) if adapts else controller
+        elif adapts:
+            controller = AdaptiveK({}, estimates, bundle)
+    timer.stop()
+    return EngineParts(bundle, state, controller, directories["target"], timer.seconds)
 
 
 @contextmanager
-def _loading(loader: LazyLoader) -> Iterator[None]:
-    """The loader's thread runs, and goes on unless there is an error."""
+def _load_in_background(loader: LazyLoader) -> Iterator[None]:
+    """Starts the loader's thread, and stops it only if there is an error."""
     loader.start()
     try:
         yield
@@ -91,20 +102,15 @@ def _loading(loader: LazyLoader) -> Iterator[None]:
         raise
 
 
-def choose_depth(bundle: LoadedBundle, state: DeviceState, k: int | Literal["auto"]) -> SpeculationController:
-    """A K of the user's holds; to choose one, rounds of every K are timed, where there is more than one."""
-    return AdaptiveK(time_rounds(bundle, state)) if _adapts(bundle, k) else FixedK(bundle.k)
+class _PhaseTimer:
+    """Measures the phases of loading, and reports the beginning of each.
 
-
-def _adapts(bundle: LoadedBundle, k: int | Literal["auto"]) -> bool:
-    return k == "auto" and bundle.k > 0
-
-
-class _Clock:
-    """Seconds per phase; each is told of when it begins."""
+    Attributes:
+        seconds: duration of each finished phase.
+    """
 
     def __init__(self, on_phase: Callable[[str], None] | None) -> None:
-        self.laps: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._on_phase = on_phase
         self._phase, self._began = "", 0.0
 
@@ -116,11 +122,11 @@ class _Clock:
 
     def stop(self) -> None:
         if self._phase:
-            self.laps[self._phase] = time.perf_counter() - self._began
+            self.seconds[self._phase] = time.perf_counter() - self._began
 
 
-def _find_most(manifest: Manifest, k: int | Literal["auto"]) -> int:
-    """The largest K that is served. Raises BadInput, GridMiss."""
+def _find_largest_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
+    """Returns the largest K that is served. Raises BadInput, GridMiss."""
     ks = manifest.grid.k
     if k == "auto":
         return ks[-1]
@@ -137,14 +143,17 @@ def _find_most(manifest: Manifest, k: int | Literal["auto"]) -> int:
 
 
 def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: Times) -> list[int]:
-    """By their worth for a single short row of which nothing is known: the best or the user's own, 0, the others."""
-    grid, most = manifest.grid, _find_most(manifest, k)
+    """Returns the served Ks in loading order: the user's K or the best for one short request, then 0, then the others.
+
+    The best has the least estimated time per expected token of a request without history.
+    """
+    grid, most = manifest.grid, _find_largest_k(manifest, k)
     tokens, sampled = AcceptanceEstimate().expected_tokens(most), "greedy" not in manifest.sampling
 
-    def rate(one: int) -> float:
+    def seconds_per_token(one: int) -> float:
         return estimates[Bucket(grid.batch[0], grid.length[0], one), sampled] / tokens[one]
 
-    best, *others = sorted((one for one in grid.k if one <= most), key=rate)
+    best, *others = sorted((one for one in grid.k if one <= most), key=seconds_per_token)
     if k != "auto":
         best, others = k, [one for one in grid.k if one < k]
     return [best, *sorted(others, key=lambda one: one != 0)]

@@ -1,4 +1,4 @@
-"""Nothing is traced or compiled while serving: forbidden on the engine's thread, and counted."""
+"""Compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there."""
 
 import threading
 from collections.abc import Iterator
@@ -7,11 +7,15 @@ from contextlib import contextmanager
 import jax
 import jax.monitoring
 
-COMPILE_EVENTS = "/jax/core/compile/"
+COMPILE_EVENTS = "/jax/core/compile/"  # prefix of JAX's monitoring events of tracing, lowering and compiling
 
 
 class CompileGuard:
-    """Counts trace, lowering and compile events of one thread; others may use JAX as they like."""
+    """Forbids tracing on one thread and counts trace, lowering and compile events there. Other threads may trace.
+
+    Attributes:
+        events: how many such events happened on the guarded thread.
+    """
 
     def __init__(self) -> None:
         self.events = 0
@@ -19,15 +23,15 @@ class CompileGuard:
 
     @contextmanager
     def forbid_tracing(self) -> Iterator[None]:
-        """On the calling thread, until it leaves: tracing raises, and every compile event counts."""
+        """Guards the calling thread until the context ends: tracing raises, and compile events are counted."""
         self._thread = threading.get_ident()
-        jax.monitoring.register_event_duration_secs_listener(self._note)
+        jax.monitoring.register_event_duration_secs_listener(self._count_event)
         try:
             with jax.no_tracing(True):
                 yield
         finally:
-            jax.monitoring.unregister_event_duration_listener(self._note)
+            jax.monitoring.unregister_event_duration_listener(self._count_event)
 
-    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _count_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
             self.events += 1

@@ -1,4 +1,4 @@
-"""One loaded executable, and the device state that executables pass on from one to the next."""
+"""One loaded executable, and the device state that executables take and return."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -14,53 +14,59 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 
 
 class Executable:
-    """A program at one bucket, ready to be called; its inputs are checked by JAX against the compiled ones.
+    """A compiled program of one bucket, ready to be called. JAX checks its inputs against the compiled ones.
 
-    `called`: it has run, and was waited for.
+    Attributes:
+        signature: the names, shapes and dtypes of its inputs and outputs.
+        called: whether a call has completed.
     """
 
     def __init__(self, signature: Signature, compiled: jax.stages.Compiled, where: str = "", remedy: str = ""):
-        """where, remedy: for messages, its file and what mends that."""
+        """where, remedy: for messages, the executable's file and the command that replaces the file."""
         self.signature, self.called = signature, False
         self._compiled, self._where, self._remedy = compiled, where or signature.label, remedy
         self._known: Mapping[str, jax.Array] = {}
         self._weights: tuple[jax.Array, ...] = ()
 
     def bind(self, weights: Mapping[str, jax.Array]) -> None:
-        """All weights by name; they have to be there at the first call."""
+        """Sets the mapping in which weights are looked up by name at the first call."""
         self._known, self.called = weights, False
 
     def __call__(self, state: "StateArrays", *arguments: jax.Array) -> Sequence[jax.Array]:
-        """Enqueues one call on `state`, whose donated arrays it replaces. Returns the results.
+        """Enqueues one call, replaces the donated arrays of `state`, and returns the results.
 
-        The first call is waited for: it shows whether this is what its signature says. Raises CorruptBundle if not.
+        The first call blocks until it is done: it shows whether the executable matches its signature. Raises
+        CorruptBundle if it does not.
         """
         inputs = state.read(self.signature.state)
-        outputs = self._compiled(*self._weights, *inputs, *arguments) if self.called else self._try(inputs, arguments)
+        if self.called:
+            outputs = self._compiled(*self._weights, *inputs, *arguments)
+        else:
+            outputs = self._call_first(inputs, arguments)
         donated = self.signature.donated
         state.replace(donated, outputs)
         return outputs[len(donated) :]
 
-    def _try(self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Weights never change: they are looked up once."""
+    def _call_first(self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Looks up the weights, once because they never change, and waits for the outputs. Raises CorruptBundle."""
         self._weights = tuple(self._known[name] for name in self.signature.weights)
         try:
             outputs = jax.block_until_ready(self._compiled(*self._weights, *inputs, *arguments))
-        except (TypeError, ValueError) as error:  # what JAX says of inputs that are not the compiled ones
-            raise self._refuse(f"does not take what its signature says: {error}") from error
+        except (TypeError, ValueError) as error:  # JAX's errors for inputs of other shapes or dtypes
+            raise self._corrupt(f"does not accept the inputs of its signature: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise self._refuse(f"does not run: {error}") from error
+            raise self._corrupt(f"does not run: {error}") from error
         self.called = True
         return outputs
 
-    def _refuse(self, flaw: str) -> CorruptBundle:
+    def _corrupt(self, flaw: str) -> CorruptBundle:
         return CorruptBundle(f"{self._where}: {flaw}{self._remedy}")
 
 
 class StateArrays(Protocol):
-    """Arrays by name, some of which a call takes and gives back."""
+    """Arrays by name: a call reads some, and replaces those that are donated to it."""
 
     def read(self, names: Sequence[str]) -> list[jax.Array]: ...
 
@@ -68,27 +74,28 @@ class StateArrays(Protocol):
 
 
 class DeviceState:
-    """All per-slot arrays. Donation spends them: only what the last call returned is valid."""
+    """All per-slot arrays on the devices. A call consumes donated arrays: only those of the latest call are valid."""
 
     def __init__(self, arrays: Sequence[ArraySpec], devices: Sequence[jax.Device]):
+        """Allocates all arrays, filled with zeros."""
         self._devices = devices
-        # To a device by itself `device_put` is a tenth faster than to the sharding that it means.
+        # `device_put` to a device is a tenth faster than to an equivalent sharding of one device.
         self._everywhere = devices[0] if len(devices) == 1 else make_sharding((), devices)
         self._declared = tuple(arrays)
         self._arrays: dict[str, jax.Array] = {}
         self.reset()
 
     def reset(self) -> None:
-        """All anew, all zero: a call that failed may have spent what it was given."""
-        self._arrays.clear()  # first, so that there is never twice of it
+        """Replaces all arrays by zeros, after a failed call that may have consumed its donated inputs."""
+        self._arrays.clear()  # first, so that old and new arrays are never in memory at the same time
         self._arrays.update((array.name, self.zeros(array)) for array in self._declared)
 
     def place(self, array: np.ndarray) -> jax.Array:
-        """A small array of the host beside the state, whole on every device."""
+        """Copies a small host array, an argument of a call, to every device."""
         return jax.device_put(array, self._everywhere)
 
     def zeros(self, array: ArraySpec) -> jax.Array:
-        """As its sharding says; no device's share is ever a part of something larger."""
+        """Returns zeros of the declared shape and sharding, allocated shard by shard."""
         shape = array.shard_shape(len(self._devices))
         shards = [jax.device_put(np.zeros(shape, array.dtype), device) for device in self._devices]
         return jax.make_array_from_single_device_arrays(
@@ -103,17 +110,19 @@ class DeviceState:
         self._arrays.update(zip(names, outputs, strict=False))
 
     def wait(self) -> None:
-        """Until everything enqueued so far has run."""
+        """Blocks until all enqueued calls are done."""
         jax.block_until_ready(self._arrays)
 
 
 def load_executable(
     blob: bytes, signature: Signature, devices: Sequence[jax.Device], where: str, remedy: str = ""
 ) -> Executable:
-    """A verified blob as an executable on `devices`, in their order. where, remedy: for messages, see `Executable`.
+    """Deserializes a verified blob into an executable on `devices`, in their order.
 
-    Raises CorruptBundle if it is not what its signature says, IncompatibleBundle if it was made for other devices, and
-    what says that memory is exhausted.
+    where, remedy: for messages, see `Executable`.
+
+    Raises CorruptBundle if the blob is not an executable of the signature, IncompatibleBundle if it was compiled for
+    other devices, and passes out-of-memory errors through.
     """
     try:
         built = scan_pickle(blob)
@@ -125,7 +134,7 @@ def load_executable(
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
-    except Exception as error:  # whatever the library or the compiler raises: the blob is at fault
+    except Exception as error:  # a corrupt blob can make the library or the compiler raise anything
         if is_out_of_memory(error):
             raise
         raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}{remedy}") from error
@@ -133,15 +142,18 @@ def load_executable(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory is what was missing: an executable is none the worse for it."""
+    """Whether the error reports a lack of memory, which is no fault of an executable."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str, remedy: str) -> None:
-    """An executable for another number of devices would end the process, in C++."""
+    """Checks the ids of the devices in a blob: loading it for another number of devices would abort the process.
+
+    Raises CorruptBundle, IncompatibleBundle.
+    """
     here = [device.id for device in devices]
     if len(built) != len(here):
-        words = f"made for {len(built)} devices, the manifest says {len(here)}. It was not loaded"
-        raise CorruptBundle(f"{where}: {words}{remedy}")
+        counts = f"compiled for {len(built)} devices, but the manifest says {len(here)}. It was not loaded"
+        raise CorruptBundle(f"{where}: {counts}{remedy}")
     if built != set(here):
-        raise IncompatibleBundle(f"{where}: made for devices {sorted(built)}, here they are called {here}")
+        raise IncompatibleBundle(f"{where}: compiled for the devices {sorted(built)}, but the devices here are {here}")

@@ -1,4 +1,4 @@
-"""Executables by name, each loaded once: when somebody asks for it, or before, by a thread of its own."""
+"""Lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread."""
 
 import logging
 import threading
@@ -14,91 +14,97 @@ logger = logging.getLogger(__name__)
 
 
 class LazyLoader:
-    """Whoever asks for what is not loaded loads it, or waits for who is at it.
+    """A mapping of executables. A look-up loads the executable, or waits for the thread that is loading it.
 
-    Once started, a thread loads the rest: first what was `prepare`d, then in `order`; all of it, or after `pause` only
-    what is needed soon. What cannot be loaded is told to everybody who asks for it, and to nobody else.
+    Once started, a background thread loads the rest: first what was prefetched, then in `order`. While it is paused,
+    it loads only prefetched executables and the first ones of `order`. An executable that cannot be loaded raises in
+    each look-up of this executable only.
+
+    Attributes:
+        order: the ids of all executables, in the order in which the thread loads them.
     """
 
     def __init__(self, load: Callable[[ExecutableId], Executable], order: Sequence[ExecutableId], soon: int = 0):
-        """load: CorruptBundle from it is final; after any other error it is tried again when somebody asks.
+        """load: returns an executable. A CorruptBundle is final; after another error the next look-up tries again.
 
-        soon: how many of `order` are needed soon.
+        soon: how many of `order` are loaded although the thread is paused.
         """
         self.order = tuple(order)
         self._load, self._all = load, frozenset(order)
         self._loaded: dict[ExecutableId, Executable] = {}
-        self._claims: dict[ExecutableId, Future[Executable]] = {}  # what somebody loads, has loaded, or found corrupt
+        self._futures: dict[
+            ExecutableId, Future[Executable]
+        ] = {}  # of executables that are loading, loaded, or corrupt
         self._changed = threading.Condition()
         self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
         self._paused, self._closed = False, False
-        self._tell: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._work, name="dflash-loader", daemon=True)
+        self._on_loaded: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="dflash-loader", daemon=True)
 
     def __getitem__(self, name: ExecutableId) -> Executable:
-        """Raises KeyError for what is not in the order, and what loading it raises."""
+        """Returns the executable, loading it if needed. Raises KeyError for an unknown id, and what `load` raises."""
         executable = self._loaded.get(name)
-        return self._demand(name) if executable is None else executable
+        return self._load_on_demand(name) if executable is None else executable
 
     def __contains__(self, name: ExecutableId) -> bool:
-        """Whether it is loaded."""
+        """Whether the executable is loaded."""
         return name in self._loaded
 
     def __iter__(self) -> Iterator[Executable]:
-        """What is loaded."""
+        """Iterates over the loaded executables."""
         return iter([*self._loaded.values()])
 
     def __len__(self) -> int:
-        """How many are loaded."""
+        """The number of loaded executables."""
         return len(self._loaded)
 
-    def prepare(self, names: Sequence[ExecutableId]) -> bool:
-        """Whether all of them are loaded. The thread loads next what nobody has begun with."""
+    def prefetch(self, names: Sequence[ExecutableId]) -> bool:
+        """Lets the thread load these executables next. Returns whether all of them are loaded already."""
         if all(name in self._loaded for name in names):
             return True
         with self._changed:
-            self._soon.extend(name for name in names if name not in self._claims and name not in self._soon)
+            self._soon.extend(name for name in names if name not in self._futures and name not in self._soon)
             self._changed.notify_all()
         return False
 
-    # -- the thread
+    # -- the background thread
 
     def start(self) -> None:
         self._thread.start()
 
     def pause(self) -> None:
-        """From now on only what is needed soon."""
+        """From now on the thread loads only what is needed soon."""
         self._paused = True
 
-    def resume(self, tell: Callable[[], None]) -> None:
-        """`tell` is called in the thread behind everything that it has loaded."""
+    def resume(self, on_loaded: Callable[[], None]) -> None:
+        """Lets the thread load everything. `on_loaded` is called in the thread after each executable."""
         with self._changed:
-            self._paused, self._tell = False, tell
+            self._paused, self._on_loaded = False, on_loaded
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread; what it is just loading is waited for. Who asks is served as before."""
+        """Ends the thread, after the executable that it is loading. Look-ups still work."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
 
-    def _work(self) -> None:
-        while (name := self._next()) is not None:
+    def _run(self) -> None:
+        while (name := self._wait_for_next()) is not None:
             try:
                 self[name]
             except DflashError as error:
                 logger.error(error)
-            self._tell()
+            self._on_loaded()
 
-    def _next(self) -> ExecutableId | None:
-        """What to load now; None once that is nothing for ever."""
+    def _wait_for_next(self) -> ExecutableId | None:
+        """Returns what the thread loads next; None once everything is loaded or the loader is closed."""
         with self._changed:
             while not self._closed:
-                for line in (self._soon, self._ahead):
-                    while line and line[0] in self._claims:
-                        line.popleft()
+                for pending in (self._soon, self._ahead):
+                    while pending and pending[0] in self._futures:
+                        pending.popleft()
                 if self._soon:
                     return self._soon.popleft()
                 if not self._ahead:
@@ -110,27 +116,27 @@ class LazyLoader:
 
     # -- loading
 
-    def _demand(self, name: ExecutableId) -> Executable:
+    def _load_on_demand(self, name: ExecutableId) -> Executable:
         if name not in self._all:
             raise KeyError(name)
         with self._changed:
-            claim, mine = self._claims.get(name), name not in self._claims
-            if claim is None:
-                claim = self._claims[name] = Future()
+            future, mine = self._futures.get(name), name not in self._futures
+            if future is None:
+                future = self._futures[name] = Future()
         if mine:
-            self._fulfil(claim, name)
-        if error := claim.exception():
-            # A new one, for an exception keeps the frames of all who raise it.
+            self._complete(future, name)
+        if error := future.exception():
+            # A new exception for each look-up: an exception that is raised again keeps the frames of all callers.
             raise type(error)(*error.args) from error
-        return claim.result()
+        return future.result()
 
-    def _fulfil(self, claim: "Future[Executable]", name: ExecutableId) -> None:
+    def _complete(self, future: "Future[Executable]", name: ExecutableId) -> None:
         try:
             executable = self._load(name)
         except BaseException as error:
             if not isinstance(error, CorruptBundle):
-                del self._claims[name]
-            claim.set_exception(error)
+                del self._futures[name]
+            future.set_exception(error)
         else:
             self._loaded[name] = executable
-            claim.set_result(executable)
+            future.set_result(executable)

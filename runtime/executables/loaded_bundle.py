@@ -1,4 +1,4 @@
-"""From a bundle directory to loaded executables: verdict, hashes, scan, load; in this order."""
+"""Loaded bundle: a compatible bundle's executables, verified, scanned and deserialized when they are needed."""
 
 import shlex
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -27,16 +27,22 @@ from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 
 
 class LoadedBundle:
-    """A manifest that fits this machine, and the executables that serve up to `k` verified tokens.
+    """The executables of a bundle that is compatible with this machine, looked up by program and sizes.
 
-    Each is loaded when it is asked for, unless it was before: all methods that return one may take as long as that, and
-    raise CorruptBundle for what is not an executable, or IncompatibleBundle where memory is short.
+    A look-up loads the executable if it is not loaded yet. It raises CorruptBundle for a corrupt executable, and
+    IncompatibleBundle if memory is short.
+
+    Attributes:
+        path: the bundle's directory.
+        manifest: its manifest.
+        k: the largest number of drafted tokens that a round verifies.
+        executables: all executables that serve up to `k`, loaded or not.
     """
 
     def __init__(self, path: Path, manifest: Manifest, k: int, executables: LazyLoader):
         self.path, self.manifest, self.k = path, manifest, k
         self.executables = executables
-        self._drafts = k > 0  # without drafts there is no draft kv
+        self._drafts = k > 0  # without drafts the draft's kv cache is not written
         self._run: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk) -> Executable:
@@ -58,50 +64,54 @@ class LoadedBundle:
         return self.executables["kv_write", (rows, width)]
 
     def rounds(self, bucket: Bucket) -> Executable:
-        """Several rounds in one call; only where the grid has `rounds`, and of a single row."""
+        """Returns the multi-round step, for a single row and only if the grid has `rounds`."""
         return self.executables["rounds", (bucket.batch, bucket.length, bucket.k, self.manifest.grid.rounds)]
 
     def move(self) -> Executable:
         return self.executables["move", ()]
 
-    def holds(self, kind: RoundShape) -> bool:
-        """Whether a round of it finds all that it calls loaded."""
-        return all(name in self.executables for name in self._name(kind))
+    def holds(self, shape: RoundShape) -> bool:
+        """Whether all executables of such a round are loaded."""
+        return all(name in self.executables for name in self._list_executables(shape))
 
-    def prepare(self, kind: RoundShape) -> None:
-        """What a round of it calls is loaded meanwhile."""
-        self.executables.prepare(self._name(kind))
+    def prepare(self, shape: RoundShape) -> None:
+        """Loads the executables of such a round in the background."""
+        self.executables.prefetch(self._list_executables(shape))
 
     def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
-        """Whether all was called before that a round of it calls; `alone`: one that several in one call suit."""
-        return (bucket, sampled, alone) in self._run or self._note_run(
-            (bucket, sampled, alone),
-            self._name((bucket, sampled)) if alone else list_round_executables(bucket, sampled, self._drafts),
+        """Whether all executables of such a round have been called. alone: as a multi-round step, where possible."""
+        shape = (bucket, sampled)
+        return (*shape, alone) in self._run or self._check_run(
+            (*shape, alone),
+            self._list_executables(shape) if alone else list_round_executables(bucket, sampled, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
-        return chunk in self._run or self._note_run(chunk, list_chunk_executables(chunk, self._drafts))
+        """Whether all executables of such a prefill chunk have been called."""
+        return chunk in self._run or self._check_run(chunk, list_chunk_executables(chunk, self._drafts))
 
-    def _note_run(self, what: Hashable, names: Sequence[ExecutableId]) -> bool:
+    def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
+        """Remembers under `key` that all of these executables have been called, once they have."""
         if has_run := all(name in self.executables and self.executables[name].called for name in names):
-            self._run.add(what)
+            self._run.add(key)
         return has_run
 
-    def _name(self, kind: RoundShape) -> Sequence[ExecutableId]:
-        return list_shape_executables(kind, self.manifest.grid, self._drafts)
-
-    def limited(self, k: int) -> "LoadedBundle":
-        """The same executables, to verify at most `k` tokens."""
-        return LoadedBundle(self.path, self.manifest, k, self.executables)
+    def _list_executables(self, shape: RoundShape) -> Sequence[ExecutableId]:
+        return list_shape_executables(shape, self.manifest.grid, self._drafts)
 
 
 def bundle_devices(manifest: Manifest) -> Sequence[jax.Device]:
-    """Those that serve a bundle whose environment is here, in the order of its mesh."""
+    """Returns the attached devices that serve a compatible bundle, in the order of its mesh."""
     return attached_devices(manifest.environment.platform, manifest.environment.device_count)
 
 
 def read_compatible_manifest(path: Path, signed_by: Path | None = None) -> Manifest:
-    """The verdict, from the manifest alone. Raises MissingBundle, CorruptBundle or IncompatibleBundle."""
+    """Reads the manifest, and checks that it is consistent and was built for the environment of this process.
+
+    signed_by: the public key that must have signed the bundle.
+
+    Raises MissingBundle, CorruptBundle, IncompatibleBundle. Executables are not looked at.
+    """
     manifest = read_manifest(path, signed_by)
     _check_environment(path, manifest)
     check_consistent(path, manifest)
@@ -109,25 +119,27 @@ def read_compatible_manifest(path: Path, signed_by: Path | None = None) -> Manif
 
 
 def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]) -> LazyLoader:
-    """For all that serves `ks`, in the order in which it will be needed, most likely: see `list_needs`.
+    """Returns a loader of all executables that serve `ks`, in the order in which they are probably needed.
 
-    Size and sha256 of every file are verified here, and it is kept: from then on the directory may be moved, or go.
-    weights: by name; they have to be there when an executable is called first. Raises CorruptBundle.
+    Reads every file and verifies its size and sha256. The contents stay in memory until they are loaded, so that the
+    directory may be moved or deleted from then on.
+
+    weights: by name; must be complete when an executable is called first.
+
+    Raises CorruptBundle.
     """
     devices, store = bundle_devices(manifest), Store(path)
     entries = {entry.signature.executable_id: entry for entry in manifest.entries}
-    needs = [
+    groups = [
         [name for name in group if name in entries] for group in order_loading(manifest.grid, manifest.sampling, ks)
     ]
-    order = list(dict.fromkeys(name for group in needs for name in group))
+    order = list(dict.fromkeys(name for group in groups for name in group))
     packed = {name: store.read_packed(entries[name]) for name in order}
 
     def load(name: ExecutableId) -> Executable:
         entry = entries[name]
-        where, remedy = (
-            f"{store.executable_path(entry)} ({entry.signature.label})",
-            f"\nMend it: {verify_and_rebuild_commands(path)}",
-        )
+        where = f"{store.executable_path(entry)} ({entry.signature.label})"
+        remedy = f"\nRebuild it: {verify_and_rebuild_commands(path)}"
         with report_out_of_memory(path, manifest):
             serialized = store.unpack_executable(entry, packed[name])
             executable = load_executable(serialized, entry.signature, devices, where, remedy)
@@ -135,12 +147,12 @@ def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights:
         del packed[name]
         return executable
 
-    return LazyLoader(load, order, soon=len(needs[0]))
+    return LazyLoader(load, order, soon=len(groups[0]))
 
 
 @contextmanager
 def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
-    """Raises IncompatibleBundle where weights, state or what executables need besides find no room."""
+    """Raises IncompatibleBundle if the memory does not hold the weights, the state, or what executables need."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -148,38 +160,39 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
             raise
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
-            f"What it takes: dflash-bundle inspect {shlex.quote(str(path))}. Make room, or build a smaller grid: "
-            f"{manifest.build_command(path)}"
+            f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a smaller "
+            f"grid: {manifest.build_command(path)}"
         ) from error
 
 
 def warm_up_executable(executable: Executable, state: DeviceState) -> None:
-    """The first call of an executable does what later ones don't: it is not a user's. No slot is active.
+    """Calls an executable for the first time, while no slot is active: a first call takes longer than later ones.
 
-    Its arguments lie on the device as later ones will: JAX prepares the dispatch for just such a call. Raises
-    CorruptBundle, or what says that memory is exhausted.
+    Arguments are placed on the devices as in later calls, so that JAX prepares its dispatch for these.
+
+    Raises CorruptBundle, and passes out-of-memory errors through.
     """
     executable(state, *map(state.zeros, executable.signature.arguments))
 
 
 def _check_environment(path: Path, manifest: Manifest) -> None:
-    """Raises IncompatibleBundle, field by field, with the command that rebuilds."""
+    """Raises IncompatibleBundle naming each field that differs, and the command that rebuilds."""
     built, command = manifest.environment, manifest.build_command(path)
     try:
         here = read_environment(built.platform, built.device_count)
     except RuntimeError as error:  # no such devices
         raise IncompatibleBundle(
-            f"{path} was built for {_describe(built)}, and here: {error}.\n"
-            f"Serve it on such a machine. What builds it anew: {command}"
+            f"{path} was built for {_format_target(built)}, but here {error}.\n"
+            f"Serve it on such a machine, or build it for this machine: {command}"
         ) from error
     if found := find_differences(built, here):
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
             f"{path} was built for another environment:\n{lines}\n"
-            f"Build it for this one: {rebuild_command(path)}\nor, from its checkpoints: {command}"
+            f"Build it for this environment: {rebuild_command(path)}\nor, from its checkpoints: {command}"
         )
 
 
-def _describe(environment: Environment) -> str:
+def _format_target(environment: Environment) -> str:
     devices = f"{environment.device_count} x {environment.device_kind}"
     return f"{environment.topology} ({devices})" if environment.topology else devices

@@ -1,4 +1,4 @@
-"""First calls of executables and times of rounds, one at a time, for an engine that has nothing else to do."""
+"""Warm-up of an engine that was opened without preload: first calls and round times, one step at a time while idle."""
 
 import logging
 
@@ -10,30 +10,30 @@ from dflash_aot.runtime.speculation.controller import AdaptiveK, SpeculationCont
 from dflash_aot.runtime.speculation.round_timing import RoundTimer
 
 logger = logging.getLogger(__name__)
-TIMING_PASSES = 3  # of which the least counts
+TIMING_PASSES = 3  # the shortest counts
 
 
 class WarmUp:
-    """What `Engine.open` leaves out when it does not preload. The engine's thread calls it while no slot is active."""
+    """Does what `Engine.open` skips without `preload`. The engine's thread calls `step` while no slot is active."""
 
-    def __init__(self, bundle: LoadedBundle, state: DeviceState, depth: SpeculationController):
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, controller: SpeculationController):
         self._bundle, self._state = bundle, state
-        self._depth = depth if isinstance(depth, AdaptiveK) else None
-        self._rounds = RoundTimer(bundle, state)
+        self._controller = controller if isinstance(controller, AdaptiveK) else None
+        self._timer = RoundTimer(bundle, state)
         manifest = bundle.manifest
-        self._kinds = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._depth else []
+        self._unmeasured = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._controller else []
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:
-        """One call, or the times of one kind of round. False where there is nothing to do before more is loaded."""
+        """Calls one executable, or times one round shape. Returns False if nothing is left to do for now."""
         for executable in self._bundle.executables:
             if not executable.called and executable not in self._broken:
                 self._call(executable)
                 return True
-        return self._depth is not None and self._time(self._depth)
+        return self._controller is not None and self._time_round(self._controller)
 
     def _call(self, executable: Executable) -> None:
-        """What fails is left to those who need it: they are told."""
+        """An error is only logged: a request that needs the executable gets the error."""
         try:
             warm_up_executable(executable, self._state)
         except (DflashError, RuntimeError) as error:
@@ -41,11 +41,12 @@ class WarmUp:
             self._broken.add(executable)
             self._state.reset()
 
-    def _time(self, depth: AdaptiveK) -> bool:
-        self._kinds = [kind for kind in self._kinds if not depth.is_measured(kind)]
-        for kind in self._kinds:
-            if self._bundle.has_run(*kind, alone=False):
-                depth.measure(kind, min(self._rounds.time(*kind) for _ in range(TIMING_PASSES)))
-                self._rounds.clear()
+    def _time_round(self, controller: AdaptiveK) -> bool:
+        """Times one round shape of which all executables were called. Returns whether there was one."""
+        self._unmeasured = [shape for shape in self._unmeasured if not controller.is_measured(shape)]
+        for shape in self._unmeasured:
+            if self._bundle.has_run(*shape, alone=False):
+                controller.measure(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
+                self._timer.clear()
                 return True
         return False

@@ -137,7 +137,7 @@ def plant_rubbish(copy: Path) -> Words:
 def plant_another_bucket(copy: Path) -> Words:
     *_, other = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
     where = plant(copy, Store(copy).read_executable(other), "kv_write")
-    return [f"{where}: does not take what its signature says", verify_and_rebuild_commands(copy)]
+    return [f"{where}: does not accept the inputs of its signature", verify_and_rebuild_commands(copy)]
 
 
 CORRUPT = [
@@ -243,7 +243,7 @@ def test_commands_named_in_messages_repair_the_bundle(command, serve, copy):
     plant_another_bucket(copy)
     assert command(precompile, "--rebuild", copy).code == 0
     refused = serve()
-    assert refused.code == 3 and refused.err.endswith(f"\nMend it: {verify_and_rebuild_commands(copy)}\n")
+    assert refused.code == 3 and refused.err.endswith(f"\nRebuild it: {verify_and_rebuild_commands(copy)}\n")
     assert command(dflash_bundle, "verify", copy, "--deep").code == 3
     assert command(precompile, "--rebuild", copy).code == 0
     assert serve() == whole and whole.code == 0

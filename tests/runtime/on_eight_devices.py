@@ -1,4 +1,4 @@
-"""Weights, state and tokens on several devices. Run by test_several_devices.py, on eight made of one processor."""
+"""Tensor parallelism on eight CPU devices: weights, state and tokens. Run by test_tensor_parallelism.py."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ from dflash_aot.runtime.weights.weight_loader import load_weights
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
-BURSTS = "batch=1,2 length=64 k=0,7 prefill=16 rounds=2"  # for one pair: who is served last is alone
+BURSTS = "batch=1,2 length=64 k=0,7 prefill=16 rounds=2"  # for one pair: the last request runs alone
 KINDS = ("dense", "experts", "pruned")
 PROMPTS = [[1], [5] * 20, [*range(32)], [31, 0, 9, 9], [2, 7, 1, 8, 2, 8]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
@@ -39,7 +39,7 @@ PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 8])
-def test_every_device_holds_its_slice_of_every_argument(make_up, kind, count):
+def test_each_device_holds_its_slice_of_every_argument(make_up, kind, count):
     pair, devices = make_up(kind), DEVICES[:count]
     alone = load_weights(pair.programs().recipes(), pair.places, DEVICES[:1])
     recipes = pair.programs(count).recipes()
@@ -56,8 +56,8 @@ def test_every_device_holds_its_slice_of_every_argument(make_up, kind, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 4])
-def test_stacked_arguments_are_the_unrolled_ones_in_order(make_up, kind, count):
-    """As executables for TPU take them."""
+def test_stacked_arguments_equal_the_unrolled_ones(make_up, kind, count):
+    """Executables for TPU take stacked arguments."""
     pair, devices = make_up(kind), DEVICES[:count]
     unrolled, stacked = (
         load_weights(pair.programs(count, stacked).recipes(), pair.places, devices) for stacked in (False, True)
@@ -75,15 +75,15 @@ def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_the_host_never_holds_more_than_one_slice_and_what_it_is_made_of(tmp_path, count):
+def test_host_memory_holds_one_slice_at_a_time(tmp_path, count):
     shape = (1024, 4096)
     save_file({"w": np.ones(shape, np.float32)}, tmp_path / "model.safetensors")
     slice_bytes = 4 * math.prod(shape) // count
-    load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])  # what the first time costs
+    load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])  # the first load allocates more
     tracemalloc.start()
     try:
         loaded = load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])
-        left, peak = tracemalloc.get_traced_memory()  # on a CPU a device may keep the host's array itself
+        left, peak = tracemalloc.get_traced_memory()  # a CPU device may keep the host's array
     finally:
         tracemalloc.stop()
     assert loaded["target.w"].shape == shape
@@ -91,7 +91,7 @@ def test_the_host_never_holds_more_than_one_slice_and_what_it_is_made_of(tmp_pat
 
 
 @pytest.mark.parametrize("column", [0, 9, 31])
-def test_what_is_not_finite_is_found_in_any_slice(tmp_path, column):
+def test_value_that_is_not_finite_is_found_in_any_slice(tmp_path, column):
     values = np.ones((4, 32), np.float32)
     values[2, column] = math.nan
     save_file({"w": values}, tmp_path / "model.safetensors")
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_found_in_any_slice(tmp_path, column):
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_kv_lies_with_the_heads_it_belongs_to_and_the_rest_everywhere(make_up, count):
+def test_kv_cache_is_split_by_heads_and_other_state_is_replicated(make_up, count):
     pair = make_up("dense").programs(count).pair
     arrays = state_arrays(pair, parse_grid(GRID, pair.block))
     state = DeviceState(arrays, DEVICES[:count])
@@ -123,15 +123,15 @@ def test_kv_lies_with_the_heads_it_belongs_to_and_the_rest_everywhere(make_up, c
 
 @pytest.fixture(scope="session")
 def build(make_up, pytestconfig):
-    """The bundle of a pair for so many devices, in pytest's cache: only what changed is compiled again."""
-    shelf = pytestconfig.cache.mkdir("dflash-bundles")
+    """Builds the bundle of a pair for `count` devices in pytest's cache: only changed programs are compiled again."""
+    directory = pytestconfig.cache.mkdir("dflash-bundles")
 
     @functools.cache
     def build(kind: str, count: int) -> Path:
-        path = shelf / f"{kind} on {count}"
+        path = directory / f"{kind} on {count}"
         grid = BURSTS if kind == "dense" else GRID
         named = {**make_up(kind).places, "bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count}
-        if count != 2:  # what samples is loaded and called once on two
+        if count != 2:  # sampled executables are covered on two devices
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
@@ -146,7 +146,7 @@ def build(make_up, pytestconfig):
 
 @pytest.fixture(scope="session")
 def answer(build):
-    """Tokens, drafted blocks and accepted counts of every prompt."""
+    """Returns tokens, drafted blocks and accepted counts of every prompt."""
 
     @functools.cache
     def answer(kind: str, count: int, k: int) -> list[tuple]:
@@ -159,8 +159,8 @@ def answer(build):
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("pruned", 4), ("experts", 8)])
-def test_devices_together_give_what_one_gives(answer, kind, count):
-    """Round by round: every block that was drafted, what was accepted of it, and every token."""
+def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
+    """Compares every drafted block, every accepted count, and every token."""
     assert answer(kind, count, 7) == answer(kind, 1, 7)
     assert answer(kind, count, 0) == answer(kind, 1, 0)
     tokens = [tokens for tokens, _, _ in answer(kind, 1, 7)]
@@ -169,28 +169,28 @@ def test_devices_together_give_what_one_gives(answer, kind, count):
     assert sum(sum(accepted) for _, _, accepted in answer(kind, 1, 7)) > 0
 
 
-def test_a_bundle_that_lies_about_its_devices_is_refused(build, tmp_path):
-    """Loading an executable on another number of devices would end the process."""
+def test_wrong_device_count_in_the_manifest_raises(build, tmp_path):
+    """Loading an executable on another number of devices would abort the process."""
     path, copy = build("pruned", 4), tmp_path / "bundle"
     copy.mkdir()
     (copy / "executables").symlink_to(path / "executables")
     manifest = read_manifest(path)
     environment = msgspec.structs.replace(manifest.environment, device_count=2, coordinates=("0", "1"))
     (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, environment=environment)))
-    with pytest.raises(CorruptBundle, match="made for 4 devices, the manifest says 2. It was not loaded"):
+    with pytest.raises(CorruptBundle, match="compiled for 4 devices, but the manifest says 2. It was not loaded"):
         Engine.open(copy, preload=True)
 
 
-def test_an_executable_for_devices_of_other_names_is_refused(build):
+def test_executable_for_other_device_ids_raises(build):
     path = build("pruned", 4)
     entry = read_manifest(path).entries[0]
     with pytest.raises(
-        IncompatibleBundle, match=r"made for devices \[0, 1, 2, 3\], here they are called \[4, 5, 6, 7\]"
+        IncompatibleBundle, match=r"compiled for the devices \[0, 1, 2, 3\], but the devices here are \[4, 5, 6, 7\]"
     ):
         load_executable(Store(path).read_executable(entry), entry.signature, DEVICES[4:], "here")
 
 
-def test_a_bundle_for_some_of_the_devices_does_not_mind_the_others(build):
+def test_bundle_may_use_fewer_devices_than_are_attached(build):
     assert json.loads((build("pruned", 4) / "manifest.json").read_text())["environment"]["device_count"] == 4
     assert len(DEVICES) == 8
     Engine.open(build("pruned", 4)).close()

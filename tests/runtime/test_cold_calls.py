@@ -1,4 +1,4 @@
-"""Calls that take a while, because their executable was not called before, on a toy device: who waits for them."""
+"""First calls of executables, which block, on a toy device: which requests wait for them."""
 
 import pytest
 
@@ -8,22 +8,27 @@ from tests.runtime.toy import SAMPLED, ToyEngine, programs
 GRID = "batch=1,2 length=16,64 k=0,3 prefill=4,16"
 
 
-def test_what_is_there_is_told_before_a_round_that_takes_a_while():
+def test_pending_tokens_are_sent_before_a_first_call_of_a_round():
     engine = ToyEngine(GRID, k=3, cold=True)
     request = engine.ask([1], 30)
     assert programs(engine.step()) == ["prefill", "kv_write", "read prefill", "draft", "verify", "kv_write"]
     assert len(engine.news[request]) == 1
-    assert programs(engine.step()) == ["draft", "verify", "kv_write", "read verify"]  # from here on a round late
+    assert programs(engine.step()) == [
+        "draft",
+        "verify",
+        "kv_write",
+        "read verify",
+    ]  # results come one round later
     engine.run()
     engine.check(request)
 
 
-def test_and_before_a_chunk_that_takes_a_while():
+def test_pending_tokens_are_sent_before_a_first_call_of_a_chunk():
     engine = ToyEngine(GRID, k=3, cold=True)
     first = engine.ask([1], 30)
     engine.step()
     engine.step()
-    second = engine.ask([2] * 9, 30)  # a chunk of another width
+    second = engine.ask([2] * 9, 30)  # a prefill chunk of another width
     assert programs(engine.step())[:3] == ["read verify", "prefill", "kv_write"]
     engine.run()
     engine.check(first)
@@ -31,7 +36,7 @@ def test_and_before_a_chunk_that_takes_a_while():
 
 
 @pytest.mark.parametrize("buckets", [GRID, "batch=1,2 length=16,64 k=0,3 prefill=4,16 rounds=4"])
-def test_cold_or_warm_everybody_gets_what_they_get_alone(buckets):
+def test_first_calls_change_no_tokens(buckets):
     for cold in (False, True):
         engine = ToyEngine(buckets, k=3, cold=cold)
         for number in range(12):
@@ -42,15 +47,15 @@ def test_cold_or_warm_everybody_gets_what_they_get_alone(buckets):
             engine.check(request)
 
 
-def test_an_executable_that_is_none_ends_who_is_in_a_slot_and_never_the_engine():
-    """As often as somebody needs it: it says nothing of the device."""
+def test_corrupt_executable_ends_the_running_requests_and_not_the_engine():
+    """However often the executable is needed: a corrupt executable is not a device failure."""
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3)
-    refusal, whole = CorruptBundle("verify: does not load. Mend it: so"), engine.bundle.verify
+    error, verify_bucket = CorruptBundle("verify: does not load. Rebuild it: so"), engine.bundle.verify
 
     def verify(bucket):
         if bucket.k:
-            raise refusal
-        return whole(bucket)
+            raise error
+        return verify_bucket(bucket)
 
     engine.bundle.verify = verify
     requests = [engine.ask([number], 9, k=None if number % 4 else 0) for number in range(12)]
@@ -58,7 +63,7 @@ def test_an_executable_that_is_none_ends_who_is_in_a_slot_and_never_the_engine()
     for number, request in enumerate(requests):
         engine.check(request)
         if number % 4:
-            assert request.finish_reason == "error" and request.error.endswith(str(refusal))
+            assert request.finish_reason == "error" and request.error.endswith(str(error))
         else:
             assert request.finish_reason == "length"
     assert engine.counters.failures == 9

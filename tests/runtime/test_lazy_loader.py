@@ -1,4 +1,4 @@
-"""Executables that are loaded when they are needed, or ahead: who loads what, and in which order."""
+"""Lazy loader: which thread loads what, and in which order."""
 
 import logging
 import threading
@@ -17,22 +17,22 @@ def name(number: int) -> ExecutableId:
     return "verify", (number,)
 
 
-class Shelf:
-    """What is to be loaded; each waits until it may be, if there are permits at all."""
+class RecordedLoader:
+    """A loader of strings that records what it loads. If `held`, each load waits for a permit."""
 
     def __init__(self, count: int, soon: int = 0, held: bool = False):
         self.log: list[int] = []
         self.errors: dict[int, Exception] = {}
         self.begun, self._permits = threading.Semaphore(0), threading.Semaphore(0) if held else None
-        self.told = threading.Semaphore(0)
+        self.loaded_count = threading.Semaphore(0)
         self.loader = LazyLoader(self._load, [name(number) for number in range(count)], soon)  # type: ignore[arg-type]
 
-    def _load(self, asked: ExecutableId) -> str:
-        (number,) = asked[1]
+    def _load(self, wanted: ExecutableId) -> str:
+        (number,) = wanted[1]
         self.log.append(number)
         self.begun.release()
         if self._permits:
-            assert self._permits.acquire(timeout=LONG), "nobody lets it go on"
+            assert self._permits.acquire(timeout=LONG), "no permit came"
         if number in self.errors:
             raise self.errors[number]
         return f"executable {number}"
@@ -42,124 +42,124 @@ class Shelf:
         self._permits.release(count)
 
     def resume(self) -> None:
-        self.loader.resume(self.told.release)
+        self.loader.resume(self.loaded_count.release)
 
-    def await_told(self, count: int = 1) -> None:
+    def await_loaded(self, count: int = 1) -> None:
         for _ in range(count):
-            assert self.told.acquire(timeout=LONG), "nothing more is loaded"
+            assert self.loaded_count.acquire(timeout=LONG), "no further executable was loaded"
 
 
 @pytest.fixture
-def shelf() -> "Callable[..., Shelf]":
-    made: list[Shelf] = []
+def make_loader() -> "Callable[..., RecordedLoader]":
+    loaders: list[RecordedLoader] = []
 
-    def make(*args: int, **facts: bool) -> Shelf:
-        made.append(Shelf(*args, **facts))
-        return made[-1]
+    def make(*args: int, **facts: bool) -> RecordedLoader:
+        loaders.append(RecordedLoader(*args, **facts))
+        return loaders[-1]
 
     yield make
-    for one in made:
-        one.loader.close()
+    for recorded in loaders:
+        recorded.loader.close()
 
 
-def test_without_its_thread_only_what_is_asked_for_is_loaded_and_once(shelf):
-    one = shelf(3)
-    assert [one.loader[name(2)], one.loader[name(2)]] == ["executable 2"] * 2
-    assert one.log == [2]
-    assert (len(one.loader), name(2) in one.loader, name(1) in one.loader) == (1, True, False)
-    assert [*one.loader] == ["executable 2"]
+def test_look_up_loads_the_executable_once(make_loader):
+    recorded = make_loader(3)
+    assert [recorded.loader[name(2)], recorded.loader[name(2)]] == ["executable 2"] * 2
+    assert recorded.log == [2]
+    assert (len(recorded.loader), name(2) in recorded.loader, name(1) in recorded.loader) == (1, True, False)
+    assert [*recorded.loader] == ["executable 2"]
     with pytest.raises(KeyError):
-        one.loader[name(3)]
+        recorded.loader[name(3)]
 
 
-def test_who_asks_for_what_somebody_is_loading_waits_for_that(shelf):
-    one = shelf(1, held=True)
+def test_look_up_waits_for_a_load_in_progress(make_loader):
+    recorded = make_loader(1, held=True)
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(one.loader.__getitem__, name(0)) for _ in range(4)]
-        assert one.begun.acquire(timeout=LONG)
-        one.permit(4)
+        asking = [pool.submit(recorded.loader.__getitem__, name(0)) for _ in range(4)]
+        assert recorded.begun.acquire(timeout=LONG)
+        recorded.permit(4)
         assert {each.result(LONG) for each in asking} == {"executable 0"}
-    assert one.log == [0]
+    assert recorded.log == [0]
 
 
-def test_the_thread_loads_everything_in_order_and_tells(shelf):
-    one = shelf(5)
-    one.loader[name(3)]
-    one.resume()
-    one.loader.start()
-    one.await_told(4)
-    assert one.log == [3, 0, 1, 2, 4]
-    assert len(one.loader) == 5
+def test_thread_loads_everything_in_order(make_loader):
+    recorded = make_loader(5)
+    recorded.loader[name(3)]
+    recorded.resume()
+    recorded.loader.start()
+    recorded.await_loaded(4)
+    assert recorded.log == [3, 0, 1, 2, 4]
+    assert len(recorded.loader) == 5
 
 
-def test_what_is_prepared_comes_next_and_what_is_asked_for_waits_for_nobody(shelf):
-    one = shelf(6, held=True)
-    one.resume()
-    one.loader.start()
-    assert one.begun.acquire(timeout=LONG)  # it is at 0
-    assert not one.loader.prepare([name(4), name(5)])
+def test_prefetched_executables_come_next_and_look_ups_do_not_wait(make_loader):
+    recorded = make_loader(6, held=True)
+    recorded.resume()
+    recorded.loader.start()
+    assert recorded.begun.acquire(timeout=LONG)  # the thread loads 0
+    assert not recorded.loader.prefetch([name(4), name(5)])
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(one.loader.__getitem__, name(3))
-        assert one.begun.acquire(timeout=LONG)
-        one.permit(6)
+        asked = pool.submit(recorded.loader.__getitem__, name(3))
+        assert recorded.begun.acquire(timeout=LONG)
+        recorded.permit(6)
         assert asked.result(LONG) == "executable 3"
-    one.await_told(5)
-    assert one.log == [0, 3, 4, 5, 1, 2]
-    assert one.loader.prepare([name(4), name(5)])
+    recorded.await_loaded(5)
+    assert recorded.log == [0, 3, 4, 5, 1, 2]
+    assert recorded.loader.prefetch([name(4), name(5)])
 
 
-def test_while_it_is_paused_only_what_is_needed_soon_is_loaded(shelf):
-    one = shelf(5, soon=2)
-    one.resume()
-    one.loader.pause()
-    one.loader.start()
-    one.await_told(2)
-    assert not one.loader.prepare([name(4)])
-    one.await_told()
-    assert one.log == [0, 1, 4]
-    one.resume()
-    one.await_told(2)
-    assert one.log == [0, 1, 4, 2, 3]
+def test_paused_thread_loads_only_what_is_needed_soon(make_loader):
+    recorded = make_loader(5, soon=2)
+    recorded.resume()
+    recorded.loader.pause()
+    recorded.loader.start()
+    recorded.await_loaded(2)
+    assert not recorded.loader.prefetch([name(4)])
+    recorded.await_loaded()
+    assert recorded.log == [0, 1, 4]
+    recorded.resume()
+    recorded.await_loaded(2)
+    assert recorded.log == [0, 1, 4, 2, 3]
 
 
-def test_what_is_corrupt_is_told_to_everybody_who_asks_and_the_rest_is_loaded(shelf, caplog):
-    one = shelf(3)
-    one.errors[1] = CorruptBundle("no executable. Mend it: so")
-    one.resume()
+def test_corrupt_executable_raises_in_each_look_up_and_the_rest_is_loaded(make_loader, caplog):
+    recorded = make_loader(3)
+    recorded.errors[1] = CorruptBundle("no executable. Rebuild it: so")
+    recorded.resume()
     with caplog.at_level(logging.ERROR):
-        one.loader.start()
-        one.await_told(3)
-    assert [str(record.msg) for record in caplog.records] == ["no executable. Mend it: so"]
-    told = []
+        recorded.loader.start()
+        recorded.await_loaded(3)
+    assert [str(record.msg) for record in caplog.records] == ["no executable. Rebuild it: so"]
+    errors = []
     for _ in range(2):
-        with pytest.raises(CorruptBundle, match="no executable. Mend it: so") as error:
-            one.loader[name(1)]
-        told.append(error.value)
-    assert told[0] is not told[1]  # one that is raised again and again would keep all frames that it went through
-    assert one.log == [0, 1, 2]
-    assert (len(one.loader), name(1) in one.loader, one.loader.prepare([name(1)])) == (2, False, False)
+        with pytest.raises(CorruptBundle, match="no executable. Rebuild it: so") as error:
+            recorded.loader[name(1)]
+        errors.append(error.value)
+    assert errors[0] is not errors[1]  # an exception that is raised again keeps the frames of all callers
+    assert recorded.log == [0, 1, 2]
+    assert (len(recorded.loader), name(1) in recorded.loader, recorded.loader.prefetch([name(1)])) == (2, False, False)
 
 
 @pytest.mark.parametrize("error", [IncompatibleBundle("no memory is free"), MemoryError("none")])
-def test_what_failed_for_want_of_something_else_is_tried_again(shelf, error):
-    one = shelf(1)
-    one.errors[0] = error
+def test_load_that_failed_for_another_reason_is_tried_again(make_loader, error):
+    recorded = make_loader(1)
+    recorded.errors[0] = error
     with pytest.raises(type(error), match=str(error)):
-        one.loader[name(0)]
-    del one.errors[0]
-    assert one.loader[name(0)] == "executable 0"
-    assert one.log == [0, 0]
+        recorded.loader[name(0)]
+    del recorded.errors[0]
+    assert recorded.loader[name(0)] == "executable 0"
+    assert recorded.log == [0, 0]
 
 
-def test_closing_waits_for_what_is_being_loaded_and_begins_nothing_more(shelf):
-    one = shelf(3, held=True)
-    one.loader.start()
-    assert one.begun.acquire(timeout=LONG)
+def test_close_waits_for_the_load_in_progress_and_starts_no_other(make_loader):
+    recorded = make_loader(3, held=True)
+    recorded.loader.start()
+    assert recorded.begun.acquire(timeout=LONG)
     with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(one.loader.close)
-        one.permit(3)
+        closing = pool.submit(recorded.loader.close)
+        recorded.permit(3)
         closing.result(LONG)
-    assert one.log[0] == 0 and len(one.log) == len(one.loader)
-    assert not one.loader._thread.is_alive()
-    assert one.loader[name(2)] == "executable 2"  # who asks is served as before
-    one.loader.close()  # again
+    assert recorded.log[0] == 0 and len(recorded.log) == len(recorded.loader)
+    assert not recorded.loader._thread.is_alive()
+    assert recorded.loader[name(2)] == "executable 2"  # look-ups still work
+    recorded.loader.close()  # a second call is harmless

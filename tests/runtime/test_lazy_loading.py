@@ -1,4 +1,4 @@
-"""Engines that load executables when they are needed, or while nothing is served."""
+"""Engines without preload: executables are loaded, called and timed on demand or while the engine is idle."""
 
 import shutil
 import threading
@@ -18,37 +18,37 @@ from dflash_aot.runtime.executables.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
 
 
-def up_to(tokens: int, **facts: object) -> SamplingParams:
+def limit_tokens(tokens: int, **facts: object) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, stop_token_ids=(), **facts)
 
 
-def count_loaders() -> int:
+def count_loader_threads() -> int:
     return sum(thread.name == "dflash-loader" for thread in threading.enumerate())
 
 
-def test_it_serves_at_once_and_has_everything_loaded_called_and_timed_in_the_end(bundle, cases):
+def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
     with Engine.open(bundle("tiny")) as engine:
         assert [*engine.startup] == ["bundle", "weights"]
-        answer = engine.generate(cases["len5"].prompt, up_to(20))
+        answer = engine.generate(cases["len5"].prompt, limit_tokens(20))
         assert answer.token_ids == cases["len5"].answer[:20]
         wait_until(lambda: engine.stats().loaded == engine.executables)
         wait_until(lambda: all(one.called for one in engine._bundle.executables))
         manifest = engine.manifest
         kinds = list_round_shapes(manifest.grid, manifest.sampling, engine.k)
         wait_until(lambda: all(map(engine._depth.is_measured, kinds)))
-        assert engine.generate(cases["len5"].prompt, up_to(20)).token_ids == cases["len5"].answer[:20]
+        assert engine.generate(cases["len5"].prompt, limit_tokens(20)).token_ids == cases["len5"].answer[:20]
         assert (engine.stats().failures, engine.stats().compile_events) == (0, 0)
-    assert count_loaders() == 0
+    assert count_loader_threads() == 0
 
 
-def test_with_preload_everything_is_there_when_it_is_open(bundle):
+def test_preload_loads_and_calls_everything_before_open_returns(bundle):
     with Engine.open(bundle("tiny"), preload=True) as engine:
         assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
         assert engine.stats().loaded == engine.stats().executables == engine.executables
         assert all(one.called for one in engine._bundle.executables)
 
 
-def test_one_that_is_closed_or_never_opened_leaves_no_loader_behind(bundle, tied, tmp_path):
+def test_closed_or_failed_engine_leaves_no_loader_thread(bundle, tied, tmp_path):
     Engine.open(bundle("tiny")).close()
     places = {"target": shutil.copytree(tied.target, tmp_path / "target")}
     weights = next(places["target"].glob("*.safetensors"))
@@ -56,15 +56,15 @@ def test_one_that_is_closed_or_never_opened_leaves_no_loader_behind(bundle, tied
     with pytest.raises(BadCheckpoint):
         Engine.open(bundle("tiny"), **places)
     shutil.copyfile(next(tied.target.glob("*.safetensors")), weights)
-    (places["target"] / "generation_config.json").write_text("[]")  # read behind everything else
+    (places["target"] / "generation_config.json").write_text("[]")  # read last
     with pytest.raises(BadCheckpoint, match="generation_config"):
         Engine.open(bundle("tiny"), **places)
-    assert count_loaders() == 0
+    assert count_loader_threads() == 0
 
 
 @pytest.fixture
-def forged(bundle, tmp_path) -> Path:
-    """A bundle of which the greedy verification of K = 3 holds half an executable, and all hashes are right."""
+def half_executable(bundle, tmp_path) -> Path:
+    """A bundle in which the greedy verify executable of K = 3 is cut in half, and all hashes are correct."""
     path = Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle"))
     manifest = read_manifest(path)
     entries = list(manifest.entries)
@@ -81,35 +81,36 @@ def forged(bundle, tmp_path) -> Path:
     return path
 
 
-def test_what_turns_out_to_be_no_executable_costs_those_who_need_it_and_nobody_else(forged, cases):
+def test_corrupt_executable_fails_only_the_requests_that_need_it(half_executable, cases):
     case = cases["len5"]
-    with Engine.open(forged) as engine:
-        for _ in range(4):  # more than an engine survives of the device's faults in a row
+    with Engine.open(half_executable) as engine:
+        for _ in range(4):  # more than an engine survives of failed rounds in a row
             with pytest.raises(EngineFailed) as error:
-                engine.generate(case.prompt, up_to(20, k=3))
-            assert "verify" in str(error.value) and f"Mend it: {verify_and_rebuild_commands(forged)}" in str(
-                error.value
-            )
-        assert engine.generate(case.prompt, up_to(20, k=0)).token_ids == case.answer[:20]
+                engine.generate(case.prompt, limit_tokens(20, k=3))
+            assert "verify" in str(error.value)
+            assert f"Rebuild it: {verify_and_rebuild_commands(half_executable)}" in str(error.value)
+        assert engine.generate(case.prompt, limit_tokens(20, k=0)).token_ids == case.answer[:20]
         assert engine.failure is None and engine.stats().failures == 4
         wait_until(lambda: engine.stats().loaded == engine.executables - 1)
-        assert engine.generate(case.prompt, up_to(20)).token_ids == case.answer[:20]  # by the Ks that there are
+        assert (
+            engine.generate(case.prompt, limit_tokens(20)).token_ids == case.answer[:20]
+        )  # by the Ks that can be loaded
         assert engine.stats().compile_events == 0
 
 
-def test_what_fails_while_nothing_is_served_is_logged_and_leaves_a_state_that_serves(bundle, caplog):
-    opened = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
-    executables = opened.bundle.executables
+def test_failed_warm_up_call_is_logged_and_the_state_is_reset(bundle, caplog):
+    parts = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
+    executables = parts.bundle.executables
     try:
         loaded = [executables[name] for name in executables.order]
-        opened.state._arrays["target_k"].delete()  # as a fault would leave it
-        warm_up = WarmUp(opened.bundle, opened.state, opened.controller)
+        parts.state._arrays["target_k"].delete()  # as a failed call would leave the state
+        warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
         steps = 0
         while warm_up.step():
             steps += 1
     finally:
         executables.close()
-    (left,) = [one for one in loaded if not one.called]  # the first that read it
+    (left,) = [one for one in loaded if not one.called]  # the first executable that read the deleted array
     assert "target_k" in left.signature.state and steps == len(loaded)
     assert ["deleted" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
-    assert not opened.state._arrays["target_k"].is_deleted()
+    assert not parts.state._arrays["target_k"].is_deleted()

@@ -1,4 +1,4 @@
-"""An engine that asks for a signature opens what was signed by that key, and nothing else."""
+"""Required signatures: an engine opens only bundles that the given key has signed."""
 
 import shutil
 from pathlib import Path
@@ -14,11 +14,11 @@ from dflash_aot.runtime import Engine, SamplingParams
 
 @pytest.fixture
 def copy(bundle, tmp_path) -> Path:
-    """A bundle of its own, to be signed."""
+    """A copy of a bundle, to be signed."""
     return Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle", ignore=shutil.ignore_patterns("entries")))
 
 
-def test_what_the_owner_of_the_key_signed_is_served(copy, make_key, cases):
+def test_bundle_signed_by_the_key_is_served(copy, make_key, cases):
     private, public = make_key("ours")
     sign_manifest(copy, read_manifest_bytes(copy), read_private_key(private))
     with Engine.open(copy, require_signature=str(public)) as engine:
@@ -27,7 +27,7 @@ def test_what_the_owner_of_the_key_signed_is_served(copy, make_key, cases):
 
 
 @pytest.mark.parametrize("signer", [None, "theirs"])
-def test_what_nobody_or_somebody_else_signed_is_not_even_parsed(copy, make_key, signer):
+def test_bundle_without_this_signature_is_not_parsed(copy, make_key, signer):
     _, public = make_key("ours")
     (copy / "manifest.json").write_bytes(b"not JSON")
     if signer:
@@ -36,7 +36,7 @@ def test_what_nobody_or_somebody_else_signed_is_not_even_parsed(copy, make_key, 
         Engine.open(copy, require_signature=public)
 
 
-def test_a_key_that_is_none_never_means_that_none_is_required(copy, make_key):
+def test_invalid_key_raises(copy, make_key):
     for given in ("", copy / "nowhere.pem", make_key("ours")[0]):
         with pytest.raises(BadInput):
             Engine.open(copy, require_signature=given)

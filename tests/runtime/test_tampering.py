@@ -1,4 +1,4 @@
-"""Every field of a manifest changed by somebody who also set the digest right: a clear refusal, or no harm."""
+"""Tampered manifests: a change of any field, with or without a correct digest, raises or has no effect."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, I
 from dflash_aot.runtime import Engine, SamplingParams
 
 DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')
-# What serving does not depend on: what a build took, what was found in executables, what they compute elsewhere; and
-# the depth that the draft's config proposes.
+# Fields that serving does not depend on: build time and memory, inspection, recorded self-tests, and the K that the
+# draft's config suggests.
 HARMLESS = re.compile(r"entries\.\d+\.(seconds|memory|cost|inspection|canary)\b.*|draft\.facts\.k")
 
 
 @pytest.fixture(scope="module")
 def copy(bundle, tmp_path_factory) -> Path:
-    """A bundle whose manifest is written anew by every test."""
+    """A copy of a bundle; every test rewrites its manifest."""
     path = tmp_path_factory.mktemp("tampered") / "bundle"
     return Path(shutil.copytree(bundle("tiny"), path, ignore=shutil.ignore_patterns("entries")))
 
@@ -41,15 +41,15 @@ def write(copy: Path, content: bytes | str) -> bytes:
     return content
 
 
-def seal(facts: Any) -> bytes:
-    """JSON with a digest that is right, as somebody else would write it, by the book."""
+def encode_with_digest(facts: Any) -> bytes:
+    """Encodes a manifest with a correct digest, independently of the project's writer."""
     blank = json.dumps({**facts, "digest": ""}, indent=1, ensure_ascii=False) + "\n"
     digest = hashlib.sha256(blank.encode()).hexdigest()
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """A path to each kind of leaf: of lists, only into the first and the last item."""
+    """Yields the path of each leaf; of lists, only in the first and the last item."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, (*path, name))
@@ -84,14 +84,14 @@ def tamper(facts: Any, path: tuple) -> Any:
     return facts
 
 
-def test_a_manifest_that_is_sealed_by_the_book_is_read(copy, content):
-    """The digest is defined on bytes, so that another writer needs no more than JSON and a sha256."""
+def test_manifest_of_another_writer_is_read(copy, content):
+    """The digest is defined on bytes: another writer needs only JSON and sha256."""
     facts = json.loads(content)
     write(copy, content)
-    assert read_manifest(copy).entries == parse_manifest(copy, seal(facts)).entries
+    assert read_manifest(copy).entries == parse_manifest(copy, encode_with_digest(facts)).entries
 
 
-def test_without_the_right_digest_no_field_can_be_changed(copy, content):
+def test_any_change_without_a_correct_digest_raises(copy, content):
     facts = json.loads(content)
     for path in leaves(facts):
         changed = json.dumps(tamper(facts, path), indent=1, ensure_ascii=False) + "\n"
@@ -99,14 +99,14 @@ def test_without_the_right_digest_no_field_can_be_changed(copy, content):
             parse_manifest(copy, changed.encode())
 
 
-def test_with_the_right_digest_a_change_is_refused(copy, content):
-    """By the manifest alone, by files and keys, or by opening it; never by anything but an error of ours."""
+def test_any_change_with_a_correct_digest_raises(copy, content):
+    """The manifest's checks, the files and keys, or opening the bundle raise, and only errors of the project."""
     facts, served = json.loads(content), []
     for path in leaves({**facts, "entries": facts["entries"][2:3]}):
         real = ("entries", 2, *path[2:]) if path[0] == "entries" else path
         if real == ("digest",) or is_harmless(real):
             continue
-        write(copy, seal(tamper(facts, real)))
+        write(copy, encode_with_digest(tamper(facts, real)))
         try:
             manifest = read_manifest(copy)
             check_consistent(copy, manifest)
@@ -119,20 +119,20 @@ def test_with_the_right_digest_a_change_is_refused(copy, content):
     assert served == []
 
 
-def test_what_serving_does_not_depend_on_changes_nothing(copy, content, cases):
+def test_change_of_a_harmless_field_changes_no_tokens(copy, content, cases):
     facts = json.loads(content)
     for path in [path for path in leaves(facts) if is_harmless(path)]:
-        with suppress(CorruptBundle):  # what is not even of the right form is refused, harmless or not
-            facts = parsed(copy, tamper(facts, path))
-    write(copy, seal(facts))
+        with suppress(CorruptBundle):  # a value of another form raises, harmless or not
+            facts = check_parsed(copy, tamper(facts, path))
+    write(copy, encode_with_digest(facts))
     with Engine.open(copy) as engine:
         answer = engine.generate(cases["len5"].prompt, SamplingParams(max_tokens=9, stop_token_ids=()))
     assert answer.token_ids == cases["len5"].answer[:9]
 
 
-def parsed(copy: Path, facts: Any) -> Any:
-    """The same, if it is a manifest."""
-    parse_manifest(copy, seal(facts))
+def check_parsed(copy: Path, facts: Any) -> Any:
+    """Returns `facts` if they form a manifest. Raises CorruptBundle."""
+    parse_manifest(copy, encode_with_digest(facts))
     return facts
 
 
@@ -141,28 +141,28 @@ def is_harmless(path: tuple) -> bool:
 
 
 @pytest.mark.parametrize("field", ["results", "donated", "state", "arguments"])
-def test_permuted_inputs_and_outputs_are_found_in_the_manifest(copy, content, field):
+def test_permuted_inputs_or_outputs_raise(copy, content, field):
     facts = json.loads(content)
     entry = next(
         one for one in facts["entries"] if one["signature"]["program"] == "verify" and one["signature"]["bucket"]["k"]
     )
     entry["signature"][field].reverse()
-    write(copy, seal(facts))
+    write(copy, encode_with_digest(facts))
     with pytest.raises(
         CorruptBundle, match=rf"{field} is .*, models and grid make it .*Build it again: dflash-precompile"
     ):
         Engine.open(copy)
 
 
-def test_permuted_weights_are_found_by_their_key(copy, content):
+def test_permuted_weights_are_found_by_the_key(copy, content):
     facts = json.loads(content)
     facts["entries"][0]["signature"]["weights"].reverse()
-    write(copy, seal(facts))
+    write(copy, encode_with_digest(facts))
     (flaw,) = find_file_flaws(copy, read_manifest(copy))
     assert (flaw.field, flaw.promised) == ("key", facts["entries"][0]["key"])
 
 
-def twice(content: str) -> str:
+def duplicate_field(content: str) -> str:
     return content.replace('"dtype": "float32",', '"dtype": "bfloat16",\n "dtype": "float32",', 1)
 
 
@@ -184,7 +184,7 @@ def with_seconds(before: str) -> Callable[[str], str]:
         (with_seconds("Infinity"), "JSON is malformed"),
         (with_seconds("1e999"), "out of range"),
         (with_seconds("[" * 100_000), "ecursion"),
-        (twice, "'dtype' stands twice"),
+        (duplicate_field, "'dtype' stands twice"),
         (lambda text: "[]", "Expected `object`"),
         (lambda text: "\ufeff" + text, "malformed"),
         (lambda text: text.replace("\n", "\n ", 1), "its content has"),
@@ -194,41 +194,41 @@ def with_seconds(before: str) -> Callable[[str], str]:
         (with_schema('"6"'), "Expected `int`"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused_with_what_is_wrong(copy, content, change, words):
+def test_invalid_manifest_raises_with_the_reason(copy, content, change, words):
     write(copy, change(content.decode()))
     with pytest.raises(CorruptBundle) as refused:
         Engine.open(copy)
     assert words in str(refused.value) and f"{copy}/manifest.json: " in str(refused.value)
 
 
-def test_a_huge_manifest_is_not_even_read(copy):
+def test_huge_manifest_is_not_read(copy):
     with open(copy / "manifest.json", "wb") as file:
-        file.truncate(1 << 40)  # takes no place on the disk
+        file.truncate(1 << 40)  # a sparse file
     with pytest.raises(CorruptBundle, match=r"manifest\.json: 1099511627776 bytes, where at most \d+ are read"):
         Engine.open(copy)
 
 
-def test_bytes_that_are_no_text_are_refused(copy, content):
+def test_manifest_that_is_not_utf_8_raises(copy, content):
     write(copy, content.replace(b'"platform_version": "', b'"platform_version": "\xff', 1))
     with pytest.raises(CorruptBundle, match="manifest"):
         Engine.open(copy)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ".", ""])
-def test_a_blob_can_only_be_named_by_a_digest(copy, content, name):
+def test_blob_name_must_be_a_digest(copy, content, name):
     facts = json.loads(content)
     facts["entries"][0]["sha256"] = name
-    write(copy, seal(facts))
+    write(copy, encode_with_digest(facts))
     with pytest.raises(CorruptBundle, match=r"manifest\.json: .*entries.*sha256"):
         Engine.open(copy)
 
 
-def test_for_another_machine_it_is_refused_before_anything_else(copy, bundle):
+def test_other_machine_raises_after_the_digest_check(copy, bundle):
     manifest = read_manifest(bundle("tiny"))
     write(copy, encode_manifest(manifest).replace(b'"machine": "', b'"machine": "not '))
     with pytest.raises(CorruptBundle, match="digest"):
         Engine.open(copy)
     facts = json.loads((bundle("tiny") / "manifest.json").read_text())
-    write(copy, seal(tamper(facts, ("environment", "machine"))))
+    write(copy, encode_with_digest(tamper(facts, ("environment", "machine"))))
     with pytest.raises(IncompatibleBundle, match="machine: built for"):
         Engine.open(copy)
