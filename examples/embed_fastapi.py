@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss, QueueFull
 from dflash_aot.cache.remote.user_cache import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.requests.async_stream import AsyncStream
+from dflash_aot.runtime.requests.streams import AsyncStream
 
 DEADLINE = 60.0  # seconds; who waits longer has gone
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.requests.async_stream import AsyncStream
 from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.runtime.requests.streams import AsyncStream
 from dflash_aot.server.request_parsing import Asking
 
 

@@ -25,7 +25,7 @@ from dflash_aot.runtime.executables.loaded_bundle import (
 )
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, SpeculationController
-from dflash_aot.runtime.speculation.round_timing import Times, estimate_rounds, time_rounds
+from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
@@ -142,7 +142,7 @@ def _find_largest_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
     return k
 
 
-def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: Times) -> list[int]:
+def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: RoundTimes) -> list[int]:
     """Returns the served Ks in loading order: the user's K or the best for one short request, then 0, then the others.
 
     The best has the least estimated time per expected token of a request without history.

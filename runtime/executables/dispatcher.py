@@ -1,75 +1,148 @@
-"""What a move, a chunk and a round are in executables. Enqueues; nothing here waits, and nothing knows a request."""
+"""The dispatcher: turns plans of the scheduler into calls of executables on the device state. Never waits."""
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.grid import Chunk
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
+from dflash_aot.runtime.executables.sampling_state import SamplingStateWriter
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan
+from dflash_aot.runtime.scheduler.slots import RunningRequest
+
+
+@dataclass(frozen=True)
+class FirstTokenInFlight:
+    """The last prefill chunk of a prompt, dispatched. token: int32 [1], the first token of the answer."""
+
+    plan: PrefillPlan
+    token: jax.Array
+
+
+@dataclass(frozen=True)
+class RoundInFlight:
+    """A dispatched round, or multi-round step.
+
+    outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted ones, the target's K+1 choices.
+        A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
+        [N, 2K+2], a row per round, -1 where a round was not needed.
+    likeliest: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
+    follows_round: nothing was dispatched between the previous round and this one.
+    """
+
+    plan: RoundPlan
+    outcomes: jax.Array
+    likeliest: Sequence[jax.Array]
+    follows_round: bool
 
 
 class Dispatcher:
-    """The calls of a bundle's executables on one state."""
+    """Calls a bundle's executables on one device state.
+
+    Owns the small device arrays that calls take besides the state, and what the last multi-round step left over.
+    """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state, self._place = bundle, state, state.place
-        self._drafts = bundle.k > 0  # without drafts there is no draft kv to write
-        place = state.place
-        # By the mask of active rows. Nothing of an engine is in it: one that is closed is gone.
+        self._has_draft_kv = bundle.k > 0
+        manifest, place = bundle.manifest, state.place
+        # The caches hold nothing of an engine, so that a closed engine can be collected.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
         self._counts = functools.lru_cache(maxsize=256)(lambda count: place(np.array([count], np.int32)))
-        self._ends = functools.lru_cache(maxsize=256)(lambda ends: place(_list_ends(ends)))
-        self._slots = {batch: place(np.arange(batch, dtype=np.int32)) for batch in bundle.manifest.grid.batch}
+        self._ends = functools.lru_cache(maxsize=256)(lambda ends: place(_make_end_tokens(ends)))
+        self._slots = {batch: place(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
+        vocab = manifest.target.facts.decoder.vocab
+        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if "sample" in manifest.sampling else None
+        self._last_was_round = False
+        self._left_over: tuple[RunningRequest, jax.Array] | None = None
+
+    def reset(self) -> None:
+        """Starts again with an empty device state, after a failure."""
+        self._state.reset()
+        self._left_over = None
+
+    def has_run_prefill(self, chunk: Chunk) -> bool:
+        """Whether every executable of a prefill chunk was called before: a first call takes longer."""
+        return self._bundle.has_run_chunk(chunk)
+
+    def has_run_round(self, plan: RoundPlan) -> bool:
+        """Whether every executable of a planned round was called before."""
+        return self._bundle.has_run(plan.bucket, plan.batch.sampled, plan.multi_round)
 
     def move(self, source: int, destination: int) -> None:
-        """All that one slot is to another."""
+        """Copies everything that one slot holds to another slot."""
         self._bundle.move()(self._state, self._number(source), self._number(destination))
+        self._last_was_round = False
 
-    def prefill(self, chunk: Chunk, slot: int, start: int, part: Sequence[int]) -> jax.Array:
-        """`part` of a prompt, from position `start` on. Returns the token behind it, int32 [1]."""
-        tokens = np.zeros((1, chunk.prefill), np.int32)
-        tokens[0, : len(part)] = part
-        slots, starts, counts = map(self._number, (slot, start, len(part)))
-        features, first = self._bundle.prefill(chunk)(self._state, self._place(tokens), slots, starts, counts)
-        if self._drafts:
-            self._bundle.kv_write(1, chunk.prefill)(self._state, features, slots, starts)
-        return first
+    def prefill(self, plan: PrefillPlan) -> FirstTokenInFlight | None:
+        """Prefills one chunk. Returns the first token's handle where the chunk gives one."""
+        tokens = np.zeros((1, plan.chunk.prefill), np.int32)
+        tokens[0, : len(plan.tokens)] = plan.tokens
+        slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
+        features, token = self._bundle.prefill(plan.chunk)(self._state, self._place(tokens), slots, starts, counts)
+        if self._has_draft_kv:
+            self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
+        self._last_was_round = False
+        if not plan.gives_first_token:
+            return None
+        token.copy_to_host_async()
+        return FirstTokenInFlight(plan, token)
 
-    def round(self, bucket: Bucket, active: Sequence[bool], sampled: bool) -> Sequence[jax.Array]:
-        """Draft, verify, kv_write of the first slots, of which `active` advance.
+    def round(self, plan: RoundPlan) -> RoundInFlight:
+        """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""
+        outcomes, likeliest = self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
+        for array in (outcomes, *likeliest):
+            array.copy_to_host_async()
+        follows_round, self._last_was_round = self._last_was_round, True
+        return RoundInFlight(plan, outcomes, likeliest, follows_round)
 
-        Returns the verdict int32 [B, 2K+2]; of a sampled round [B, 3K+3], and the likeliest tokens, int32 and float32
-        [B, K+1, n].
-        """
+    def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
+        self._left_over = None
+        self._write_sampling_states(plan)
+        bucket, batch = plan.bucket, plan.batch
         block = self._bundle.draft(bucket)(self._state) if bucket.k else ()
-        verify = self._bundle.sampled_verify(bucket) if sampled else self._bundle.verify(bucket)
-        features, starts, *verdict = verify(self._state, *block, self._active(tuple(active)))
-        if self._drafts:
+        verify = self._bundle.sampled_verify(bucket) if batch.sampled else self._bundle.verify(bucket)
+        active = [running is not None for running in batch.by_slot]
+        active += [False] * (bucket.batch - len(active))
+        features, starts, outcomes, *likeliest = verify(self._state, *block, self._active(tuple(active)))
+        if self._has_draft_kv:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
             write(self._state, features, self._slots[bucket.batch], starts)
-        return verdict
+        wants_likeliest = any(running.request.params.logprobs for running in batch.requests)
+        return outcomes, likeliest if wants_likeliest else ()
 
-    def rounds(
-        self, bucket: Bucket, count: int, left: int | jax.Array, ends: frozenset[int]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Up to `count` rounds of the first slot, as long as tokens are `left` to be generated and none of `ends` came.
+    def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
+        """Up to `plan.rounds` rounds of the first slot, until its request has its tokens or an end token came.
 
-        Returns their verdicts, int32 [N, 2K+2], -1 where none was needed, and what is left then, int32 [1].
+        How many tokens are left after the last multi-round step only the device knows exactly.
         """
-        left = self._number(left) if isinstance(left, int) else left
-        verdicts, left = self._bundle.rounds(bucket)(self._state, self._counts(count), left, self._ends(ends))
-        return verdicts, left
+        (running,) = plan.batch.requests
+        if self._left_over and self._left_over[0] is running:
+            left = self._left_over[1]
+        else:
+            left = self._number(plan.tokens_outstanding)
+        ends = self._ends(running.request.stop_ids)
+        outcomes, left = self._bundle.rounds(plan.bucket)(self._state, self._counts(plan.rounds), left, ends)
+        self._left_over = running, left
+        return outcomes, ()
+
+    def _write_sampling_states(self, plan: RoundPlan) -> None:
+        for running in plan.new_sampling_states:
+            assert self._sampling is not None, "the request builder refuses sampling where nothing samples"
+            self._sampling.write(running, plan.batch.by_slot.index(running))
+            self._last_was_round = False
 
     def _number(self, number: int) -> jax.Array:
         return self._place(np.array([number], np.int32))
 
 
-def _list_ends(ends: frozenset[int]) -> np.ndarray:
-    """Those that the device looks for. Where there are more, the host sees the others, some rounds later."""
+def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:
+    """int32 [MAX_STOP_TOKENS]: the end tokens that the device looks for. The host finds further ones, some rounds later."""
     listed = np.full(MAX_STOP_TOKENS, -1, np.int32)
     known = sorted(ends)[:MAX_STOP_TOKENS]
     listed[: len(known)] = known

@@ -1,4 +1,4 @@
-"""What a step of the loop calls, and in which order executables come to be needed. Pure: names and numbers."""
+"""Execution plan: which executables a prefill chunk or a round calls, and in which order to load them. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,22 +6,22 @@ from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.cache.signature import ExecutableId
 
-RoundShape = tuple[Bucket, bool]  # of a round: the bucket, and whether it samples
+RoundShape = tuple[Bucket, bool]  # the bucket of a round, and whether the round samples
 
 
 def list_round_shapes(grid: Grid, sampling: Sequence[SamplingMode], k: int) -> list[RoundShape]:
-    """All kinds of rounds that verify up to `k` tokens."""
+    """All shapes of rounds that verify up to `k` drafted tokens."""
     return [(bucket, kind == "sample") for kind in sampling for bucket in grid.buckets() if bucket.k <= k]
 
 
 def list_chunk_executables(chunk: Chunk, drafts: bool) -> list[ExecutableId]:
-    """drafts: whether the draft's kv is kept."""
+    """The executables of a prefill chunk. drafts: whether the draft's kv is kept."""
     written: list[ExecutableId] = [("kv_write", (1, chunk.prefill))] if drafts else []
     return [("prefill", (chunk.prefill, chunk.length)), *written]
 
 
 def list_round_executables(bucket: Bucket, sampled: bool, drafts: bool) -> list[ExecutableId]:
-    """Without what goes before the first one of a row."""
+    """The executables of a single round, without the write of sampling states."""
     sizes = (bucket.batch, bucket.length, bucket.k)
     drafted: list[ExecutableId] = [("draft", sizes)] if bucket.k else []
     written: list[ExecutableId] = [("kv_write", (bucket.batch, bucket.k + 1))] if drafts else []
@@ -29,39 +29,40 @@ def list_round_executables(bucket: Bucket, sampled: bool, drafts: bool) -> list[
 
 
 def list_multi_round_executables(bucket: Bucket, grid: Grid) -> list[ExecutableId]:
-    """Instead of a greedy round of a row that is alone; none where the grid has no such thing."""
+    """The executable of a multi-round step; empty where the grid has none for this bucket."""
     if grid.rounds == 1 or bucket.batch > 1:
         return []
     return [("rounds", (bucket.batch, bucket.length, bucket.k, grid.rounds))]
 
 
-def list_shape_executables(kind: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
-    """What a row that is alone calls where it can, see `name_rounds`; of a sampled round also what goes before."""
-    bucket, sampled = kind
+def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
+    """The executables of a shape for a request that runs alone, the write of sampling states included."""
+    bucket, sampled = shape
     if sampled:
         return [("admit", ()), *list_round_executables(bucket, True, drafts)]
     return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, False, drafts)
 
 
 def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
-    """Groups of names, each of something that runs; names may come again. `ks`: in the order of their worth.
+    """Groups of executables in loading order, each group of one chunk or round; executables may repeat.
 
-    First what a short prompt alone needs with the best K; then that K for longer ones and more rows, then the next K.
+    ks: in the order of their expected worth. First comes what a short prompt alone needs with the best K; then that K
+    for longer prompts and more rows, then the next K.
     """
     drafts, met = max(ks) > 0, set()
-    kinds = [
+    shapes = [
         (Bucket(batch, length, k), sampled)
         for k in ks
         for sampled in sorted(kind == "sample" for kind in sampling)
         for batch in grid.batch
         for length in grid.length
     ]
-    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *list_shape_executables(kinds[0], grid, drafts)]
-    for kind in kinds:
-        if (length := kind[0].length) not in met:
+    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *list_shape_executables(shapes[0], grid, drafts)]
+    for shape in shapes:
+        if (length := shape[0].length) not in met:
             met.add(length)
             yield from (list_chunk_executables(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
-        yield list_shape_executables(kind, grid, drafts)
-    # Beside those that several rounds in one call stand for: a row that is not alone needs them.
-    yield from (list_round_executables(bucket, False, drafts) for bucket, sampled in kinds if not sampled)
+        yield list_shape_executables(shape, grid, drafts)
+    # Single rounds of shapes that have a multi-round step: requests that are not alone need them.
+    yield from (list_round_executables(bucket, False, drafts) for bucket, sampled in shapes if not sampled)
     yield [("move", ())]

@@ -1,4 +1,4 @@
-"""What a request asks of the choice of its tokens, brought to its slot on the device."""
+"""Sampling state: writes a request's sampling parameters to its slot on the device."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -11,52 +11,51 @@ from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.slots import RunningRequest
 
-KEEP = -1  # as an anchor: the slot's own stays, and its length too
+KEEP = -1  # as an anchor: the slot keeps its anchor and its length
 
 
 class SamplingStateWriter:
-    """Calls the `admit` executable. What most requests leave empty is on the device once and for all."""
+    """Calls the `admit` executable. The empty bias and prompt mask of most requests are placed on the device once."""
 
-    def __init__(self, find_admit: Callable[[], Executable], state: DeviceState, vocab: int):
-        self._find_admit, self._state, self._vocab = find_admit, state, vocab
+    def __init__(self, get_admit: Callable[[], Executable], state: DeviceState, vocab: int):
+        self._get_admit, self._state, self._vocab = get_admit, state, vocab
         self._no_bias = state.place(np.zeros((1, vocab), np.float32))
-        self._no_tokens = state.place(np.zeros((1, vocab), np.bool_))
+        self._no_mask = state.place(np.zeros((1, vocab), np.bool_))
 
-    def admit(self, row: RunningRequest, slot: int) -> None:
-        """Enqueues it. A sampled row starts at the last token of its prompt; any other one goes on where it is."""
-        params, prompt = row.request.params, row.request.prompt
-        anchor = prompt[-1] if row.sampled else KEEP
+    def write(self, running: RunningRequest, slot: int) -> None:
+        """Dispatches the write. A sampled request then starts at the last token of its prompt; others stay."""
+        params, prompt = running.request.params, running.request.prompt
+        anchor = prompt[-1] if running.sampled else KEEP
         place = self._state.place
-        self._find_admit()(
+        self._get_admit()(
             self._state,
             place(np.array([slot], np.int32)),
             place(np.array([len(prompt) - 1], np.int32)),
             place(np.array([anchor], np.int32)),
-            place(self._columns(params)),
+            place(self._make_columns(params)),
             place(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
-            self._bias(params),
-            self._no_tokens if params.repetition_penalty == 1 else self._tokens(prompt),
+            self._make_bias(params),
+            self._no_mask if params.repetition_penalty == 1 else self._make_prompt_mask(prompt),
             place(np.array([bool(params.logprobs)], np.int32)),
         )
-        row.admitted = True
 
-    def _columns(self, params: SamplingParams) -> np.ndarray:
-        """A top_k of all tokens and more is no limit, and may be too large for a float."""
+    def _make_columns(self, params: SamplingParams) -> np.ndarray:
+        """float32 [1, columns]. A top_k of the whole vocabulary is no limit, and may be too large for a float."""
         asked = {name: getattr(params, name) for name in SAMPLING_COLUMNS}
         asked["top_k"] = 0 if params.top_k >= self._vocab else params.top_k
         return np.array([list(asked.values())], np.float32)
 
-    def _bias(self, params: SamplingParams) -> jax.Array:
+    def _make_bias(self, params: SamplingParams) -> jax.Array:
         if not params.logit_bias:
             return self._no_bias
         bias = np.zeros((1, self._vocab), np.float32)
         bias[0, list(params.logit_bias)] = list(params.logit_bias.values())
         return self._state.place(bias)
 
-    def _tokens(self, prompt: Sequence[int]) -> jax.Array:
-        stands = np.zeros((1, self._vocab), np.bool_)
-        stands[0, prompt] = True
-        return self._state.place(stands)
+    def _make_prompt_mask(self, prompt: Sequence[int]) -> jax.Array:
+        mask = np.zeros((1, self._vocab), np.bool_)
+        mask[0, prompt] = True
+        return self._state.place(mask)
 
 
 def split_seed(seed: int) -> np.ndarray:

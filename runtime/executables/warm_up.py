@@ -46,7 +46,7 @@ class WarmUp:
         self._unmeasured = [shape for shape in self._unmeasured if not controller.is_measured(shape)]
         for shape in self._unmeasured:
             if self._bundle.has_run(*shape, alone=False):
-                controller.measure(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
+                controller.set_measured_time(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
                 self._timer.clear()
                 return True
         return False

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers."""
+"""Requests and results: what a caller asks, the deltas of the answer, and the finished result."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,11 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class RoundOutcome(NamedTuple):
-    """What became of the draft of one round: `accepted` of `k` tokens stand. `drafted`: which, if they are traced."""
+    """The outcome of one round for one request.
+
+    k: drafted tokens that were verified. accepted: how many of them were accepted.
+    drafted: the drafted tokens, for requests with `trace` only.
+    """
 
     k: int
     accepted: int
@@ -25,10 +29,14 @@ class RoundOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What was added at once: the token that the prompt gives, or what one or several rounds gave.
+    """What one step added to an answer: the first token, or the tokens of one or several rounds.
 
-    A round commits the drafted tokens that it accepted and one of the target's own, the last one what is left of that
-    before the end. The last delta carries `finish_reason`.
+    A round commits the drafted tokens that were accepted and one of the target's own; the last round what remains of
+    these before the end of the answer.
+
+    token_ids: the new tokens. text: the text that they add.
+    finish_reason: set in the last delta only. error: why the answer ended early.
+    logprobs: of the new tokens, where the request asked for them. rounds: the rounds that gave the tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -41,9 +49,15 @@ class Delta:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request: the fields of an output line, and when things happened (seconds since submission).
+    """A finished request: the fields of an output line, and times in seconds since submission.
 
-    `error` says why where finish_reason is "error", and where a deadline or the engine's end cut it short.
+    token_ids: the answer, with the stop token. text: without it; None where there is no tokenizer.
+    finish_reason: "stop", "length", "cancelled" or "error". prompt_tokens: number of tokens of the prompt.
+    accepted: drafted tokens accepted, per round, before any cut.
+    drafted: the drafted tokens per round, for requests with `trace` only.
+    error: the reason where finish_reason is "error", or where a deadline or the engine's end cut the answer short.
+    first_token_seconds: until the first token; None without one. seconds: until the end.
+    logprobs: one per token; None where the request did not ask for them.
     """
 
     token_ids: list[int]
@@ -58,35 +72,40 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
 
 
-def _ignore() -> None:
-    """Nobody to tell."""
+def _do_nothing() -> None:
+    """No-op."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One request on its way. The engine's thread alone changes it, but for `cancel`, and tells `emit` of each delta,
-    which returns at once and does not raise.
+    """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.
 
-    Times are of the monotonic clock, in seconds; `deadline` too. A lower `priority` is served earlier.
+    prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid.
+    stop_ids: tokens that end the answer. text: the detokenizer, None for token ids only.
+    emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
+    priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
+    on_cancel: called by `cancel`. token_ids, shown, logprobs, rounds: committed so far; `shown` is the text by delta.
+    finish_reason: None while the request runs. error: see `Result`. cause: the error of ours behind it, if any.
+    started, first_token, finished: when that happened. cancelled: `cancel` was called.
     """
 
     prompt: list[int]
     params: SamplingParams
-    limit: int  # tokens to emit at most, the grid's end included
+    limit: int
     stop_ids: frozenset[int]
     text: "Detokenizer | None"
     emit: Callable[[Delta], None]
     submitted: float = field(default_factory=time.monotonic)
     priority: int = 0
     deadline: float | None = None
-    on_cancel: Callable[[], None] = _ignore
+    on_cancel: Callable[[], None] = _do_nothing
     token_ids: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: list[RoundOutcome] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
-    cause: DflashError | None = None  # of the error, where it is one of ours
+    cause: DflashError | None = None
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -94,22 +113,22 @@ class Request:
 
     @property
     def accepted(self) -> list[int]:
-        """How many drafted tokens stand, per round."""
+        """Drafted tokens accepted, per round."""
         return [one.accepted for one in self.rounds]
 
     @property
     def drafted(self) -> list[list[int]]:
-        """Which were drafted, per round; none where they are not traced."""
+        """The drafted tokens, per round; empty without `trace`."""
         return [list(one.drafted) for one in self.rounds] if self.params.trace else []
 
     def cancel(self) -> None:
-        """From any thread, also from a signal handler: the slot is free at the engine's next step."""
+        """Frees the slot at the engine's next step. Any thread may call this, and a signal handler."""
         if self.finish_reason is None:
             self.cancelled = True
             self.on_cancel()
 
     def find_end(self, now: float) -> str | None:
-        """Why it is not to go on, "" if its caller left, None while it may."""
+        """Why the request ends now: "" where it was cancelled, None while it goes on."""
         if self.cancelled:
             return ""
         if self.deadline is not None and self.deadline <= now:
@@ -119,10 +138,7 @@ class Request:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
-        """Committed tokens, in order, and the rounds that gave them, if it were any.
-
-        What is behind a stop or the limit is dropped. Returns what is new.
-        """
+        """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit."""
         if self.first_token is None:
             self.first_token = time.monotonic()
         kept: list[int] = []
@@ -131,7 +147,7 @@ class Request:
         for token in tokens:
             kept.append(token)
             if token in self.stop_ids:
-                reason = "stop"  # its text is not part of the output
+                reason = "stop"  # the token's text is not part of the answer
                 break
             shown += self.text.push([token]) if self.text else ""
             if self.text and self.text.finished:
@@ -141,12 +157,12 @@ class Request:
             if reason:
                 break
         self.token_ids += kept
-        return self._advance(kept, shown, reason, tuple(logprobs[: len(kept)]), _find_used(rounds, len(kept)))
+        return self._add(kept, shown, reason, tuple(logprobs[: len(kept)]), _find_used_rounds(rounds, len(kept)))
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
-        """Ends it where it stands."""
+        """Ends the request with the tokens that it has."""
         self.error = error
-        return self._advance([], "", reason)
+        return self._add([], "", reason)
 
     def result(self) -> Result:
         assert self.finish_reason is not None and self.finished is not None
@@ -163,7 +179,7 @@ class Request:
             logprobs=None if self.params.logprobs is None else self.logprobs,
         )
 
-    def _advance(
+    def _add(
         self,
         kept: list[int],
         shown: str,
@@ -181,8 +197,8 @@ class Request:
         return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds)
 
 
-def _find_used(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
-    """Those that the first `tokens` came from: the device may not have known that the answer had ended."""
+def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
+    """The rounds that gave the first `tokens` tokens: the device may have run more behind the answer's end."""
     used: list[RoundOutcome] = []
     for one in rounds:
         if tokens <= 0:

@@ -1,11 +1,13 @@
-"""From what a caller asks to a request that the loop can serve: all that can be wrong with it is found here."""
+"""The request builder: checks and tokenizes what a caller asks, and makes a request that the engine loop can serve."""
 
+import math
 import reprlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
@@ -23,18 +25,60 @@ Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9  # seconds
 
 
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of the engine's methods: how a request is queued.
+
+    priority: lower is served earlier, 0 by default; a request that has a slot keeps it.
+    deadline: seconds from now, after which the request ends as "cancelled" with the tokens it has; None for none.
+    wait: for a place where the queue is full: False (the default, but for `generate_all`), True, or seconds.
+    """
+
+    priority: int
+    deadline: float | None
+    wait: bool | float
+
+
+def check_options(options: RequestOptions) -> RequestOptions:
+    """The options, completed by defaults. Raises BadInput; TypeError for an unknown name."""
+    if unknown := options.keys() - RequestOptions.__annotations__.keys():
+        known = ", ".join(RequestOptions.__annotations__)
+        raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}: the options are {known}")
+    priority, deadline, wait = options.get("priority", 0), options.get("deadline"), options.get("wait", False)
+    if type(priority) is not int:
+        raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
+    is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and not (is_number and 0 < deadline <= MAX_DEADLINE_SECONDS):
+        raise BadInput(
+            f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {MAX_DEADLINE_SECONDS:g}"
+        )
+    if not isinstance(wait, bool | int | float) or wait < 0 or math.isnan(wait):
+        raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
+    return RequestOptions(priority=priority, deadline=deadline, wait=wait)
+
+
+DEFAULT_OPTIONS = check_options({})
+
+
+def find_wait_seconds(options: RequestOptions, request: Request) -> float | None:
+    """Seconds to wait for a place in the queue, at most until the request's deadline; None for no limit."""
+    limits = [] if options["wait"] is True else [options["wait"]]
+    limits += [] if request.deadline is None else [request.deadline - time.monotonic()]
+    seconds = min(limits, default=math.inf)
+    return None if seconds > threading.TIMEOUT_MAX else max(seconds, 0.0)
+
+
 class RequestBuilder:
     """Makes requests for the executables of a bundle. Threads may share it."""
 
     def __init__(self, bundle: LoadedBundle, target: Path, ends: frozenset[int]):
-        """target: the checkpoint directory, for its tokenizer. ends: tokens that end an answer unless it says which."""
+        """target: the checkpoint directory, for its tokenizer. ends: end tokens of requests that name none."""
         self._bundle, self._target, self._ends = bundle, target, ends
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
     @property
     def tokenizer(self) -> "Tokenizer":
-        """The target's, loaded at its first use. Raises BadCheckpoint."""
+        """The target's tokenizer, loaded at its first use. Raises BadCheckpoint."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 from dflash_aot.runtime.text.tokenizer import Tokenizer  # noqa: PLC0415  token ids need no text layer
@@ -42,37 +86,39 @@ class RequestBuilder:
                 self._tokenizer = Tokenizer.open(self._target)
             return self._tokenizer
 
-    def prepare(
+    def build(
         self,
         prompt: Prompt,
         params: SamplingParams,
         emit: Callable[[Delta], None],
         on_cancel: Callable[[], None],
-        priority: int,
-        deadline: float | None,
+        options: RequestOptions,
         submitted: float,
     ) -> Request:
-        """`deadline` in seconds from `submitted`, a monotonic time. Raises BadInput, BadCheckpoint, GridMiss."""
-        _check_order(priority, deadline)
-        params = _copy(params)
+        """A checked request. options: as `check_options` returns them. submitted: a monotonic time.
+
+        Raises BadInput, BadCheckpoint, GridMiss.
+        """
+        params = _copy_params(params)
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
+        deadline = options["deadline"]
         return Request(
             prompt=ids,
             params=params,
             limit=self._find_limit(len(ids), params.max_tokens),
             stop_ids=self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids),
-            text=self._text_stream(prompt, ids, params),
+            text=self._make_detokenizer(prompt, ids, params),
             emit=emit,
             submitted=submitted,
-            priority=priority,
+            priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             on_cancel=on_cancel,
         )
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
-        # Bytes are a sequence of numbers too, and hardly of tokens.
+        # Bytes are a sequence of numbers too, but hardly of tokens.
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise BadInput(f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -104,16 +150,16 @@ class RequestBuilder:
         if params.k is not None and params.k > bundle.k:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
 
-    def _find_limit(self, prompt: int, wanted: int | None) -> int:
-        """Tokens that a request may get. The last one needs no kv: its position is one past the last one written."""
+    def _find_limit(self, prompt_tokens: int, wanted: int | None) -> int:
+        """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""
         grid = self._bundle.manifest.grid
-        room = grid.capacity + 1 - prompt
+        room = grid.capacity + 1 - prompt_tokens
         if (wanted or 1) > room:
-            raise self._refuse_length(prompt + (wanted or 1) - 1)
+            raise self._refuse_length(prompt_tokens + (wanted or 1) - 1)
         return wanted or room
 
     def _refuse_length(self, length: int) -> GridMiss:
-        """A longer grid is the remedy, as far as the models go."""
+        """The error for too many positions; it names a wider grid where the models allow one."""
         manifest = self._bundle.manifest
         facts = manifest.target.facts.decoder, manifest.draft.facts.decoder
         positions = min(decoder.positions for decoder in facts)
@@ -124,8 +170,8 @@ class RequestBuilder:
             f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
         )
 
-    def _text_stream(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
-        """Token ids in, token ids out: text is made where there is a tokenizer, and missed where it is needed."""
+    def _make_detokenizer(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
+        """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""
         if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
             return None
         tokenizer = self.tokenizer
@@ -134,22 +180,8 @@ class RequestBuilder:
         return Detokenizer(tokenizer, params.stop, ids)
 
 
-def _check_order(priority: int, deadline: float | None) -> None:
-    """Raises BadInput."""
-    if type(priority) is not int:
-        raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
-    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-    if deadline is not None and not (number and 0 < deadline <= MAX_DEADLINE_SECONDS):
-        raise BadInput(
-            f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {MAX_DEADLINE_SECONDS:g}"
-        )
-
-
-def _copy(params: SamplingParams) -> SamplingParams:
-    """Checked once more, and nobody's but the request's: a mapping of the caller's may change while it is served.
-
-    Raises BadInput.
-    """
+def _copy_params(params: SamplingParams) -> SamplingParams:
+    """A checked copy: the caller may change its mapping while the request is served. Raises BadInput."""
     if not isinstance(params, SamplingParams):
         raise BadInput(f"params is {reprlib.repr(params)}: SamplingParams are needed")
     return replace(params, logit_bias=dict(params.logit_bias)) if params.logit_bias else params

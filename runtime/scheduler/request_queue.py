@@ -1,4 +1,4 @@
-"""Requests that have no slot yet: a bounded line, ordered by priority, then by arrival."""
+"""The request queue: requests that wait for a slot, bounded, ordered by priority and then by arrival."""
 
 import heapq
 import itertools
@@ -11,145 +11,147 @@ from concurrent.futures import Future
 from dflash_aot.cache.errors import EngineFailed, QueueFull
 from dflash_aot.runtime.requests.request import Request
 
-Place = Future[None]  # done once its request stands in line
+QueuePlace = Future[None]  # done once its request is in the queue
 
 
 class RequestQueue:
-    """Callers join it from any thread; one thread, the engine's, takes from it.
+    """A bounded priority queue. Callers put requests in from any thread; the engine's thread takes them out.
 
-    No request is forgotten: each that joined is taken, dropped because it ended, or handed back by `shut` at the end.
+    No request is forgotten: each request that was put in is taken, dropped because it ended, or returned by `empty`.
+    A caller may also wait for a place while the queue is full: such a request is in the overflow, not in the queue.
     """
 
     def __init__(self, limit: int):
-        """`limit`: how many may stand in it; those who wait for a place are not in it yet."""
+        """limit: requests that may be in the queue; those in the overflow are not counted."""
         self.limit = limit
         self.refused = 0
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._line: list[tuple[int, int, Request]] = []  # a heap by priority and number
-        self._outside: deque[tuple[Request, Place]] = deque()
-        self._deadline = math.inf  # the earliest in line, or one that has left it
-        self._cancels, self._woken = False, False
+        self._heap: list[tuple[int, int, Request]] = []  # by priority, then by number
+        self._overflow: deque[tuple[Request, QueuePlace]] = deque()
+        self._earliest_deadline = math.inf  # of the queue, or of a request that has left it
+        self._has_cancelled, self._is_woken = False, False
         self._closed: str | None = None
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._heap)
 
     # -- callers
 
-    def join(self, request: Request) -> None:
-        """Raises QueueFull at once where there is no place, EngineFailed where none will ever be."""
+    def put(self, request: Request) -> None:
+        """Raises QueueFull where the queue is full, EngineFailed where it is closed."""
         with self._changed:
             self._check_open()
-            if len(self._line) >= self.limit:
+            if len(self._heap) >= self.limit:
                 self.refused += 1
                 raise QueueFull(
-                    f"{len(self._line)} requests are waiting, and no more than {self.limit} may. Try again later, "
-                    "wait for a place (wait=True or seconds), or open the engine with a larger max_waiting"
+                    f"the request queue is full: {len(self._heap)} of {self.limit} requests are waiting (max_waiting). "
+                    "Try again later, wait for a place (wait=True or seconds), or open the engine with a larger "
+                    "max_waiting"
                 )
-            self._append(request)
+            self._push(request)
 
-    def ask(self, request: Request) -> Place:
-        """Like `join`, but where the line is full the request stands outside, first come first served."""
-        place = Place()
+    def put_when_free(self, request: Request) -> QueuePlace:
+        """Like `put`, but waits in the overflow where the queue is full, first come first served."""
+        place = QueuePlace()
         with self._changed:
             self._check_open()
-            if len(self._line) < self.limit and not self._outside:
-                self._append(request)
+            if len(self._heap) < self.limit and not self._overflow:
+                self._push(request)
                 place.set_result(None)
             else:
-                self._outside.append((request, place))
+                self._overflow.append((request, place))
         return place
 
-    def withdraw(self, request: Request, in_vain: bool = False) -> None:
-        """Whoever asked for it waits no longer; if it has got a place meanwhile, it is cancelled there.
+    def withdraw(self, request: Request, timed_out: bool = False) -> None:
+        """Cancels a request whose caller stopped waiting for a place, in the overflow or already in the queue.
 
-        in_vain: no place came in time, which counts as refused.
+        timed_out: no place came free in time, which counts as refused.
         """
         with self._changed:
             request.cancel()
-            self._outside = deque(one for one in self._outside if one[0] is not request)
-            self.refused += in_vain
+            self._overflow = deque(one for one in self._overflow if one[0] is not request)
+            self.refused += timed_out
 
     def note_cancel(self) -> None:
-        """One of the requests was cancelled. Takes no lock: a signal handler may say so."""
-        self._cancels = True
+        """A request was cancelled: `drop_ended` looks for it. Takes no lock, so a signal handler may call this."""
+        self._has_cancelled = True
 
     def wake(self) -> None:
-        """Whoever waits there for somebody has something else to do."""
+        """Ends the engine thread's current or next `wait`."""
         with self._changed:
-            self._woken = True
+            self._is_woken = True
             self._changed.notify_all()
 
     # -- the engine's thread
 
     def wait(self) -> None:
-        """Until somebody stands in line, it is shut, or it was woken meanwhile or before."""
+        """Blocks until a request is in the queue, the queue is closed, or `wake` was called."""
         with self._changed:
-            while not self._line and self._closed is None and not self._woken:
+            while not self._heap and self._closed is None and not self._is_woken:
                 self._changed.wait()
-            self._woken = False
+            self._is_woken = False
 
     def take(self) -> Request | None:
-        """The next one, whose place goes to the first outside."""
+        """The next request; its place goes to the first one in the overflow. None where the queue is empty."""
         with self._changed:
-            if not self._line:
+            if not self._heap:
                 return None
-            _, _, request = heapq.heappop(self._line)
-            self._let_in()
+            _, _, request = heapq.heappop(self._heap)
+            self._admit_overflow()
             return request
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:
-        """Those whose caller left or whose deadline has passed, with the reason; looked for only if there may be."""
-        if not self._cancels and now < self._deadline:
+        """Removes cancelled requests and those whose deadline has passed; returns each with the reason."""
+        if not self._has_cancelled and now < self._earliest_deadline:
             return []
         with self._changed:
-            self._cancels = False
-            ends = [(entry, entry[2].find_end(now)) for entry in self._line]
-            self._line = [entry for entry, why in ends if why is None]
-            heapq.heapify(self._line)
-            deadlines = (entry[2].deadline for entry in self._line)
-            self._deadline = min((one for one in deadlines if one is not None), default=math.inf)
-            self._let_in()
-        return [(entry[2], why) for entry, why in ends if why is not None]
+            self._has_cancelled = False
+            ends = [(entry, entry[2].find_end(now)) for entry in self._heap]
+            self._heap = [entry for entry, reason in ends if reason is None]
+            heapq.heapify(self._heap)
+            deadlines = (entry[2].deadline for entry in self._heap)
+            self._earliest_deadline = min((one for one in deadlines if one is not None), default=math.inf)
+            self._admit_overflow()
+        return [(entry[2], reason) for entry, reason in ends if reason is not None]
 
     # -- the end
 
     @property
     def closed(self) -> str | None:
-        """Why nobody joins any more; None while somebody may."""
+        """Why requests are refused; None while the queue is open."""
         return self._closed
 
-    def close(self, why: str) -> None:
-        """Nobody joins any more; who is in line stays there."""
+    def close(self, reason: str) -> None:
+        """Refuses further requests and those in the overflow; requests in the queue stay there."""
         with self._changed:
-            self._closed = self._closed or why
-            outside, self._outside = self._outside, deque()
+            self._closed = self._closed or reason
+            overflow, self._overflow = self._overflow, deque()
             self._changed.notify_all()
-        for request, place in outside:
+        for request, place in overflow:
             request.cancel()
             if place.set_running_or_notify_cancel():
                 place.set_exception(self._refusal())
 
     def empty(self) -> Iterator[Request]:
-        """Everybody who is left."""
+        """Takes out every request, in order."""
         with self._changed:
-            left, self._line = self._line, []
-        return (request for _, _, request in sorted(left, key=lambda entry: entry[:2]))
+            entries, self._heap = self._heap, []
+        return (request for _, _, request in sorted(entries, key=lambda entry: entry[:2]))
 
-    def _append(self, request: Request) -> None:
-        heapq.heappush(self._line, (request.priority, next(self._numbers), request))
-        if request.cancelled:  # while it stood outside
-            self._cancels = True
+    def _push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.priority, next(self._numbers), request))
+        if request.cancelled:  # while it was in the overflow
+            self._has_cancelled = True
         if request.deadline is not None:
-            self._deadline = min(self._deadline, request.deadline)
+            self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         self._changed.notify()
 
-    def _let_in(self) -> None:
-        while self._outside and len(self._line) < self.limit:
-            request, place = self._outside.popleft()
+    def _admit_overflow(self) -> None:
+        while self._overflow and len(self._heap) < self.limit:
+            request, place = self._overflow.popleft()
             if place.set_running_or_notify_cancel():
-                self._append(request)
+                self._push(request)
                 place.set_result(None)
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""How many drafted tokens a round verifies: K, fixed or chosen while running. Pure: no arrays, no clock."""
+"""The speculation controller: how many drafted tokens (K) the next round verifies. Pure: no arrays, no clock."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -10,40 +10,44 @@ from dflash_aot.runtime.executables.execution_plan import RoundShape
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
 
-SWITCH_MARGIN = 0.03  # by which another K must be better per token
-TRIAL_SHARE = 0.015  # of the time, for rounds with a K that is not expected to pay
-TRIAL_SPACING = 8  # rounds between two of these at least
-TRIAL_DISTANCE = 16  # rounds from one trial of a text to the next, which double with each
-MAX_TRIAL_DEBT = 3  # trials that may run before time has paid for them
-FIRST_ROUNDS = 16  # of each request, which new requests are judged by
-ENGINE_WINDOW = 256  # such rounds
-REPLAN_ROUNDS = 3  # between two decisions
-DECISIONS_KEPT = 512  # decisions
-OPTIMISM = 0.8  # of its estimate, at which a K is taken whose time is a guess, so that it is measured
-OPTIMISTIC_PLANS = 8  # looks for which that may go on, where nothing comes of it
-ROUNDS_BEFORE_LOADING = 256  # rounds of an engine, before a K is loaded to be measured, or for trials
+SWITCH_MARGIN = 0.03  # by which another K must be faster per token to replace the present one
+TRIAL_SHARE = 0.015  # of the time that trials of a larger K may take
+TRIAL_SPACING = 8  # rounds between two trials that the time share pays for, at least
+TRIAL_DISTANCE = 16  # rounds from one free trial of a text to the next; doubles with each
+MAX_TRIAL_DEBT = 3  # trials that may run before the time share has paid for them
+FIRST_ROUNDS = 16  # rounds of each request that teach the engine's own acceptance estimate
+ENGINE_WINDOW = 256  # rounds that the engine's own acceptance estimate averages over
+REPLAN_ROUNDS = 3  # rounds between two plans
+DECISIONS_KEPT = 512
+OPTIMISM = 0.8  # of its estimated time, for a K whose time is a guess: so that the K is tried, and measured
+OPTIMISTIC_PLANS = 8  # plans after which optimism about one round shape ends
+ROUNDS_BEFORE_LOADING = 256  # rounds of an engine before a K is loaded only to be measured or tried
 
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
 class RoundMember(Protocol):
-    """A row of the next round. `wanted_k`: its own K, None where that is left to the engine."""
+    """A request of the next round. requested_k: its own K, None where the controller chooses."""
 
     @property
     def acceptance(self) -> AcceptanceEstimate: ...
 
     @property
-    def wanted_k(self) -> int | None: ...
+    def requested_k(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One change of K, from `before` (None at first) to `after`, at a round counted from 1.
+    """One change of K.
 
-    batch, length: of the bucket. seconds: expected per token of the batch, for each K that there was room for, in good
-    hope where that is a guess; empty where every row had its own K. why: "worth" the least seconds; "trial" to see if
-    text has become easier; "request" some row's own K; "room" too near the capacity for the K before; "loading" what
-    is better is not loaded yet.
+    round: the round it was made for, counted from 1.
+    batch, length: of the round's bucket.
+    before, after: K; `before` is None for the first decision.
+    why: "worth": fewest expected seconds per token. "trial": a round to see whether the text has become easier.
+        "request": a request's own K. "room": too near the capacity for the K before. "loading": a better K is not
+        loaded yet.
+    seconds: expected seconds per token of the batch, for each K that there was room for; optimistic where the time is
+        a guess; empty where every request had its own K.
     """
 
     round: int
@@ -56,71 +60,71 @@ class Decision:
 
 
 class LoadedShapes(Protocol):
-    """Which rounds need not wait for their executables."""
+    """Tells which round shapes run without loading an executable first."""
 
-    def holds(self, kind: RoundShape) -> bool: ...
+    def holds(self, shape: RoundShape) -> bool: ...
 
-    def prepare(self, kind: RoundShape) -> None:
-        """It will be wanted: whatever it needs is loaded meanwhile."""
+    def prepare(self, shape: RoundShape) -> None:
+        """Has the executables of a round shape loaded in the background."""
 
 
-class _Everything:
-    """All is loaded."""
+class _AllLoaded:
+    """Every executable is loaded."""
 
-    def holds(self, kind: RoundShape) -> bool:
+    def holds(self, shape: RoundShape) -> bool:
         return True
 
-    def prepare(self, kind: RoundShape) -> None:
-        """It is."""
+    def prepare(self, shape: RoundShape) -> None:
+        """No-op: every executable is loaded."""
 
 
 class SpeculationController(Protocol):
-    """What the loop asks, round by round."""
+    """Chooses the bucket, and so the K, of every round."""
 
-    def start(self) -> AcceptanceEstimate:
-        """For a new request."""
+    def start_request(self) -> AcceptanceEstimate:
+        """The acceptance estimate that a new request starts with."""
 
-    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
-        """One row of one round was read: `accepted` of `k` drafted tokens stood."""
+    def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
+        """In one round of one request, `accepted` of `k` drafted tokens were accepted."""
 
-    def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
-        """A round took `seconds`: of those only that ran right behind another one."""
+    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+        """A round that ran back to back with the previous one took `seconds`."""
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
-        """One of `buckets`, which ascend by K and hold the next round of `rows`.
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+        """One of `buckets`, which ascend by K and hold the next round of `members`.
 
-        All rows of a round share its K: the largest over each row's own and the pick for the rows without one; where
-        there is no room for it, the largest below it.
+        All requests of a round share its K: the largest of their own Ks and of the controller's choice for the rest;
+        where there is no room for it, the next smaller one.
         """
 
-    def repeat(self, rounds: int) -> None:
-        """What was chosen runs so many rounds more before the next choice."""
+    def repeat_choice(self, rounds: int) -> None:
+        """The last choice runs for so many rounds more before the next one."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The last few hundred changes of K that were made here, newest last."""
+        """The latest changes of K, newest last."""
 
 
 class FixedK:
-    """The same K for every row without one of its own."""
+    """The same K for every request without its own."""
 
     def __init__(self, k: int):
         self._k = k
 
-    def start(self) -> AcceptanceEstimate:
+    def start_request(self) -> AcceptanceEstimate:
         return AcceptanceEstimate()
 
-    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
-        """Nothing depends on it."""
+    def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
+        """Ignored."""
 
-    def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
-        """Nor on this."""
+    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+        """Ignored."""
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
-        return _hold(buckets, max(self._k if row.wanted_k is None else row.wanted_k for row in rows))
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+        return _find_bucket(buckets, max(self._k if one.requested_k is None else one.requested_k for one in members))
 
-    def repeat(self, rounds: int) -> None:
-        """Once chosen, always chosen."""
+    def repeat_choice(self, rounds: int) -> None:
+        """No-op: the choice never changes."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -128,212 +132,228 @@ class FixedK:
 
 
 class _Plan(NamedTuple):
-    """What to do until the next look; times in seconds.
+    """What to run until the next plan. Times are in seconds.
 
-    `rate`: of a token at the pick. `earned`: what a round of the pick adds to the credit for trials. `trial`: a larger
-    K. `trial_price`: what a round of it takes above one token per row at the pick's rate, `trial_cost` above those
-    that are expected.
+    bucket: of the chosen K. why, seconds: see `Decision`.
+    seconds_per_token: at the chosen K.
+    credit_per_round: what one round of it adds to the credit for trials.
+    trial: the bucket of a larger K to try; None where there is none.
+    trial_price: what a round of the trial costs above one token per request at the chosen K's rate.
+    trial_loss: what it costs above the tokens expected of it.
     """
 
-    pick: Bucket
+    bucket: Bucket
     why: Why
     seconds: Mapping[int, float]
-    rate: float = 0.0
-    earned: float = 0.0
+    seconds_per_token: float = 0.0
+    credit_per_round: float = 0.0
     trial: Bucket | None = None
     trial_price: float = 0.0
-    trial_cost: float = 0.0
+    trial_loss: float = 0.0
 
 
 class AdaptiveK:
-    """The K with the least expected seconds per token, from times of rounds and running acceptance.
+    """Chooses the K with the fewest expected seconds per token, from round times and running acceptance.
 
-    times: seconds of a whole round of a bucket, sampled or not, as measured at load; rounds that are served correct
-    them. estimates: of what was not measured, see `ServiceTimes`. stock: what is loaded; where the best K is not, the
-    best one that is has its place for a while.
+    Expected seconds per token are seconds(K) / Σ_requests E(K), where E is the number of tokens that a request's
+    acceptance estimate expects of a round. They are computed anew every few rounds, and when requests or buckets
+    change. K stays unless another K is better by SWITCH_MARGIN, so that Ks of nearly equal worth do not alternate.
 
-    Expected are seconds(K) / Σ_rows E(K), E being the tokens that a row's acceptance lets expect. They are looked at
-    anew every few rounds, and when rows or buckets change. Hysteresis: the K stays unless another one is better by
-    MARGIN; so Ks of nearly equal worth don't alternate, at a price below MARGIN.
-
-    Verifying K says all about smaller Ks and nothing about larger ones. So now and then one round, a trial, runs with
-    the larger K that is cheapest to try: at once where a row is new, then after TRIAL_DISTANCE rounds and at distances
-    that double, as after each fall of K; and whenever TRIAL_SHARE of the time has paid for one. The former may run on
-    debt, at most TRIAL_DEBT of them, which no new row inherits. What a trial gains is credit again, and one that paid
-    for itself is repeated at once.
+    Verifying K tokens shows the acceptance of all smaller Ks, and nothing of larger ones. Therefore single rounds, the
+    trials, run with the larger K that loses the least time: at once for a new request, then after TRIAL_DISTANCE rounds
+    and at doubling distances, as after each fall of K; and whenever TRIAL_SHARE of the time has paid for one. Trials at
+    a distance may run on debt, at most MAX_TRIAL_DEBT of them; a new request starts without debt. Time that a trial
+    gains is credited, and a trial that paid for itself is repeated at once.
     """
 
     def __init__(
         self,
         times: Mapping[RoundShape, float],
         estimates: Mapping[RoundShape, float] = NO_TIMES,
-        stock: LoadedShapes | None = None,
+        loaded: LoadedShapes | None = None,
     ):
-        self._times, self._stock = CostModel(times, estimates), stock or _Everything()
-        self._hopes: Counter[RoundShape] = Counter()
-        self._deepest = max((bucket.k for bucket, _ in self._times), default=0)
-        self._seen = AcceptanceEstimate(window=ENGINE_WINDOW)
+        """times: seconds of a whole round, as measured at load; rounds that are served correct them.
+
+        estimates: for shapes that were not measured, see `CostModel`. loaded: which shapes are loaded; where the best
+        K is not, the best loaded one takes its place meanwhile.
+        """
+        self._costs, self._loaded = CostModel(times, estimates), loaded or _AllLoaded()
+        self._optimistic_plans: Counter[RoundShape] = Counter()
+        self._largest_k = max((bucket.k for bucket, _ in self._costs), default=0)
+        self._engine_acceptance = AcceptanceEstimate(window=ENGINE_WINDOW)
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._round, self._next_look = 0, 0
+        self._round, self._next_plan = 0, 0
         self._credit, self._trial_due, self._trial_distance = 0.0, TRIAL_DISTANCE, TRIAL_DISTANCE
-        self._unpaid, self._awaited = 0.0, 0  # of the last trial, so far: seconds, and rows without a verdict
+        self._unpaid = 0.0  # seconds of the last trial that its tokens have not paid back so far
+        self._awaited = 0  # requests of the last trial whose outcome has not been read
         self._buckets: Sequence[Bucket] = ()
         self._sampled = False
-        self._voters: list[AcceptanceEstimate] = []
+        self._members: list[AcceptanceEstimate] = []
         self._plan: _Plan | None = None
-        self._settled: int | None = None
-        self._last: int | None = None
+        self._settled_k: int | None = None
+        self._last_k: int | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         return tuple(self._decisions)
 
-    def start(self) -> AcceptanceEstimate:
-        """Begins with what the engine has seen of the first rounds of other requests."""
-        return AcceptanceEstimate([*self._seen.shares])
+    def start_request(self) -> AcceptanceEstimate:
+        """Starts with the acceptance of the first rounds of earlier requests."""
+        return AcceptanceEstimate([*self._engine_acceptance.rates])
 
-    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
-        acceptance.note(k, accepted)
+    def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
+        acceptance.update(k, accepted)
         if k and acceptance.rounds <= FIRST_ROUNDS:
-            self._seen.note(k, accepted)
-        # What a larger K verified before it fell comes in a round late, and is no trial's.
-        if self._awaited and self._plan and k > self._plan.pick.k:
+            self._engine_acceptance.update(k, accepted)
+        # A larger K that was dispatched before K fell is read a round late, and belongs to no trial.
+        if self._awaited and self._plan and k > self._plan.bucket.k:
             self._awaited -= 1
-            self._note_gain(accepted * self._plan.rate)
+            self._credit_gain(accepted * self._plan.seconds_per_token)
 
-    def _note_gain(self, seconds: float) -> None:
-        """Of one row of a trial, by the drafted tokens that stood."""
-        self._credit += seconds
-        self._unpaid -= seconds
-        if seconds and self._unpaid <= 0:
-            self._begin_trials(0)
+    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+        """As `SpeculationController.note_round_time`. KeyError for a shape without times."""
+        self._costs.note_served(shape, seconds)
 
-    def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
-        """As `Depth.note_round`. KeyError for a bucket without times."""
-        self._times.note((bucket, sampled), seconds)
+    def set_measured_time(self, shape: RoundShape, seconds: float) -> None:
+        """A round of this shape took `seconds` while nothing was served."""
+        self._costs.set_measured(shape, seconds)
 
-    def measure(self, kind: RoundShape, seconds: float) -> None:
-        """A round of it took `seconds` while nothing was served."""
-        self._times.measure(kind, seconds)
+    def is_measured(self, shape: RoundShape) -> bool:
+        """Whether a round of this shape was measured or served."""
+        return self._costs.is_measured(shape)
 
-    def is_measured(self, kind: RoundShape) -> bool:
-        """Or served."""
-        return self._times.is_measured(kind)
-
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
-        """As `Depth.choose`. KeyError for a bucket without times."""
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+        """As `SpeculationController.choose_bucket`. KeyError for a bucket without times."""
         self._round += 1
-        voters = [row.acceptance for row in rows]
-        moved = buckets != self._buckets or sampled != self._sampled
-        if self._plan is None or moved or self._round >= self._next_look or voters != self._voters:
-            if voters != self._voters and not all(one.rounds for one in voters):
-                self._begin_trials(0)
-                self._credit = max(self._credit, 0.0)
-            self._buckets, self._sampled, self._voters = buckets, sampled, voters
-            self._plan = self._look(rows)
-            self._next_look = self._round + REPLAN_ROUNDS
-        plan = self._plan
-        self._credit = min(self._credit + plan.earned, plan.trial_cost)
-        if plan.trial is None or not self._may_try(plan.trial_cost):
-            return self._turn(plan.pick, plan.why, plan.seconds)
+        plan = self._update_plan(buckets, members, sampled)
+        self._credit = min(self._credit + plan.credit_per_round, plan.trial_loss)
+        if plan.trial is None or not self._may_try(plan.trial_loss):
+            return self._decide(plan.bucket, plan.why, plan.seconds)
         self._credit -= plan.trial_price
-        self._unpaid, self._awaited = plan.trial_price, len(rows)
+        self._unpaid, self._awaited = plan.trial_price, len(members)
         self._trial_due, self._trial_distance = self._round + self._trial_distance, 2 * self._trial_distance
-        return self._turn(plan.trial, "trial", plan.seconds)
+        return self._decide(plan.trial, "trial", plan.seconds)
 
-    def repeat(self, rounds: int) -> None:
+    def repeat_choice(self, rounds: int) -> None:
         assert self._plan is not None, "nothing was chosen"
         self._round += rounds
-        self._credit = min(self._credit + rounds * self._plan.earned, self._plan.trial_cost)
+        self._credit = min(self._credit + rounds * self._plan.credit_per_round, self._plan.trial_loss)
 
-    def _may_try(self, cost: float) -> bool:
-        due = self._round >= self._trial_due
-        return self._credit >= ((1 - MAX_TRIAL_DEBT) * cost if due else cost)
+    # -- plans
 
-    def _begin_trials(self, wait: int) -> None:
-        self._trial_due, self._trial_distance = self._round + wait, TRIAL_DISTANCE
+    def _update_plan(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> _Plan:
+        """The present plan, or a new one where requests or buckets changed, or REPLAN_ROUNDS have passed."""
+        estimates = [one.acceptance for one in members]
+        new_members, new_shapes = estimates != self._members, buckets != self._buckets or sampled != self._sampled
+        if self._plan and not new_members and not new_shapes and self._round < self._next_plan:
+            return self._plan
+        if new_members and not all(one.rounds for one in estimates):
+            self._schedule_trials(0)
+            self._credit = max(self._credit, 0.0)
+        self._buckets, self._sampled, self._members = buckets, sampled, estimates
+        self._next_plan = self._round + REPLAN_ROUNDS
+        self._plan = self._make_plan(members)
+        return self._plan
 
-    def _look(self, rows: Sequence[RoundMember]) -> _Plan:
-        wanted = max((row.wanted_k for row in rows if row.wanted_k is not None), default=0)
-        free = [row.acceptance for row in rows if row.wanted_k is None]
+    def _make_plan(self, members: Sequence[RoundMember]) -> _Plan:
+        requested = max((one.requested_k for one in members if one.requested_k is not None), default=0)
+        free = [one.acceptance for one in members if one.requested_k is None]
         if not free:
-            return _Plan(_hold(self._buckets, wanted), "request", {})
-        tokens = self._expect(free)
-        times = [self._times[bucket, self._sampled] for bucket in self._buckets]
-        hopes = [self._hope((bucket, self._sampled)) for bucket in self._buckets]
+            return _Plan(_find_bucket(self._buckets, requested), "request", {})
+        tokens = self._expect_tokens(free)
+        times = {bucket: self._costs[bucket, self._sampled] for bucket in self._buckets}
         seconds = {
-            bucket.k: hope * time / tokens[bucket.k]
-            for bucket, time, hope in zip(self._buckets, times, hopes, strict=True)
+            bucket.k: self._weigh_guess((bucket, self._sampled)) * time / tokens[bucket.k]
+            for bucket, time in times.items()
         }
-        before, self._settled = self._settled, self._settle(seconds)
-        if before is not None and self._settled < before:
-            self._begin_trials(TRIAL_DISTANCE)
-        pick = _hold(self._buckets, max(wanted, self._settled))
-        rate = seconds[pick.k]
-        earned = TRIAL_SHARE * tokens[pick.k] * rate
-        why = self._explain(before, pick, seconds)
-        larger = {bucket: time for bucket, time in zip(self._buckets, times, strict=True) if bucket.k > pick.k}
-        trial = self._find_trial({bucket: time - tokens[bucket.k] * rate for bucket, time in larger.items()})
+        before, self._settled_k = self._settled_k, self._settle_loaded(seconds)
+        if before is not None and self._settled_k < before:
+            self._schedule_trials(TRIAL_DISTANCE)
+        bucket = _find_bucket(self._buckets, max(requested, self._settled_k))
+        rate = seconds[bucket.k]
+        credit = TRIAL_SHARE * tokens[bucket.k] * rate
+        plan = _Plan(bucket, self._explain(before, bucket, seconds), seconds, rate, credit)
+        losses = {larger: time - tokens[larger.k] * rate for larger, time in times.items() if larger.k > bucket.k}
+        trial = self._find_trial(losses)
         if trial is None:
-            return _Plan(pick, why, seconds, rate, earned)
+            return plan
         # Where a larger K costs next to nothing, trials keep their distance all the same.
-        time, least = larger[trial], TRIAL_SPACING * earned
-        price, cost = max(time - len(free) * rate, least), max(time - tokens[trial.k] * rate, least)
-        return _Plan(pick, why, seconds, rate, earned, trial, price, cost)
+        least = TRIAL_SPACING * credit
+        price, loss = max(times[trial] - len(free) * rate, least), max(losses[trial], least)
+        return plan._replace(trial=trial, trial_price=price, trial_loss=loss)
 
-    def _settle(self, seconds: Mapping[int, float]) -> int:
-        """The best K; while that is not loaded, the best of those that are, if any is."""
-        kinds = {bucket.k: (bucket, self._sampled) for bucket in self._buckets}
-        best = _settle(self._settled, seconds)
-        if not self._stock.holds(kinds[best]):
-            self._stock.prepare(kinds[best])
-            held = {k: time for k, time in seconds.items() if self._stock.holds(kinds[k])}
-            best = _settle(self._settled, held) if held else best
-        if self._times.is_guess(kinds[best]):
-            self._hopes[kinds[best]] += 1
+    def _settle_loaded(self, seconds: Mapping[int, float]) -> int:
+        """The best K; while that K is not loaded, the best loaded one, if there is any."""
+        shapes = {bucket.k: (bucket, self._sampled) for bucket in self._buckets}
+        best = _settle(self._settled_k, seconds)
+        if not self._loaded.holds(shapes[best]):
+            self._loaded.prepare(shapes[best])
+            loaded = {k: time for k, time in seconds.items() if self._loaded.holds(shapes[k])}
+            best = _settle(self._settled_k, loaded) if loaded else best
+        if self._costs.is_guess(shapes[best]):
+            self._optimistic_plans[shapes[best]] += 1
         return best
 
-    def _hope(self, kind: RoundShape) -> float:
-        if not self._times.is_guess(kind) or self._hopes[kind] >= OPTIMISTIC_PLANS:
+    def _weigh_guess(self, shape: RoundShape) -> float:
+        """The factor on a shape's time: OPTIMISM where the time is a guess that may soon be measured, else 1."""
+        if not self._costs.is_guess(shape) or self._optimistic_plans[shape] >= OPTIMISTIC_PLANS:
             return 1.0
-        return OPTIMISM if self._round > ROUNDS_BEFORE_LOADING or self._stock.holds(kind) else 1.0
+        return OPTIMISM if self._round > ROUNDS_BEFORE_LOADING or self._loaded.holds(shape) else 1.0
 
-    def _explain(self, before: int | None, pick: Bucket, seconds: Mapping[int, float]) -> Why:
-        assert self._settled is not None
-        if pick.k > self._settled:
+    def _explain(self, before: int | None, bucket: Bucket, seconds: Mapping[int, float]) -> Why:
+        assert self._settled_k is not None
+        if bucket.k > self._settled_k:
             return "request"
         if before is not None and before not in seconds:
             return "room"
-        return "worth" if self._settled == _settle(before, seconds) else "loading"
+        return "worth" if self._settled_k == _settle(before, seconds) else "loading"
 
-    def _find_trial(self, losses: Mapping[Bucket, float]) -> Bucket | None:
-        """The one with which the least seconds are lost; what is not loaded may be another time."""
-        held = [bucket for bucket in losses if self._stock.holds((bucket, self._sampled))]
-        if losses and not held and self._round > ROUNDS_BEFORE_LOADING:
-            self._stock.prepare((min(losses, key=losses.__getitem__), self._sampled))
-        return min(held, key=losses.__getitem__, default=None)
-
-    def _expect(self, rows: Sequence[AcceptanceEstimate]) -> list[float]:
-        """Tokens of a round by K, summed over rows."""
-        each = [one.expected_tokens(self._deepest) for one in rows]
+    def _expect_tokens(self, estimates: Sequence[AcceptanceEstimate]) -> list[float]:
+        """Expected tokens of a round by K, summed over requests."""
+        each = [one.expected_tokens(self._largest_k) for one in estimates]
         return each[0] if len(each) == 1 else [*map(sum, zip(*each, strict=True))]
 
-    def _turn(self, bucket: Bucket, why: Why, seconds: Mapping[int, float]) -> Bucket:
-        if bucket.k != self._last:
-            decision = Decision(self._round, bucket.batch, bucket.length, self._last, bucket.k, why, seconds)
+    # -- trials
+
+    def _find_trial(self, losses: Mapping[Bucket, float]) -> Bucket | None:
+        """The loaded bucket that loses the fewest seconds. Has one loaded for a later trial where none is."""
+        loaded = [bucket for bucket in losses if self._loaded.holds((bucket, self._sampled))]
+        if losses and not loaded and self._round > ROUNDS_BEFORE_LOADING:
+            self._loaded.prepare((min(losses, key=losses.__getitem__), self._sampled))
+        return min(loaded, key=losses.__getitem__, default=None)
+
+    def _may_try(self, loss: float) -> bool:
+        is_due = self._round >= self._trial_due
+        return self._credit >= ((1 - MAX_TRIAL_DEBT) * loss if is_due else loss)
+
+    def _schedule_trials(self, distance: int) -> None:
+        """The next trial is due after `distance` rounds; later ones at doubling distances."""
+        self._trial_due, self._trial_distance = self._round + distance, TRIAL_DISTANCE
+
+    def _credit_gain(self, seconds: float) -> None:
+        """Time that the accepted tokens of one request in a trial have saved."""
+        self._credit += seconds
+        self._unpaid -= seconds
+        if seconds and self._unpaid <= 0:
+            self._schedule_trials(0)
+
+    def _decide(self, bucket: Bucket, why: Why, seconds: Mapping[int, float]) -> Bucket:
+        """The bucket; a change of K is recorded as a decision."""
+        if bucket.k != self._last_k:
+            decision = Decision(self._round, bucket.batch, bucket.length, self._last_k, bucket.k, why, seconds)
             self._decisions.append(decision)
-            self._last = bucket.k
+            self._last_k = bucket.k
         return bucket
 
 
 def _settle(before: int | None, seconds: Mapping[int, float]) -> int:
-    """The K before, if it is there and none is better by the margin."""
+    """The best K; the one before where it is there and no other is better by the margin."""
     best = min(seconds, key=seconds.__getitem__)
     if before is not None and before in seconds and seconds[before] <= (1 + SWITCH_MARGIN) * seconds[best]:
         return before
     return best
 
 
-def _hold(buckets: Sequence[Bucket], k: int) -> Bucket:
+def _find_bucket(buckets: Sequence[Bucket], k: int) -> Bucket:
     """The bucket of `k`, or of the largest K below it."""
     return next(bucket for bucket in reversed(buckets) if bucket.k <= k)

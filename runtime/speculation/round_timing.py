@@ -1,4 +1,4 @@
-"""Seconds of a whole round of every bucket: measured while nothing is served, or estimated until then."""
+"""Round times of every shape: measured while nothing is served, or estimated until then."""
 
 import math
 import time
@@ -13,38 +13,38 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.execution_plan import RoundShape, list_round_executables, list_round_shapes
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
-Times = Mapping[RoundShape, float]
-MOST_PASSES = 5
-SECONDS = 1.0  # after which no pass begins; the first one is made whatever it takes
-SET = ("lengths", "anchors")
-# Operations that take as long as a byte of memory, as far as that decides between Ks before anything has run.
+RoundTimes = Mapping[RoundShape, float]  # seconds
+MAX_PASSES = 5
+PASS_SECONDS = 1.0  # after which no further pass begins
+TIMED_STATE = ("lengths", "anchors")
+# Operations that take as long as one byte of memory: only ratios between Ks matter, until something has run.
 OPERATIONS_PER_BYTE = {"cpu": 8.0}
-OF_ACCELERATORS = 200.0
-BYTES_PER_SECOND = 1e10  # any: only ratios of estimates count
+ACCELERATOR_OPERATIONS_PER_BYTE = 200.0
+BYTES_PER_SECOND = 1e10  # any number: only ratios of estimates count
 
 
-def time_rounds(bundle: LoadedBundle, state: DeviceState) -> Times:
-    """Seconds of verify, kv_write and draft by bucket and whether it samples: the least of up to five passes.
+def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
+    """Seconds of verify, kv_write and draft by round shape: the least of up to five passes.
 
-    Every executable must have been called before. Passes run through all buckets, so that what disturbs the machine
-    for a moment meets few of one bucket's. Nothing is active: nothing advances, and `state` has zero lengths and
-    anchors in the end, as an engine without requests.
+    Every executable must have been called before. Each pass runs through all shapes, so that a moment's disturbance of
+    the machine hits few timings of one shape. No slot is active, so nothing advances; at the end `state` has zero
+    lengths and anchors, as in an engine without requests.
     """
     rounds = RoundTimer(bundle, state)
-    kinds = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
-    times = dict.fromkeys(kinds, math.inf)
+    shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
+    times = dict.fromkeys(shapes, math.inf)
     began, passes = time.perf_counter(), 0
-    while passes == 0 or (passes < MOST_PASSES and time.perf_counter() - began < SECONDS):
-        for one in kinds:
+    while passes == 0 or (passes < MAX_PASSES and time.perf_counter() - began < PASS_SECONDS):
+        for one in shapes:
             times[one] = min(times[one], rounds.time(*one))
         passes += 1
     rounds.clear()
     return bound_times(times)
 
 
-def estimate_rounds(manifest: Manifest, k: int) -> Times:
-    """By what the compiler counted: bytes and operations take as long as their sum. Right in ratios only, if at all."""
-    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, OF_ACCELERATORS)
+def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
+    """Estimates from the compiler's counts of bytes and operations, as if one waited for the other. Right in ratios."""
+    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE)
     work = {
         entry.signature.executable_id: max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
         for entry in manifest.entries
@@ -55,10 +55,10 @@ def estimate_rounds(manifest: Manifest, k: int) -> Times:
     }
 
 
-def bound_times(times: Times) -> Times:
-    """No round takes longer than one that does more: what was measured above that was the machine's doing.
+def bound_times(times: RoundTimes) -> RoundTimes:
+    """Bounds each time by those of larger shapes: a smaller round that took longer was disturbed.
 
-    More is at least as many rows, positions and verified tokens, and sampling.
+    A shape is larger with at least as many rows, positions and verified tokens, and at least as much sampling.
     """
 
     def does_more(one: tuple[Bucket, bool], other: tuple[Bucket, bool]) -> bool:
@@ -70,7 +70,7 @@ def bound_times(times: Times) -> Times:
 
 
 class RoundTimer:
-    """Rounds of random tokens: a mixture of experts reads as many of them as it will for a text."""
+    """Times rounds of random tokens: with these, a mixture of experts reads as many experts as for a text."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state = bundle, state
@@ -79,17 +79,18 @@ class RoundTimer:
         self._random = np.random.default_rng(0)
 
     def time(self, bucket: Bucket, sampled: bool) -> float:
+        """Seconds of one round, waited for."""
         bundle, state = self._bundle, self._state
-        # As full as the bucket gets: rounds of it see that many positions at most.
-        self._set(np.full(self._slots, bucket.length - bucket.k - 1), self._draw(self._slots))
-        block = [state.place(self._draw((bucket.batch, bucket.k + 1)))] if bucket.k else []
+        # As many positions as rounds of this bucket see at most.
+        self._set_state(np.full(self._slots, bucket.length - bucket.k - 1), self._draw_tokens(self._slots))
+        block = [state.place(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
         active = state.place(np.zeros(bucket.batch, bool))
         slots = state.place(np.arange(bucket.batch, dtype=np.int32))
         verify = bundle.sampled_verify(bucket) if sampled else bundle.verify(bucket)
         write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()
         began = time.perf_counter()
-        # The draft comes last: so each call needs what the one before returns, and none of them overlap.
+        # The draft comes last: each call then needs the result of the one before, and none of them overlap.
         features, starts, *_ = verify(state, *block, active)
         write(state, features, slots, starts)
         drafted = bundle.draft(bucket)(state) if bucket.k else ()
@@ -98,11 +99,12 @@ class RoundTimer:
         return time.perf_counter() - began
 
     def clear(self) -> None:
-        declared = [array for array in self._bundle.manifest.state if array.name in SET]
+        """Resets lengths and anchors to zero."""
+        declared = [array for array in self._bundle.manifest.state if array.name in TIMED_STATE]
         self._state.replace([array.name for array in declared], [*map(self._state.zeros, declared)])
 
-    def _set(self, *arrays: np.ndarray) -> None:
-        self._state.replace(SET, [self._state.place(array.astype(np.int32)) for array in arrays])
+    def _set_state(self, *arrays: np.ndarray) -> None:
+        self._state.replace(TIMED_STATE, [self._state.place(array.astype(np.int32)) for array in arrays])
 
-    def _draw(self, shape: int | Sequence[int]) -> np.ndarray:
+    def _draw_tokens(self, shape: int | Sequence[int]) -> np.ndarray:
         return self._random.integers(self._vocab, size=shape, dtype=np.int32)

@@ -21,8 +21,8 @@ class Stepper:
 
     def __init__(self, engine: Engine, prompt: Sequence[int]):
         self._stands, self._permits, self._over = threading.Semaphore(0), threading.Semaphore(0), False
-        self.request = engine._prepare_request(list(prompt), SamplingParams(stop_token_ids=()), self._hold)
-        engine._submit(self.request, wait=False)
+        self.request = engine._build_request(list(prompt), SamplingParams(stop_token_ids=()), self._hold)
+        engine._submit(self.request)
         self._wait()
         self.advance()  # the first token and the first round's are read in one step
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.acceptance_estimate import LEAST, PRIOR, AcceptanceEstimate
+from dflash_aot.runtime.speculation.acceptance_estimate import MIN_PAST_WEIGHT, PRIOR, AcceptanceEstimate
 
 rounds = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
@@ -17,7 +17,7 @@ def decay(verdicts: list[tuple[int, int]], start: list[float], window: float) ->
     for k, accepted in verdicts:
         weights = [weight / (1 + 1 / window) for weight in weights]
         for position in range(min(accepted + 1, k)):
-            before = max(weights[position], LEAST)
+            before = max(weights[position], MIN_PAST_WEIGHT)
             shares[position] = (shares[position] * before + (position < accepted)) / (before + 1)
             weights[position] = before + 1
     return shares
@@ -33,41 +33,41 @@ def test_what_was_never_verified_is_thought_well_of():
 
 def test_a_verdict_counts_up_to_the_first_token_that_falls():
     acceptance = AcceptanceEstimate([0.5, 0.5, 0.5])
-    acceptance.note(3, 1)
-    step = 0.5 / (LEAST + 1)
-    assert acceptance.shares == pytest.approx([0.5 + step, 0.5 - step, 0.5])
+    acceptance.update(3, 1)
+    step = 0.5 / (MIN_PAST_WEIGHT + 1)
+    assert acceptance.rates == pytest.approx([0.5 + step, 0.5 - step, 0.5])
     assert acceptance.rounds == 1
 
 
 def test_without_drafts_nothing_is_learnt_and_nothing_forgotten():
     acceptance = AcceptanceEstimate([0.25])
     for _ in range(1000):
-        acceptance.note(0, 0)
-    assert (acceptance.shares, acceptance.rounds) == ([0.25], 0)
+        acceptance.update(0, 0)
+    assert (acceptance.rates, acceptance.rounds) == ([0.25], 0)
 
 
 def test_what_was_long_ago_is_soon_overturned():
     acceptance = AcceptanceEstimate([0.5])
     for _ in range(100):
-        acceptance.note(1, 0)
-    lately, long_ago = acceptance.shares[0], 0.0
-    acceptance.note(1, 1)
-    just_after = acceptance.shares[0]
+        acceptance.update(1, 0)
+    lately, long_ago = acceptance.rates[0], 0.0
+    acceptance.update(1, 1)
+    just_after = acceptance.rates[0]
     for _ in range(200):
-        acceptance.note(0, 0)
-    long_ago = acceptance.shares[0]
-    acceptance.note(1, 1)
+        acceptance.update(0, 0)
+    long_ago = acceptance.rates[0]
+    acceptance.update(1, 1)
     assert just_after - lately < 0.05
-    assert acceptance.shares[0] - long_ago == pytest.approx((1 - long_ago) / (LEAST + 1))
+    assert acceptance.rates[0] - long_ago == pytest.approx((1 - long_ago) / (MIN_PAST_WEIGHT + 1))
 
 
 @given(st.lists(rounds, max_size=60), st.lists(st.floats(0, 1), min_size=5, max_size=5))
 def test_it_is_the_slow_way_and_a_share_stays_a_share(verdicts, start):
     acceptance = AcceptanceEstimate([*start], window=8)
     for verdict in verdicts:
-        acceptance.note(*verdict)
-    assert acceptance.shares == pytest.approx(decay(verdicts, start, 8))
-    assert all(0 <= share <= 1 for share in acceptance.shares)
+        acceptance.update(*verdict)
+    assert acceptance.rates == pytest.approx(decay(verdicts, start, 8))
+    assert all(0 <= share <= 1 for share in acceptance.rates)
 
 
 def test_it_lasts():
@@ -75,15 +75,15 @@ def test_it_lasts():
     verdicts = [(2, turn % 3) for turn in range(3000)]
     acceptance = AcceptanceEstimate([0.5, 0.5], window=3)
     for verdict in verdicts:
-        acceptance.note(*verdict)
-    assert acceptance.shares == pytest.approx(decay(verdicts, [0.5, 0.5], 3))
+        acceptance.update(*verdict)
+    assert acceptance.rates == pytest.approx(decay(verdicts, [0.5, 0.5], 3))
 
 
 def test_it_finds_what_is_there():
     rng, acceptance, found = random.Random(1), AcceptanceEstimate(), []
     for _ in range(2000):
         first, second = rng.random() < 0.7, rng.random() < 0.3
-        acceptance.note(2, first + (first and second))
-        found.append([*acceptance.shares])
+        acceptance.update(2, first + (first and second))
+        found.append([*acceptance.rates])
     means = [sum(column) / len(found) for column in zip(*found, strict=True)]
     assert means == pytest.approx([0.7, 0.3], abs=0.05)

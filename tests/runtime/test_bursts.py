@@ -140,15 +140,15 @@ def test_whatever_comes_and_goes_each_gets_what_it_gets_alone():
 
 
 def test_as_many_rounds_as_pass_within_a_burst():
-    pace, bucket = BurstLength(most=8, burst=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
+    pace, bucket = BurstLength(max_rounds=8, burst_seconds=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
     assert pace.choose(bucket, room=9) == 1, "nobody knows yet how long they take"
-    pace.note(bucket, 0.01)
+    pace.note_round_time(bucket, 0.01)
     assert pace.choose(bucket, room=9) == 5
     assert pace.choose(bucket, room=2) == 2
-    pace.note(bucket, 0.03)  # the mean is 0.015 now
+    pace.note_round_time(bucket, 0.03)  # the mean is 0.015 now
     assert pace.choose(bucket, room=9) == 3
     for _ in range(40):
-        pace.note(bucket, 0.2)
+        pace.note_round_time(bucket, 0.2)
     assert pace.choose(bucket, room=9) == 1
 
 

@@ -29,12 +29,12 @@ HOPELESS, FAIR, SURE = 0.0, 0.7, 1.0
 @dataclass(eq=False)
 class Row:
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
-    wanted_k: int | None = None
+    requested_k: int | None = None
 
 
-def row(share: float, wanted_k: int | None = None) -> Row:
+def row(share: float, requested_k: int | None = None) -> Row:
     """With a past: nothing is tried because it is new."""
-    return Row(AcceptanceEstimate([share] * 15, rounds=1), wanted_k)
+    return Row(AcceptanceEstimate([share] * 15, rounds=1), requested_k)
 
 
 def make_buckets(ks: Sequence[int], batch: int = 1, length: int = 256) -> list[Bucket]:
@@ -46,7 +46,7 @@ def make_times(seconds: Mapping[int, float], batch: int = 1, length: int = 256) 
 
 
 def ask(depth: SpeculationController, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
-    return depth.choose(make_buckets(ks, batch), rows, False).k
+    return depth.choose_bucket(make_buckets(ks, batch), rows, False).k
 
 
 def ask_often(
@@ -112,7 +112,7 @@ def test_rounds_that_are_served_correct_the_times():
     assert ask(depth, [one], (0, 7)) == 0
     for _ in range(400):
         k = ask(depth, [one], (0, 7))
-        depth.note_round(Bucket(1, 256, k), False, {0: 1.0, 7: 2.0}[k])
+        depth.note_round_time((Bucket(1, 256, k), False), {0: 1.0, 7: 2.0}[k])
     assert ask_often(depth, [one], 20, (0, 7)) == [7] * 20
 
 
@@ -121,8 +121,8 @@ def test_so_have_longer_rows_and_sampled_ones():
     times = {(bucket, sampled): 1.0 for bucket in buckets for sampled in (False, True)}
     times[buckets[1], True] = 10.0
     depth = AdaptiveK(times)
-    assert depth.choose(buckets, [row(FAIR)], False) == buckets[1]
-    assert depth.choose(buckets, [row(FAIR)], True) == buckets[0]
+    assert depth.choose_bucket(buckets, [row(FAIR)], False) == buckets[1]
+    assert depth.choose_bucket(buckets, [row(FAIR)], True) == buckets[0]
 
 
 def test_a_bucket_without_times_is_not_guessed():
@@ -140,20 +140,20 @@ def test_near_the_capacity_the_best_of_what_is_left_is_taken():
 def test_a_new_request_begins_with_what_others_met():
     depth = AdaptiveK(make_times(TIMES))
     for _ in range(50):
-        depth.note(depth.start(), 3, 0)
-    assert depth.start().expected_tokens(7)[7] == pytest.approx(1, abs=0.2)
-    assert depth.start().rounds == 0
+        depth.note_outcome(depth.start_request(), 3, 0)
+    assert depth.start_request().expected_tokens(7)[7] == pytest.approx(1, abs=0.2)
+    assert depth.start_request().rounds == 0
 
 
 def test_a_long_request_does_not_speak_for_all():
     depth = AdaptiveK(make_times(TIMES))
-    talker = depth.start()
+    talker = depth.start_request()
     for _ in range(1000):
-        depth.note(talker, 3, 0)
+        depth.note_outcome(talker, 3, 0)
     for _ in range(20):
-        depth.note(depth.start(), 3, 3)
+        depth.note_outcome(depth.start_request(), 3, 3)
     assert talker.expected_tokens(3)[3] < 1.1
-    assert depth.start().expected_tokens(3)[3] > 1.5
+    assert depth.start_request().expected_tokens(3)[3] > 1.5
 
 
 # -- hysteresis
@@ -166,7 +166,7 @@ def test_ks_of_nearly_equal_worth_do_not_alternate():
     chosen = set()
     for turn in range(400):
         worth = 1 + 0.9 * SWITCH_MARGIN * (-1) ** (turn // 4)
-        one.acceptance.shares[:3] = [1.0, 2 * worth - 2, 0.0] if worth > 1 else [2 * worth - 1, 0.0, 0.0]
+        one.acceptance.rates[:3] = [1.0, 2 * worth - 2, 0.0] if worth > 1 else [2 * worth - 1, 0.0, 0.0]
         chosen.add(ask(depth, [one], (0, 3)))
     settled = [one for one in depth.decisions if one.why == "worth" and one.before is not None]
     trials = [one for one in depth.decisions if one.why == "trial"]
@@ -178,7 +178,7 @@ def test_beyond_the_margin_it_changes():
     depth = AdaptiveK(make_times({0: 1.0, 3: 2.0}))
     one = row(0.0)
     ask(depth, [one], (0, 3))
-    one.acceptance.shares[:2] = [1.0, 2.2 * SWITCH_MARGIN]  # E(3) = 2 + 2.2 MARGIN
+    one.acceptance.rates[:2] = [1.0, 2.2 * SWITCH_MARGIN]  # E(3) = 2 + 2.2 MARGIN
     assert ask_often(depth, [one], REPLAN_ROUNDS, (0, 3))[-1] == 3
 
 
@@ -217,7 +217,7 @@ def test_rounds_that_repeat_a_choice_count_as_rounds():
     while len(spent) < 2000:
         k = ask(depth, [new])
         more = 3 if k == 0 else 0
-        depth.repeat(more)
+        depth.repeat_choice(more)
         spent += [k] * (1 + more)
     due = [0, 16, 48, 112, 240]
     late = [at - on_time for at, on_time in zip(trials(spent), due, strict=False)]
@@ -246,7 +246,7 @@ def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
     """K = 3 takes one second more than K = 0, which is one token's time."""
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     assert ask(depth, [new]) == 3
-    depth.note(new.acceptance, 3, stood)
+    depth.note_outcome(new.acceptance, 3, stood)
     assert ask(depth, [new]) == then
     assert {one.why for one in depth.decisions} <= {"trial", "worth"}
     assert depth.decisions[0].why == "trial"
@@ -259,7 +259,7 @@ def test_text_that_becomes_easy_is_noticed():
         ks = []
         for _ in range(600):
             ks.append(ask(depth, [one]))
-            depth.note(one.acceptance, ks[-1], round(stands * ks[-1]))
+            depth.note_outcome(one.acceptance, ks[-1], round(stands * ks[-1]))
         assert ks[-100:].count(0) == (0 if stands else pytest.approx(100, abs=2))
 
 
@@ -281,7 +281,7 @@ class Shelf:
 
 def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
     shelf = Shelf(0, 7)
-    depth, one = AdaptiveK(make_times(TIMES), stock=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
+    depth, one = AdaptiveK(make_times(TIMES), loaded=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
     assert ask_often(depth, [one], REPLAN_ROUNDS) == [0] * REPLAN_ROUNDS
     assert set(shelf.asked) == {3}
     shelf.loaded.add(3)
@@ -291,17 +291,17 @@ def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
 
 def test_where_nothing_is_loaded_the_best_k_is_taken_and_waited_for():
     shelf = Shelf()
-    assert ask(AdaptiveK(make_times(TIMES), stock=shelf), [row(FAIR)]) == 3
+    assert ask(AdaptiveK(make_times(TIMES), loaded=shelf), [row(FAIR)]) == 3
     assert shelf.asked == [3]
 
 
 def test_a_k_of_the_users_own_does_not_ask_what_is_loaded():
-    assert ask(AdaptiveK(make_times(TIMES), stock=Shelf(0)), [row(FAIR, 7)]) == 7
+    assert ask(AdaptiveK(make_times(TIMES), loaded=Shelf(0)), [row(FAIR, 7)]) == 7
 
 
 def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
     shelf = Shelf(0)
-    depth, new = AdaptiveK(make_times(TIMES), stock=shelf), Row(AcceptanceEstimate([HOPELESS] * 7))
+    depth, new = AdaptiveK(make_times(TIMES), loaded=shelf), Row(AcceptanceEstimate([HOPELESS] * 7))
     assert set(ask_often(depth, [new], ROUNDS_BEFORE_LOADING)) == {0}
     assert shelf.asked == []
     ask_often(depth, [new], REPLAN_ROUNDS)
@@ -317,7 +317,7 @@ def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth
     ks = []
     for _ in range(40):
         ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round(Bucket(1, 256, ks[-1]), False, {0: 1.0, 3: truth}[ks[-1]])
+        depth.note_round_time((Bucket(1, 256, ks[-1]), False), {0: 1.0, 3: truth}[ks[-1]])
     assert depth.is_measured((Bucket(1, 256, 3), False))
     assert ks[-1] == (3 if truth == 1.0 else 0)
 

@@ -19,7 +19,7 @@ def test_at_first_they_are_those_at_load():
 def test_one_round_by_hand():
     """Half of the difference, as a ratio, is put down to the kind, a sixteenth to the pace of all kinds."""
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
-    times.note(PLAIN, 1.5)
+    times.note_served(PLAIN, 1.5)
     assert times[PLAIN] == pytest.approx(1.5 ** (1 / 2 + 1 / 16))
     assert times[DEEP] == pytest.approx(3.0 * 1.5 ** (1 / 16))
 
@@ -28,14 +28,14 @@ def test_an_error_at_load_is_mended_by_ten_rounds():
     """K = 7 takes twice as long as K = 0, and was measured in a bad moment."""
     times = CostModel({PLAIN: 1.0, DEEP: 4.0})
     for turn in range(120):
-        times.note(*((DEEP, 2.0) if turn % 12 == 0 else (PLAIN, 1.0)))
+        times.note_served(*((DEEP, 2.0) if turn % 12 == 0 else (PLAIN, 1.0)))
     assert times[DEEP] / times[PLAIN] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
     times = CostModel({PLAIN: 1.0, DEEP: 2.0})
     for seconds in [1.0] * 300 + [1.6] * 300:
-        times.note(PLAIN, seconds)
+        times.note_served(PLAIN, seconds)
     assert times[PLAIN] == pytest.approx(1.6, rel=0.01)
     assert times[DEEP] > 2.0 * 1.5
 
@@ -44,8 +44,8 @@ def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
 def test_one_round_that_is_far_off_says_little(seconds):
     times = CostModel({PLAIN: 1.0})
     for _ in range(100):
-        times.note(PLAIN, 1.0)
-    times.note(PLAIN, seconds)
+        times.note_served(PLAIN, 1.0)
+    times.note_served(PLAIN, seconds)
     assert times[PLAIN] == pytest.approx(1.0, rel=0.06)
 
 
@@ -54,7 +54,7 @@ def test_noise_is_averaged():
     ratios = []
     for turn in range(4000):
         kind, truth = (DEEP, 2.0) if turn % 8 == 0 else (PLAIN, 1.0)
-        times.note(kind, truth * math.exp(rng.gauss(0, 0.15)) * (3 if rng.random() < 0.02 else 1))
+        times.note_served(kind, truth * math.exp(rng.gauss(0, 0.15)) * (3 if rng.random() < 0.02 else 1))
         ratios.append(times[DEEP] / times[PLAIN])
     assert min(ratios[500:]) > 1.8
     assert max(ratios[500:]) < 2.2
@@ -63,7 +63,7 @@ def test_noise_is_averaged():
 def test_a_kind_without_times_is_not_guessed():
     times = CostModel({PLAIN: 1.0})
     with pytest.raises(KeyError):
-        times.note(DEEP, 1.0)
+        times.note_served(DEEP, 1.0)
     with pytest.raises(KeyError):
         times[DEEP]
 
@@ -78,45 +78,45 @@ ESTIMATES = {PLAIN: 10.0, SHORT: 20.0, LONG_ONE: 30.0, FOUR: 60.0}
 def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured():
     times = CostModel({}, ESTIMATES)
     assert [times[kind] for kind in ESTIMATES] == [10.0, 20.0, 30.0, 60.0]
-    times.measure(SHORT, 2.0)
+    times.set_measured(SHORT, 2.0)
     assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.0, 2.0, 3.0, 6.0])
-    times.measure(PLAIN, 1.5)
+    times.set_measured(PLAIN, 1.5)
     assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.5, 2.0, 3.0, 6.0])
-    times.measure(FOUR, 5.0)
+    times.set_measured(FOUR, 5.0)
     assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.5, 2.0, 3.0, 5.0])
 
 
 def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
     """It may have been an executable's first."""
     times = CostModel({}, ESTIMATES)
-    times.note(SHORT, 99.0)
+    times.note_served(SHORT, 99.0)
     assert times[SHORT] == 20.0 and not times.is_measured(SHORT)
-    times.note(SHORT, 2.0)
+    times.note_served(SHORT, 2.0)
     assert times[SHORT] == pytest.approx(2.0) and times.is_measured(SHORT)
-    times.note(SHORT, 3.0)  # from here on as any other
+    times.note_served(SHORT, 3.0)  # from here on as any other
     assert times[SHORT] == pytest.approx(2.0 * 1.5 ** (1 / 2 + 1 / 16))
 
 
 def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
     times = CostModel({PLAIN: 1.0}, ESTIMATES)
     for _ in range(300):
-        times.note(PLAIN, 1.6)
-    times.measure(SHORT, 3.2)
+        times.note_served(PLAIN, 1.6)
+    times.set_measured(SHORT, 3.2)
     assert times[SHORT] == pytest.approx(3.2)
-    times.measure(SHORT, 99.0)
+    times.set_measured(SHORT, 99.0)
     assert times[SHORT] == pytest.approx(3.2)
 
 
 def test_a_guess_is_what_was_measured_at_no_length():
     times = CostModel({}, ESTIMATES)
     assert all(map(times.is_guess, ESTIMATES))
-    times.measure(SHORT, 2.0)
+    times.set_measured(SHORT, 2.0)
     assert [times.is_guess(kind) for kind in ESTIMATES] == [True, False, False, True]
     assert not CostModel({PLAIN: 1.0}).is_guess(PLAIN)
 
 
 def test_what_is_not_estimated_either_is_not_guessed():
     times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
-    for ask in (lambda: times[DEEP], lambda: times.note(DEEP, 1.0)):
+    for ask in (lambda: times[DEEP], lambda: times.note_served(DEEP, 1.0)):
         with pytest.raises(KeyError):
             ask()

@@ -29,7 +29,7 @@ class Row:
     acceptance: AcceptanceEstimate
     phases: Phases
     done: int = 0
-    wanted_k: int | None = None
+    requested_k: int | None = None
 
     @property
     def share(self) -> float:
@@ -61,13 +61,13 @@ def simulate(
     buckets = [Bucket(batch, 256, k) for k in times]
     while line or rows:
         while line and len(rows) < batch:
-            rows.append(Row(depth.start(), line.pop(0)))
+            rows.append(Row(depth.start_request(), line.pop(0)))
         kind = rows[0].share
-        k = depth.choose(buckets, rows, False).k
+        k = depth.choose_bucket(buckets, rows, False).k
         spent[kind] = spent.get(kind, 0.0) + times[k]
         verdicts = [(row.acceptance, k, row.verify(k, rng)) for row in rows]
         for verdict in unread:
-            depth.note(*verdict)
+            depth.note_outcome(*verdict)
         unread, rows = verdicts, [row for row in rows if not row.ended]
     return spent
 

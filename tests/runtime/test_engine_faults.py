@@ -29,7 +29,7 @@ def engine(bundle):
 
 def delete_state(engine: Engine, name: str) -> None:
     """What the next program that reads it finds spent. After a fault callers hear of it before there is a new one."""
-    arrays = engine._loop._state._arrays
+    arrays = engine._loop._dispatcher._state._arrays
     wait_until(lambda: name in arrays and not arrays[name].is_deleted())
     arrays[name].delete()
 
@@ -43,8 +43,8 @@ def submit_saboteur(engine: Engine, prompt: list[int], name: str) -> Request:
         if len(told) == 3:
             delete_state(engine, name)
 
-    request = engine._prepare_request(prompt, up_to(60), emit)
-    engine._submit(request, wait=False)
+    request = engine._build_request(prompt, up_to(60), emit)
+    engine._submit(request)
     return request
 
 
@@ -117,11 +117,11 @@ def test_a_text_that_cannot_be_made_ends_that_request_alone(engine, cases):
             raise ValueError("no such character")
 
     told: list[Delta] = []
-    request = engine._prepare_request(cases["len5"].prompt, up_to(60), told.append)
+    request = engine._build_request(cases["len5"].prompt, up_to(60), told.append)
     request.text = BrokenText()
     other = engine.stream(cases["len70"].prompt, up_to(60))
     failures = engine.stats().failures
-    engine._submit(request, wait=False)
+    engine._submit(request)
     assert other.result().token_ids == cases["len70"].answer[:60]
     wait_until(lambda: bool(told))
     assert "text of this request cannot be made: ValueError: no such character" in told[-1].error
@@ -140,14 +140,14 @@ def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, ca
         with hold(engine) as stepper:  # the first failure is its own
             waiting = [engine.stream(prompt, up_to(5)) for _ in range(3)]
             outside = [pool.submit(engine.generate, prompt, wait=True) for _ in range(2)]
-            wait_until(lambda: len(engine._line._outside) == 2)
+            wait_until(lambda: len(engine._queue._overflow) == 2)
             break_weights(engine)
             stepper.advance()
         assert stepper.request.finish_reason == "error"
         for stream in waiting[:2]:
             with pytest.raises(EngineFailed, match=FAILED):
                 finish(stream.result)
-        last = r"the engine's loop failed: 3 rounds failed in a row; the last one: " + FAILED
+        last = r"the engine's loop failed: 3 rounds failed in a row; the last error: " + FAILED
         for ask in (waiting[2].result, *(one.result for one in outside), lambda: engine.generate(prompt)):
             with pytest.raises(EngineFailed, match=last):
                 finish(ask)

@@ -15,7 +15,7 @@ from tests.runtime.stepper import finish, hold, settle, wait_until
 
 PLACES = 3
 SOON = 0.05  # seconds
-FULL = rf"{PLACES} requests are waiting, and no more than {PLACES} may.*wait=True or seconds.*larger max_waiting"
+FULL = rf"the request queue is full: {PLACES} of {PLACES} .*wait=True or seconds.*larger max_waiting"
 
 
 def up_to(tokens: int) -> SamplingParams:
@@ -53,7 +53,7 @@ def fill(engine, case):
 
 
 def count_outside(engine: Engine) -> int:
-    return len(engine._line._outside)
+    return len(engine._queue._overflow)
 
 
 # -- a bounded line
@@ -111,9 +111,9 @@ def test_who_waits_in_vain_is_refused_and_leaves_no_trace(engine, case, fill, en
     refused = engine.stats().refused
     with hold(engine):
         streams = fill()
-        with pytest.raises(QueueFull, match=rf"no place came free in time: {PLACES} requests are waiting"):
+        with pytest.raises(QueueFull, match=rf"the queue stayed full \({PLACES} of {PLACES} waiting"):
             engine.generate(case.prompt, up_to(5), wait=SOON)
-        with pytest.raises(QueueFull, match="no place came free in time"):
+        with pytest.raises(QueueFull, match="the queue stayed full"):
             asyncio.run(anext(engine.astream(case.prompt, up_to(5), wait=SOON)))
         assert (engine.stats().waiting, count_outside(engine)) == (PLACES, 0)
         assert engine.stats().refused == refused + 2
@@ -178,7 +178,7 @@ def test_of_prompts_that_do_not_all_get_a_place_none_goes_on(engine, case):
         with pytest.raises(QueueFull, match=FULL) as kept:  # with its frames, and what lives in them
             engine.generate_all([case.prompt] * (PLACES + 1), up_to(5), wait=False)
         assert engine.stats().refused == refused + 1
-        assert [request.cancelled for _, _, request in engine._line._line] == [True] * PLACES
+        assert [request.cancelled for _, _, request in engine._queue._heap] == [True] * PLACES
     assert kept
 
 
@@ -214,10 +214,10 @@ def test_a_place_given_up_at_the_moment_of_closing_is_no_reason_to_forget_the_ot
     """A task that is cancelled gives its place up before it can take its request back."""
     with Engine.open(bundle("tiny"), k=0, max_waiting=1) as engine, hold(engine) as stepper:
         engine.stream(case.prompt, up_to(5))
-        first, second = (engine._prepare_request(case.prompt, up_to(1), lambda delta: None) for _ in range(2))
-        given_up, waiting = engine._line.ask(first), engine._line.ask(second)
+        first, second = (engine._build_request(case.prompt, up_to(1), lambda delta: None) for _ in range(2))
+        given_up, waiting = engine._queue.put_when_free(first), engine._queue.put_when_free(second)
         assert given_up.cancel()
-        engine._line.close("the engine was closed")
+        engine._queue.close("the engine was closed")
         with pytest.raises(EngineFailed, match="closed"):
             waiting.result(timeout=0)
         stepper.let_go()
@@ -302,7 +302,7 @@ def test_a_deadline_ends_waiting_for_a_place(engine, case, fill):
     with hold(engine):
         fill()
         for wait in (True, 1e6):
-            with pytest.raises(QueueFull, match="no place came free in time"):
+            with pytest.raises(QueueFull, match="the queue stayed full"):
                 engine.generate(case.prompt, wait=wait, deadline=SOON)
         assert count_outside(engine) == 0
     assert engine.stats().refused == refused + 2
@@ -316,11 +316,11 @@ def test_a_deadline_in_the_middle_of_a_prompt_ends_a_request_and_no_other(serve,
         stepper.advance(4)
         stream = engine.stream(long.prompt, up_to(10), deadline=1.0)
         stepper.advance(2)  # a chunk each
-        row = next(row for row in engine._loop._slots if row.request is stream._request)
+        row = next(row for row in engine._loop._scheduler.slots if row.request is stream._request)
         assert 0 < row.written < len(long.prompt)
         time.sleep(max(stream._request.deadline - time.monotonic(), 0))
         stepper.advance(2)
-        assert row not in list(engine._loop._slots)
+        assert row not in list(engine._loop._scheduler.slots)
     result = stream.result()
     assert (result.token_ids, result.finish_reason) == ([], "cancelled") and "deadline of 1 s" in result.error
     assert running.result().token_ids == other.answer[:40]

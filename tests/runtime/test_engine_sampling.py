@@ -188,7 +188,7 @@ def test_stats_show_sampled_rounds_and_only_where_somebody_samples(engine, cases
         return sum(rounds for (_, one), rounds in engine.stats().bucket_rounds.items() if one is sampled)
 
     def settle() -> tuple[int, int]:
-        wait_until(lambda: engine._loop.idle)
+        wait_until(lambda: engine._loop.is_idle)
         return count(True), count(False)
 
     before = settle()

@@ -73,13 +73,13 @@ def run_threads(work: Callable[[random.Random], Tally], seed: int) -> Tally:
 def check_accounts(engine: Engine, tally: Tally) -> None:
     """Nothing is left behind, and the engine has seen what its callers saw."""
     stats = settle(engine, tally.ends.total())
-    assert (stats.running, stats.waiting, len(engine._line._outside)) == (0, 0, 0)
+    assert (stats.running, stats.waiting, len(engine._queue._overflow)) == (0, 0, 0)
     assert stats.finished == dict(tally.ends)
     assert stats.output_tokens == tally.output_tokens
     assert tally.surely_prefilled <= stats.prompt_tokens <= tally.prompt_tokens
     assert sum(stats.latency.counts) == tally.ends.total()
     assert (stats.refused, stats.failures, stats.compile_events) == (tally.refused, 0, 0)
-    wait_until(lambda: engine._loop.idle)  # rounds of rows that had ended are still read
+    wait_until(lambda: engine._loop.is_idle)  # rounds of rows that had ended are still read
     assert tally.wrong == []
 
 

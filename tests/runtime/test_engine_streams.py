@@ -424,10 +424,10 @@ def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, 
             return ""
 
     engine = Engine.open(bundle("tied"), k=0)
-    request = engine._prepare_request(cases["len5"].prompt, SamplingParams(max_tokens=8), lambda delta: None)
+    request = engine._build_request(cases["len5"].prompt, SamplingParams(max_tokens=8), lambda delta: None)
     request.text = PanickingText()
     other = engine.stream(cases["len5"].prompt, SamplingParams(max_tokens=200))
-    engine._submit(request, wait=False)
+    engine._submit(request)
     with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
         other.result()
     with pytest.raises(EngineFailed, match="Panic: index out of bounds"):

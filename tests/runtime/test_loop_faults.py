@@ -57,12 +57,12 @@ def test_three_failures_in_a_row_are_the_end():
     engine.bundle.fail("verify", 3)
     engine.step()
     engine.step()
-    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last one: .*Fault: verify was told to fail"):
+    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last error: .*verify was told to fail"):
         engine.step()
     assert [request.finish_reason for request in requests] == ["error"] * 3 + [None] * 2
     engine.loop.end_all("the engine's loop failed")
     assert [request.error for request in requests[3:]] == ["the engine's loop failed"] * 2
-    assert engine.loop.idle
+    assert engine.loop.is_idle
     assert engine.counters.finished == {"error": 5}
 
 
@@ -72,7 +72,7 @@ def test_rounds_that_never_give_a_verdict_are_failures_in_a_row_though_their_pro
     for number in range(20):
         engine.ask([number], 9)
     engine.bundle.fail("read verify", 1000)
-    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last one: .*read verify was told to fail"):
+    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last error: .*read verify was told to fail"):
         engine.run()
     assert engine.counters.failures == 3
 

@@ -15,7 +15,7 @@ from tests.runtime.toy import (
 def serve_callers(engine: ToyEngine, callers: int, each: int, tokens: int) -> None:
     """Each caller asks `each` requests, the next one as soon as the last has ended."""
     waiting = {engine.ask([1, 2, 3, 4], tokens): each - 1 for _ in range(callers)}
-    while not engine.loop.idle:
+    while not engine.loop.is_idle:
         engine.step()
         for request in [request for request, left in waiting.items() if request.finish_reason and left]:
             waiting[engine.ask([1, 2, 3, 4], tokens)] = waiting.pop(request) - 1

@@ -39,7 +39,7 @@ def request(
 def joined(line: RequestQueue, *priorities: int) -> list[Request]:
     requests = [request(line, priority) for priority in priorities]
     for one in requests:
-        line.join(one)
+        line.put(one)
     return requests
 
 
@@ -80,14 +80,14 @@ def test_a_lower_priority_goes_first_and_equal_ones_keep_their_order():
 def test_a_full_line_refuses_in_words_and_counts_it():
     line = RequestQueue(2)
     a, b = joined(line, 0, 0)
-    with pytest.raises(QueueFull, match="2 requests are waiting, and no more than 2 may.*larger max_waiting"):
-        line.join(request())
+    with pytest.raises(QueueFull, match="2 of 2 requests are waiting.*larger max_waiting"):
+        line.put(request())
     with pytest.raises(QueueFull):
-        line.join(request(priority=-9))  # whoever comes first has his place
+        line.put(request(priority=-9))  # whoever comes first has his place
     assert (line.refused, len(line)) == (2, 2)
     assert line.take() is a
     c = request()
-    line.join(c)
+    line.put(c)
     assert take_all(line) == [b, c]
 
 
@@ -97,7 +97,7 @@ def test_a_full_line_refuses_in_words_and_counts_it():
 def test_who_asks_where_there_is_room_has_a_place_at_once():
     line = RequestQueue(1)
     one = request()
-    assert line.ask(one).result(0) is None
+    assert line.put_when_free(one).result(0) is None
     assert take_all(line) == [one]
 
 
@@ -105,7 +105,7 @@ def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
     line = RequestQueue(1)
     (inside,) = joined(line, 0)
     outside = [request(name=number, priority=-number) for number in range(3)]
-    places = [line.ask(one) for one in outside]
+    places = [line.put_when_free(one) for one in outside]
     assert not any(place.done() for place in places)
     for at, expected in enumerate([inside, *outside]):
         assert line.take() is expected
@@ -116,18 +116,18 @@ def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
 def test_nobody_joins_past_those_outside():
     line = RequestQueue(1)
     joined(line, 0)
-    place = line.ask(request())
+    place = line.put_when_free(request())
     line.take()
     assert place.done()
     with pytest.raises(QueueFull):
-        line.join(request())
+        line.put(request())
 
 
 def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
     line = RequestQueue(1)
     joined(line, 0)
     gone, kept = request(line), request(line)
-    given_up, place = line.ask(gone), line.ask(kept)
+    given_up, place = line.put_when_free(gone), line.put_when_free(kept)
     line.withdraw(gone)
     assert gone.cancelled
     line.take()
@@ -138,7 +138,7 @@ def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
 def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
     line = RequestQueue(1)
     one = request(line)
-    assert line.ask(one).done()
+    assert line.put_when_free(one).done()
     line.withdraw(one)
     assert line.drop_ended(0.0) == [(one, "")]
     assert len(line) == 0
@@ -148,7 +148,7 @@ def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
     """As an event loop does it, before it withdraws."""
     line = RequestQueue(1)
     joined(line, 0)
-    places = [line.ask(request(name=number)) for number in range(2)]
+    places = [line.put_when_free(request(name=number)) for number in range(2)]
     assert places[0].cancel()
     line.take()
     assert places[1].done()
@@ -185,7 +185,7 @@ def test_whose_deadline_has_passed_is_dropped_with_the_reason():
     line = RequestQueue(9)
     late, later, never = (request(deadline=deadline) for deadline in (1.5, 2.5, None))
     for one in (later, never, late):
-        line.join(one)
+        line.put(one)
     assert line.drop_ended(1.0) == []
     assert line.drop_ended(1.5) == [(late, "its deadline of 1.5 s has passed")]
     assert line.drop_ended(2.0) == []
@@ -198,15 +198,15 @@ def test_the_earliest_deadline_holds_in_whatever_order_they_come():
     for deadlines in itertools.permutations((1.0, 2.0, 3.0)):
         line = RequestQueue(9)
         for deadline in deadlines:
-            line.join(request(deadline=deadline))
+            line.put(request(deadline=deadline))
         assert [[one.deadline for one, _ in line.drop_ended(now)] for now in (1.0, 2.0, 3.0)] == [[1.0], [2.0], [3.0]]
 
 
 def test_a_deadline_that_left_the_line_leaves_the_others():
     line = RequestQueue(9)
     early, late = request(deadline=1.0), request(deadline=3.0)
-    line.join(early)
-    line.join(late)
+    line.put(early)
+    line.put(late)
     assert line.take() is early
     assert line.drop_ended(2.0) == []
     assert [one for one, _ in line.drop_ended(3.0)] == [late]
@@ -216,7 +216,7 @@ def test_who_stood_outside_is_held_to_its_deadline_inside():
     line = RequestQueue(1)
     joined(line, 0)
     late = request(deadline=1.0)
-    line.ask(late)
+    line.put_when_free(late)
     assert line.drop_ended(2.0) == []
     line.take()
     assert [one for one, _ in line.drop_ended(2.0)] == [late]
@@ -226,7 +226,7 @@ def test_who_cancelled_outside_is_dropped_inside():
     line = RequestQueue(1)
     joined(line, 0)
     gone = request(line)
-    line.ask(gone)
+    line.put_when_free(gone)
     gone.cancel()
     assert line.drop_ended(0.0) == []
     line.take()
@@ -236,7 +236,7 @@ def test_who_cancelled_outside_is_dropped_inside():
 def test_whoever_is_dropped_leaves_a_place_to_those_outside():
     line = RequestQueue(2)
     a, b = joined(line, 0, 0)
-    places = [line.ask(request()) for _ in range(3)]
+    places = [line.put_when_free(request()) for _ in range(3)]
     a.cancel()
     b.cancel()
     line.drop_ended(0.0)
@@ -250,12 +250,12 @@ def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
     line = RequestQueue(1)
     (a,) = joined(line, 0)
     one = request()
-    outside = line.ask(one)
+    outside = line.put_when_free(one)
     assert line.closed is None
     line.close("the engine was closed")
     line.close("something else")
     assert line.closed == "the engine was closed"
-    for refused in (lambda: outside.result(0), lambda: line.join(request()), lambda: line.ask(request())):
+    for refused in (lambda: outside.result(0), lambda: line.put(request()), lambda: line.put_when_free(request())):
         with pytest.raises(EngineFailed, match="no request is taken any more: the engine was closed"):
             refused()
     assert one.cancelled
@@ -276,7 +276,7 @@ def test_a_line_can_be_closed_while_an_asker_gives_up():
     """An event loop cancels the place first and withdraws when the task runs again: a close may come between."""
     line = RequestQueue(1)
     joined(line, 0)
-    given_up, kept = line.ask(request()), line.ask(request())
+    given_up, kept = line.put_when_free(request()), line.put_when_free(request())
     given_up.cancel()
     line.close("the engine was closed")
     with pytest.raises(CancelledError):
@@ -342,13 +342,13 @@ def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
         match what:
             case "join":
                 if plain.join(one):
-                    line.join(one)
+                    line.put(one)
                 else:
                     with pytest.raises(QueueFull):
-                        line.join(one)
+                        line.put(one)
             case "ask":
                 plain.ask(one)
-                assert line.ask(one).done() == (one in plain.inside)
+                assert line.put_when_free(one).done() == (one in plain.inside)
             case "take":
                 assert line.take() is plain.take()
             case "cancel" if plain.inside:  # outside they withdraw
@@ -381,7 +381,7 @@ def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed()
             seen.append(line.take())
 
     threads = start(serve)
-    assert line.ask(one).result(LONG) is None
+    assert line.put_when_free(one).result(LONG) is None
     line.close("the engine was closed")
     finish(threads)
     assert seen == [one]
@@ -412,7 +412,7 @@ def test_closing_wakes_every_thread_that_waits_for_a_place():
     refused: list[str] = []
 
     def ask() -> None:
-        place = line.ask(request())
+        place = line.put_when_free(request())
         ready.wait(LONG)
         with pytest.raises(EngineFailed) as error:
             place.result(LONG)
@@ -438,7 +438,7 @@ def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(
     def join(one: Request) -> None:
         while True:
             try:
-                return line.join(one)
+                return line.put(one)
             except QueueFull:
                 next(refused)
                 time.sleep(0)  # lets the taker run
@@ -448,7 +448,7 @@ def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(
         for number in range(EACH):
             one = request(priority=number % 2, name=caller * EACH + number)
             if waits:
-                line.ask(one).result(LONG)
+                line.put_when_free(one).result(LONG)
             else:
                 join(one)
 
@@ -481,7 +481,7 @@ def test_whatever_threads_ask_cancel_and_withdraw_each_request_has_one_end():
         for number in range(EACH):
             one = request(line)
             requests[caller].append(one)
-            place = line.ask(one)
+            place = line.put_when_free(one)
             if number % 3 == 0:
                 place.result(LONG)
             elif number % 3 == 1:

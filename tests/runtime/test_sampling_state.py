@@ -39,7 +39,7 @@ def admit(*rows: RunningRequest) -> Recorder:
     recorder, state = Recorder(), ToyEngine().state
     admission = SamplingStateWriter(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
     for one in rows:
-        admission.admit(one, 3)
+        admission.write(one, 3)
     return recorder
 
 
@@ -148,13 +148,6 @@ def test_what_most_requests_leave_empty_is_placed_once():
         assert other[name] is not first[name]
 
 
-def test_a_row_that_was_admitted_says_so():
-    one = row()
-    assert not one.admitted
-    admit(one)
-    assert one.admitted
-
-
 # -- to the slot
 
 
@@ -164,11 +157,11 @@ def test_an_admission_reaches_its_slot_and_no_other():
     slots = engine.state.slots
     slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
     before = [slot.copy() for slot in slots]
-    admission.admit(row(temperature=0.5, seed=-2, repetition_penalty=2.0, logit_bias={4: -1.0, 9: 1.0}, logprobs=3), 2)
+    admission.write(row(temperature=0.5, seed=-2, repetition_penalty=2.0, logit_bias={4: -1.0, 9: 1.0}, logprobs=3), 2)
     assert slots[2].wish == Wish(0.5, (1 << 64) - 2, 0.0, 2.0, prompted=3, forced=9, tops=True)
     assert (slots[2].length, slots[2].anchor, slots[2].said) == (3, 96, 0)
     assert slots[:2] + slots[3:] == before[:2] + before[3:]
-    admission.admit(row(sampled=False), 2)
+    admission.write(row(sampled=False), 2)
     assert slots[2].wish is not None and slots[2].wish.temperature == 0
     assert (slots[2].length, slots[2].anchor) == (3, 96)  # both stay
 

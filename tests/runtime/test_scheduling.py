@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.runtime.executables.execution_plan import RoundShape
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import Decision, RoundMember
@@ -34,27 +35,27 @@ from tests.runtime.toy import (
 # -- the same text as alone
 
 
-class AnyDepth:
-    """A chooser whose every choice is somebody else's."""
+class AnyK:
+    """A controller that chooses what a test says, in turn."""
 
     decisions: tuple[Decision, ...] = ()
 
     def __init__(self, choices: Sequence[int]):
         self._choices = itertools.cycle(choices)
 
-    def start(self) -> AcceptanceEstimate:
+    def start_request(self) -> AcceptanceEstimate:
         return AcceptanceEstimate()
 
-    def note(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
-        """It learns nothing."""
+    def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
+        """Ignored."""
 
-    def note_round(self, bucket: Bucket, sampled: bool, seconds: float) -> None:
-        """Nor how long that takes."""
+    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+        """Ignored."""
 
-    def repeat(self, rounds: int) -> None:
+    def repeat_choice(self, rounds: int) -> None:
         raise AssertionError("nothing runs several rounds here")
 
-    def choose(self, buckets: Sequence[Bucket], rows: Sequence[RoundMember], sampled: bool) -> Bucket:
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
 
 
@@ -113,9 +114,9 @@ def serve(engine: ToyEngine, planned: Sequence[Plan]) -> list[Request]:
                 requests[number] = plan.ask(engine)
             if number in requests:
                 plan.meet_fate(requests[number], step)
-        if not engine.loop.idle:
+        if not engine.loop.is_idle:
             engine.step()
-    assert engine.loop.idle, "requests are left, and with them nothing happens"
+    assert engine.loop.is_idle, "requests are left, and with them nothing happens"
     return [requests[number] for number in range(len(planned))]
 
 
@@ -147,7 +148,7 @@ ASKED = (
     sampling=st.sampled_from([("greedy", "sample"), ("sample",)]),
 )
 def test_whatever_comes_and_goes_each_gets_what_it_gets_alone(buckets, planned, choices, sampling):
-    engine = ToyEngine(buckets, depth=AnyDepth(choices), sampling=sampling, right=by_first_token)
+    engine = ToyEngine(buckets, depth=AnyK(choices), sampling=sampling, right=by_first_token)
     for request in serve(engine, planned):
         engine.check(request)
         assert request.finish_reason in ("stop", "length", "cancelled")

@@ -39,11 +39,11 @@ def test_requests_take_the_first_free_slot():
     assert [slots.slot_of(row) for row in (a, b, c)] == [0, 1, 2]
     slots.free(b)
     for slot in (1, 3):
-        assert not slots.full
+        assert not slots.is_full
         row = RunningRequest(request())
         slots.add(row)
         assert slots.slot_of(row) == slot
-    assert slots.full
+    assert slots.is_full
 
 
 def test_whoever_has_no_slot_has_left_it_and_a_full_house_takes_nobody():
@@ -66,7 +66,7 @@ def test_equal_requests_are_different_rows():
 
 def test_the_span_reaches_to_the_last_row_and_holes_do_not_count_as_rows():
     slots, (a, b, c) = filled(3, of=4)
-    assert (slots.span, len(slots), slots.full) == (3, 3, False)
+    assert (slots.span, len(slots), slots.is_full) == (3, 3, False)
     slots.free(a)
     assert (slots.span, len(slots)) == (3, 2)
     slots.free(c)
@@ -104,49 +104,49 @@ def test_moves_leave_a_prefix_and_every_row(freed):
 
 def test_a_row_decodes_when_its_prompt_is_in_and_tokens_are_wanted():
     row = RunningRequest(request(prompt=4, limit=3))
-    row.written = 3
-    assert not row.prefilled and not row.decoding
-    row.written = 4
-    assert row.prefilled and row.decoding
+    row.prefilled_tokens = 3
+    assert not row.is_prefilled and not row.wants_round
+    row.prefilled_tokens = 4
+    assert row.is_prefilled and row.wants_round
 
 
 def test_tokens_that_are_certain_to_come_are_not_asked_for_again():
     """Every round on its way brings at least one."""
-    row = RunningRequest(request(prompt=4, limit=3), written=4)
-    row.first_in_flight = True  # 1 is certain
-    assert row.decoding
-    row.rounds_in_flight = 1  # 2
-    assert row.decoding
-    row.rounds_in_flight = 2  # 3: no fourth
-    assert not row.decoding
-    row.first_in_flight, row.rounds_in_flight = False, 1
+    row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
+    row.first_token_in_flight = True  # 1 is certain
+    assert row.wants_round
+    row.in_flight_rounds = 1  # 2
+    assert row.wants_round
+    row.in_flight_rounds = 2  # 3: no fourth
+    assert not row.wants_round
+    row.first_token_in_flight, row.in_flight_rounds = False, 1
     row.request.take([7])  # 1 is there and 1 is certain
-    assert row.decoding
+    assert row.wants_round
 
 
 def test_a_request_for_one_token_never_decodes():
-    row = RunningRequest(request(limit=1), written=4, first_in_flight=True)
-    assert not row.decoding
+    row = RunningRequest(request(limit=1), prefilled_tokens=4, first_token_in_flight=True)
+    assert not row.wants_round
 
 
 def test_the_length_is_at_most_what_is_known_and_all_that_is_on_its_way():
-    row = RunningRequest(request(prompt=4), written=4, length=4)
-    row.in_flight += 8  # K = 7
-    row.in_flight += 4  # K = 3
-    assert row.longest == 16
-    row.in_flight, row.length = row.in_flight - 8, row.length + 3  # two of seven stood
-    assert row.longest == 11
+    row = RunningRequest(request(prompt=4), prefilled_tokens=4, length=4)
+    row.in_flight_tokens += 8  # K = 7
+    row.in_flight_tokens += 4  # K = 3
+    assert row.length_bound == 16
+    row.in_flight_tokens, row.length = row.in_flight_tokens - 8, row.length + 3  # two of seven stood
+    assert row.length_bound == 11
 
 
 def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
     slots, (a, b, c, d) = filled(4, of=5)
     for row in (a, b, c):
-        row.written = 4
+        row.prefilled_tokens = 4
     slots.free(b)
-    c.request.limit, c.first_in_flight = 1, True
-    assert slots.decoding() == [a]
-    d.written = 4
-    assert slots.decoding() == [a, None, None, d]
+    c.request.limit, c.first_token_in_flight = 1, True
+    assert slots.wanting_round() == [a]
+    d.prefilled_tokens = 4
+    assert slots.wanting_round() == [a, None, None, d]
 
 
 def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
@@ -156,47 +156,47 @@ def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
         slots.add(row)
     for slot in (2, 2):
         assert slots.take_prefill() is rows[slot]
-    rows[2].written = 4
+    rows[2].prefilled_tokens = 4
     for slot in (0, 1, 0):
         assert slots.take_prefill() is rows[slot]
-    rows[0].written = 4
+    rows[0].prefilled_tokens = 4
     late = RunningRequest(request())
     slots.free(rows[0])
     slots.add(late)
     assert [slots.take_prefill() for _ in range(3)] == [rows[1], late, rows[1]]
-    rows[1].written = late.written = 4
+    rows[1].prefilled_tokens = late.prefilled_tokens = 4
     assert slots.take_prefill() is rows[3]
-    rows[3].written = 4
+    rows[3].prefilled_tokens = 4
     assert slots.take_prefill() is None
 
 
 def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
     row = RunningRequest(request(prompt=4), sampled=True)
-    assert (row.unwritten, row.prefilled) == (3, False)
-    row.written = 3
-    assert row.prefilled and row.decoding
+    assert (row.tokens_to_prefill, row.is_prefilled) == (3, False)
+    row.prefilled_tokens = 3
+    assert row.is_prefilled and row.wants_round
     one = RunningRequest(request(prompt=1), sampled=True)
-    assert one.prefilled and one.decoding
+    assert one.is_prefilled and one.wants_round
     slots = Slots(1)
     slots.add(one)
     assert slots.take_prefill() is None
 
 
 def test_a_sampled_row_has_no_first_token_on_its_way():
-    row = RunningRequest(request(limit=2), sampled=True, written=3, rounds_in_flight=1)
-    assert row.decoding
-    row.rounds_in_flight = 2
-    assert not row.decoding
+    row = RunningRequest(request(limit=2), sampled=True, prefilled_tokens=3, in_flight_rounds=1)
+    assert row.wants_round
+    row.in_flight_rounds = 2
+    assert not row.wants_round
 
 
 @pytest.mark.parametrize("k", [None, 0, 7])
 def test_a_row_wants_the_k_of_its_request(k):
-    assert RunningRequest(request(k=k)).wanted_k == k
+    assert RunningRequest(request(k=k)).requested_k == k
 
 
 def test_every_row_has_an_acceptance_of_its_own():
     _, (a, b) = filled(2, of=2)
-    a.acceptance.note(3, 0)
+    a.acceptance.update(3, 0)
     assert (a.acceptance.rounds, b.acceptance.rounds) == (1, 0)
 
 
@@ -221,7 +221,7 @@ def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
         here = [row for row in expected if row]
         assert list(slots) == here
         assert [slots.slot_of(row) for row in here] == [slot for slot, row in enumerate(expected) if row]
-        assert (len(slots), slots.full) == (len(here), len(here) == 4)
+        assert (len(slots), slots.is_full) == (len(here), len(here) == 4)
         assert slots.span == max((slot + 1 for slot, row in enumerate(expected) if row), default=0)
 
 
@@ -234,26 +234,26 @@ def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
 def test_rounds_on_their_way_never_leave_a_row_short_and_its_bound_holds(limit, sampled, verdicts, late):
     """A device that accepts as it likes and is read `late` rounds late: all that is wanted is asked for."""
     row, rounds = RunningRequest(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
-    row.written = row.length = length = row.unwritten
-    row.first_in_flight = not sampled
+    row.prefilled_tokens = row.length = length = row.tokens_to_prefill
+    row.first_token_in_flight = not sampled
     unread: deque[tuple[int, int]] = deque()  # K, tokens
     while not row.request.finish_reason:
-        assert row.decoding or row.first_in_flight or unread, "tokens are wanted, and nothing brings them"
-        if row.decoding:
+        assert row.wants_round or row.first_token_in_flight or unread, "tokens are wanted, and nothing brings them"
+        if row.wants_round:
             k, accepted = next(rounds)
             unread.append((k, min(k, accepted) + 1))
-            row.in_flight, row.rounds_in_flight = row.in_flight + k + 1, row.rounds_in_flight + 1
+            row.in_flight_tokens, row.in_flight_rounds = row.in_flight_tokens + k + 1, row.in_flight_rounds + 1
             length += min(k, accepted) + 1
-        assert length <= row.longest
-        while len(unread) > (late if row.decoding else 0):
+        assert length <= row.length_bound
+        while len(unread) > (late if row.wants_round else 0):
             k, tokens = unread.popleft()
-            row.in_flight, row.rounds_in_flight = row.in_flight - k - 1, row.rounds_in_flight - 1
+            row.in_flight_tokens, row.in_flight_rounds = row.in_flight_tokens - k - 1, row.in_flight_rounds - 1
             row.length += tokens
-            if row.first_in_flight:
-                row.first_in_flight, tokens = False, tokens + 1
+            if row.first_token_in_flight:
+                row.first_token_in_flight, tokens = False, tokens + 1
             if not row.request.finish_reason:
                 row.request.take([5] * tokens)
-        if row.first_in_flight and not row.decoding:
-            row.first_in_flight = False
+        if row.first_token_in_flight and not row.wants_round:
+            row.first_token_in_flight = False
             row.request.take([5])
     assert len(row.request.token_ids) == limit

@@ -505,7 +505,7 @@ class ToyEngine:
             deadline=deadline,
             on_cancel=self.line.note_cancel,
         )
-        self.line.join(request)
+        self.line.put(request)
         self.news[request], self.asked_at[request] = news, self.bundle.clock.host
         self.requests.append(request)
         return request
@@ -522,7 +522,7 @@ class ToyEngine:
     def run(self, most: int = 1000) -> None:
         """Until nothing is left to do."""
         for _ in range(most):
-            if self.loop.idle:
+            if self.loop.is_idle:
                 return
             self.step()
         raise AssertionError(f"after {most} steps there is still something to do")

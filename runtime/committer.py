@@ -1,0 +1,209 @@
+"""The committer: reads what was dispatched, one step late, and commits its tokens to requests, counters and streams."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dflash_aot.cache.errors import DflashError
+from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
+from dflash_aot.runtime.executables.dispatcher import FirstTokenInFlight, RoundInFlight
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.requests.logprobs import RoundLogprobs, TokenLogprob
+from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, Scheduler
+from dflash_aot.runtime.scheduler.slots import RunningRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Committer:
+    """Owns what is in flight, the counters, and the deltas that callers have not been sent yet.
+
+    lock: held while counters and requests change; not while the device is waited for, and not while deltas are sent.
+    successes: how often something was read that every program of a round, or of a whole answer, had to run for.
+    """
+
+    def __init__(self, scheduler: Scheduler, counters: Counters):
+        self.lock = threading.Lock()
+        self.counters = counters
+        self.successes = 0
+        self._scheduler = scheduler
+        self._in_flight: deque[tuple[FirstTokenInFlight | RoundInFlight, bool]] = deque()
+        self._deltas: list[tuple[Request, Delta]] = []
+        self._last_read = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight."""
+        return not self._in_flight
+
+    def add_prefill(self, plan: PrefillPlan, in_flight: FirstTokenInFlight | None) -> None:
+        """A prefill chunk was dispatched."""
+        with self.lock:
+            self.counters.note_chunk(plan.chunk.prefill, len(plan.tokens))
+        if in_flight:
+            self._in_flight.append((in_flight, False))
+
+    def add_round(self, in_flight: RoundInFlight) -> None:
+        """A round was dispatched."""
+        plan = in_flight.plan
+        if not plan.multi_round:  # whose rounds are known when they are read
+            with self.lock:
+                self.counters.note_round(plan.bucket, plan.batch.sampled, len(plan.batch.requests))
+                # The last prompt token of a sampled request is computed by its first round.
+                self.counters.prompt_tokens += sum(running.sampled for running in plan.new_sampling_states)
+        back_to_back = in_flight.follows_round and bool(self._in_flight)
+        self._in_flight.append((in_flight, back_to_back))
+
+    def commit(self, keep: int = 0) -> None:
+        """Reads and commits what is in flight, oldest first, all but the newest `keep`."""
+        while len(self._in_flight) > keep:
+            in_flight, back_to_back = self._in_flight.popleft()
+            if isinstance(in_flight, FirstTokenInFlight):
+                self._commit_first_token(in_flight)
+            else:
+                self._commit_round(in_flight, back_to_back)
+            self.send_deltas()
+
+    def drop_in_flight(self) -> None:
+        """Forgets what was dispatched, after a failure."""
+        self._in_flight.clear()
+
+    # -- requests that end without a token. The caller holds the lock.
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        """Ends a request where it stands."""
+        try:
+            delta = request.end(reason, error)
+        except Exception as failure:  # of the detokenizer, which still held text back
+            delta = _end_without_text(request, failure)
+        self._deltas.append((request, delta))
+        self.counters.note_end(request)
+
+    def send_deltas(self) -> None:
+        """Tells callers what was committed, after it was counted."""
+        deltas, self._deltas = self._deltas, []
+        for request, delta in deltas:
+            request.emit(delta)
+
+    # -- one outcome
+
+    def _commit_first_token(self, in_flight: FirstTokenInFlight) -> None:
+        (token,) = self._fetch([in_flight.token])
+        running = in_flight.plan.running
+        if running.request.limit == 1:  # the request has no round
+            self.successes += 1
+        with self.lock:
+            running.first_token_in_flight = False
+            self._add_tokens(running, token.tolist())
+
+    def _commit_round(self, in_flight: RoundInFlight, back_to_back: bool) -> None:
+        plan = in_flight.plan
+        outcomes, *likeliest = self._fetch([in_flight.outcomes, *in_flight.likeliest])
+        if plan.multi_round:
+            outcomes = outcomes[: int((outcomes[:, 0] >= 0).sum())]
+        self._note_time(in_flight, back_to_back, len(outcomes) if plan.multi_round else 1)
+        with self.lock:
+            if plan.multi_round:
+                self._commit_multi_round(in_flight, outcomes)
+            else:
+                self._commit_slots(in_flight, outcomes, likeliest)
+
+    def _commit_slots(self, in_flight: RoundInFlight, outcomes: np.ndarray, likeliest: Sequence[np.ndarray]) -> None:
+        """outcomes [B, 2K+2] or [B, 3K+3] of one round."""
+        plan, k = in_flight.plan, in_flight.plan.bucket.k
+        logprobs = RoundLogprobs(outcomes[:, 2 * k + 2 :].view(np.float32), likeliest)
+        for slot, (running, outcome) in enumerate(zip(plan.batch.by_slot, outcomes.tolist(), strict=False)):
+            if running is None:
+                continue
+            accepted, *tokens = outcome
+            running.finish_rounds(1, k, accepted + 1)
+            if running.request.finish_reason:
+                continue  # the request ended a round ago; this round was in flight already
+            chosen, wanted = tokens[k : k + accepted + 1], running.request.params.logprobs
+            described = [] if wanted is None else logprobs.list_tokens(slot, chosen, wanted)
+            self._add_tokens(running, chosen, described, [_read_outcome(running, k, outcome)])
+
+    def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
+        """outcomes [n, 2K+2] of the rounds that ran, whose tokens are told of together."""
+        plan, k = in_flight.plan, in_flight.plan.bucket.k
+        (running,) = plan.batch.requests
+        rows = outcomes.tolist()
+        for _ in rows:
+            self.counters.note_round(plan.bucket, False, 1)
+        running.finish_rounds(plan.rounds, k, sum(accepted + 1 for accepted, *_ in rows))
+        if running.request.finish_reason:
+            return  # the request ended while these rounds were in flight
+        chosen = [token for accepted, *tokens in rows for token in tokens[k : k + accepted + 1]]
+        self._add_tokens(running, chosen, [], [_read_outcome(running, k, row) for row in rows])
+
+    def _add_tokens(
+        self,
+        running: RunningRequest,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        rounds: Sequence[RoundOutcome] = (),
+    ) -> None:
+        """Commits tokens to a request, unless it has ended; frees its slot where they end it."""
+        request = running.request
+        if request.finish_reason:
+            return
+        before = len(request.token_ids)
+        try:
+            delta = request.take(tokens, logprobs, rounds)
+        except Exception as failure:
+            delta = _end_without_text(request, failure)
+        for outcome in delta.rounds:
+            self._count_outcome(running, outcome)
+        self._deltas.append((request, delta))
+        self.counters.note_tokens(request, before)
+        if request.finish_reason:
+            self.counters.note_end(request)
+            self._scheduler.slots.free(running)
+
+    def _count_outcome(self, running: RunningRequest, outcome: RoundOutcome) -> None:
+        self.counters.note_row(outcome.k, outcome.accepted)
+        self._scheduler.note_outcome(running, outcome.k, outcome.accepted)
+        is_due = outcome.k and self.counters.verified_at[0] == ROUNDS_TO_DIAGNOSE  # once, when there is enough to see
+        if is_due and (warning := diagnose_acceptance(self.counters)):
+            logger.warning(warning)
+
+    # -- the device
+
+    def _fetch(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """The one blocking wait of the engine's thread."""
+        began = time.perf_counter()
+        values = [np.asarray(array) for array in arrays]
+        self.counters.wait_seconds += time.perf_counter() - began
+        return values
+
+    def _note_time(self, in_flight: RoundInFlight, back_to_back: bool, rounds: int) -> None:
+        """Rounds that ran back to back show how long one takes."""
+        self.successes += 1
+        now = time.perf_counter()
+        if back_to_back and rounds:
+            self._scheduler.note_round_time(in_flight.plan, (now - self._last_read) / rounds)
+        self._last_read = now
+
+
+def _read_outcome(running: RunningRequest, k: int, row: Sequence[int]) -> RoundOutcome:
+    """row: accepted count, K drafted tokens, K+1 choices. Drafted tokens are kept for requests with `trace` only."""
+    accepted, *tokens = row
+    return RoundOutcome(k, accepted, tuple(tokens[:k]) if running.request.params.trace else ())
+
+
+def _end_without_text(request: Request, failure: Exception) -> Delta:
+    """A failure of the detokenizer ends the one request it belongs to."""
+    request.text = None
+    message = f"the text of this request cannot be made: {type(failure).__name__}: {failure}"
+    return request.end("error", message)
+
+
+def copy_error(error: Exception) -> DflashError | None:
+    """A copy of an error of ours, for callers to raise as a cause; None for other errors."""
+    return type(error)(*error.args) if isinstance(error, DflashError) else None

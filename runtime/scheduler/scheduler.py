@@ -1,0 +1,216 @@
+"""The scheduler: continuous batching over the request queue and the slots. Pure: no arrays, no device, no clock.
+
+Each step of the engine loop asks the scheduler which requests end, which ones get a slot, which prompt chunk is
+prefilled next and which round runs next. The answers are plain data that the dispatcher turns into calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dflash_aot.cache.grid import Bucket, Chunk, Grid
+from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.slots import RunningRequest, Slots
+from dflash_aot.runtime.speculation.burst_length import BurstLength
+from dflash_aot.runtime.speculation.controller import SpeculationController
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One chunk of one request's prompt.
+
+    running: the request. slot: where it runs. chunk: the bucket of the prefill.
+    start: position of the first token. tokens: the prompt tokens of this chunk.
+    gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that token.
+    """
+
+    running: RunningRequest
+    slot: int
+    chunk: Chunk
+    start: int
+    tokens: Sequence[int]
+    gives_first_token: bool
+
+
+@dataclass(frozen=True)
+class RoundBatch:
+    """The requests of a round. by_slot: the request of each slot that takes part, None for the other slots."""
+
+    by_slot: Sequence[RunningRequest | None]
+
+    @cached_property
+    def requests(self) -> list[RunningRequest]:
+        return [running for running in self.by_slot if running]
+
+    @cached_property
+    def sampled(self) -> bool:
+        """A round samples for all of its requests or for none."""
+        return any(running.sampled for running in self.requests)
+
+    @property
+    def length_bound(self) -> int:
+        """Upper bound of the longest length on the device."""
+        return max(running.length_bound for running in self.requests)
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round of a batch, or several rounds of a single request in one dispatch (a multi-round step).
+
+    batch: who takes part. bucket: the shape. multi_round: the executable that runs several rounds is called.
+    rounds: how many rounds that call runs at most; 1 otherwise.
+    tokens_outstanding: of a multi-round step: tokens that its request wants beyond those certain to come.
+    new_sampling_states: requests whose sampling parameters must be written to the device first.
+    """
+
+    batch: RoundBatch
+    bucket: Bucket
+    multi_round: bool = False
+    rounds: int = 1
+    tokens_outstanding: int = 0
+    new_sampling_states: Sequence[RunningRequest] = ()
+
+
+class UnknownLengths(Exception):
+    """The length bounds are too loose for any bucket: commit what is in flight, then plan again."""
+
+
+class Scheduler:
+    """Owns the slots, the choice of the next prefill chunk and of the next round. Takes requests from the queue."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        sampling: Sequence[SamplingMode],
+        k: int,
+        queue: RequestQueue,
+        controller: SpeculationController,
+    ):
+        """grid, sampling: of the bundle. k: the largest K that is served."""
+        self.slots = Slots(grid.slots)
+        self._grid, self._queue, self._controller = grid, queue, controller
+        self._greedy_exists = "greedy" in sampling
+        self._ks = tuple(one for one in grid.k if one <= k)
+        self._burst = BurstLength(grid.rounds)
+        self._previous_k = -1
+
+    # -- requests
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits, and no slot is taken."""
+        return not self._queue and not self.slots
+
+    def drop_ended(self, now: float) -> list[tuple[Request, str]]:
+        """Frees the slots of requests that were cancelled or whose deadline has passed; forgets waiting ones.
+
+        Returns each with the reason, "" for a cancelled one. Rounds of them may still be in flight.
+        """
+        ended = []
+        for running in list(self.slots):
+            if (reason := running.request.find_end(now)) is not None:
+                self.slots.free(running)
+                ended.append((running.request, reason))
+        return ended + self._queue.drop_ended(now)
+
+    def fill_slots(self) -> list[Request]:
+        """Gives free slots to waiting requests. Returns those that got one."""
+        started = []
+        while not self.slots.is_full and (request := self._queue.take()):
+            sampled = not request.params.plain or not self._greedy_exists
+            self.slots.add(RunningRequest(request, self._controller.start_request(), sampled))
+            started.append(request)
+        return started
+
+    def compact(self) -> list[tuple[int, int]]:
+        """Moves requests to lower slots where a smaller batch bucket then holds them: (source, destination) each."""
+        moves = []
+        while self.slots and self._batch_bucket(self.slots.span) > self._batch_bucket(len(self.slots)):
+            move = self.slots.take_move()
+            assert move is not None
+            moves.append(move)
+        return moves
+
+    def empty(self) -> list[Request]:
+        """Frees every slot. Returns the requests that held one."""
+        running, self.slots = list(self.slots), Slots(self._grid.slots)
+        return [one.request for one in running]
+
+    def _batch_bucket(self, slots: int) -> int:
+        return self._grid.fit(slots, 1, 0).batch
+
+    # -- prefill
+
+    def plan_prefill(self) -> PrefillPlan | None:
+        """The next prompt chunk; None where every prompt is in."""
+        running = self.slots.take_prefill()
+        if running is None:
+            return None
+        start, left = running.prefilled_tokens, running.tokens_to_prefill
+        chunk = self._grid.fit_chunk(start, left)
+        count = min(chunk.prefill, left)
+        tokens = running.request.prompt[start : start + count]
+        gives_first_token = count == left and not running.sampled
+        return PrefillPlan(running, self.slots.slot_of(running), chunk, start, tokens, gives_first_token)
+
+    def start_prefill(self, plan: PrefillPlan) -> None:
+        """The chunk was dispatched."""
+        running = plan.running
+        running.prefilled_tokens = running.length = plan.start + len(plan.tokens)
+        running.first_token_in_flight = plan.gives_first_token
+
+    # -- rounds
+
+    def plan_round(self) -> RoundPlan | None:
+        """The next round of all requests that want tokens; None where none does.
+
+        Raises UnknownLengths where no bucket is certain to hold the batch before outstanding rounds are committed.
+        """
+        batch = RoundBatch(self.slots.wanting_round())
+        if not batch.requests:
+            return None
+        bucket = self._choose_bucket(batch)
+        alone = len(self.slots) == 1 and bucket.batch == 1
+        return RoundPlan(batch, bucket, multi_round=alone and self._grid.rounds > 1 and not batch.sampled)
+
+    def start_round(self, plan: RoundPlan) -> RoundPlan:
+        """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
+        rounds = self._count_rounds(plan) if plan.multi_round else 1
+        requests = plan.batch.requests
+        new = [running for running in requests if not running.has_sampling_state] if plan.batch.sampled else []
+        plan = replace(plan, rounds=rounds, tokens_outstanding=requests[0].tokens_outstanding, new_sampling_states=new)
+        for running in requests:
+            running.start_rounds(rounds, plan.bucket.k)
+        for running in new:
+            running.has_sampling_state = True
+        return plan
+
+    def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
+        """A round of this plan took `seconds` on the device."""
+        self._controller.note_round_time((plan.bucket, plan.batch.sampled), seconds)
+        self._burst.note_round_time(plan.bucket, seconds)
+
+    def note_outcome(self, running: RunningRequest, k: int, accepted: int) -> None:
+        """`accepted` of `k` drafted tokens of this request were accepted in one round."""
+        self._controller.note_outcome(running.acceptance, k, accepted)
+
+    def _choose_bucket(self, batch: RoundBatch) -> Bucket:
+        """The smallest bucket for the batch, with the K that the controller chooses. Raises UnknownLengths."""
+        needed = batch.length_bound + 1
+        ks = [k for k in self._ks if needed + k <= self._grid.capacity]
+        if not ks:
+            raise UnknownLengths
+        buckets = [self._grid.fit(len(batch.by_slot), needed + k, k) for k in ks]
+        return self._controller.choose_bucket(buckets, batch.requests, batch.sampled)
+
+    def _count_rounds(self, plan: RoundPlan) -> int:
+        """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K."""
+        previous, self._previous_k = self._previous_k, plan.bucket.k
+        if plan.bucket.k != previous:
+            return 1
+        room = (plan.bucket.length - plan.batch.length_bound) // (plan.bucket.k + 1)
+        rounds = self._burst.choose(plan.bucket, room)
+        self._controller.repeat_choice(rounds - 1)
+        return rounds
