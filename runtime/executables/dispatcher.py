@@ -142,7 +142,7 @@ class Dispatcher:
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:
-    """int32 [MAX_STOP_TOKENS]: the end tokens that the device looks for. The host finds further ones, some rounds later."""
+    """int32 [MAX_STOP_TOKENS]: end tokens that the device looks for; the host finds others later."""
     listed = np.full(MAX_STOP_TOKENS, -1, np.int32)
     known = sorted(ends)[:MAX_STOP_TOKENS]
     listed[: len(known)] = known
