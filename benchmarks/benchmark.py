@@ -11,7 +11,7 @@ import msgspec
 from dflash_aot.benchmarks.findings import Findings
 from dflash_aot.benchmarks.record import SCHEMA, Record, describe_site, read_commit, read_load
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.remote.user_cache import user_cache_directory
+from dflash_aot.cache.locations import user_cache_directory
 
 Note = Callable[[str], None]  # progress, for whoever waits
 Sample = dict[str, Any]  # flat; "way", and whatever else it was taken under

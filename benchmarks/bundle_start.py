@@ -5,7 +5,7 @@ from pathlib import Path
 from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.benchmarks.start import Order, Start
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import select_jax_platforms
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.runtime import Engine, SamplingParams
 
 

@@ -9,7 +9,7 @@ from dflash_aot.benchmarks.prompts import encode_turn
 from dflash_aot.benchmarks.questions import HELD_OUT, SOURCES, Question, load_questions
 from dflash_aot.benchmarks.settings import setting
 from dflash_aot.cache.bundle.atomic_files import write_atomically
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 SHOWN = 600  # characters of the first prompt

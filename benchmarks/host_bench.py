@@ -24,7 +24,7 @@ from dflash_aot.benchmarks.ways import Way, find_disagreement, name_tokens, open
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
+from dflash_aot.cache.locations import EMBEDDED
 
 __all__ = ["Settings", "describe", "find_fault", "measure"]
 ARGUMENTS = (1, 30, 90)

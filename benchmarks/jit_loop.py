@@ -20,8 +20,8 @@ import numpy as np
 
 from dflash_aot.benchmarks.traffic import Answer, Prompt, Served, Work
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.devices import make_mesh
 from dflash_aot.cache.grid import Chunk, Grid
-from dflash_aot.cache.mesh import make_mesh
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs

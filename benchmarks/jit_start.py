@@ -14,8 +14,7 @@ import numpy as np
 from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.benchmarks.start import Order, Start
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
-from dflash_aot.cache.jax_platform import select_jax_platforms
-from dflash_aot.cache.mesh import make_mesh
+from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.executable import DeviceState, Executable

@@ -21,8 +21,8 @@ from dflash_aot.benchmarks.settings import setting
 from dflash_aot.benchmarks.ways import Way, check_torch, find_disagreement, name_tokens, open_ways
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.grid import Grid, make_grid
+from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.architecture import Draft
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target

@@ -45,7 +45,7 @@ from dflash_aot.benchmarks.ways import (
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
+from dflash_aot.cache.locations import EMBEDDED
 
 __all__ = ["Settings", "describe", "find_fault", "measure"]
 SHARES = (0.3, 0.6, 0.8, 0.95)  # of what closed loops get out of the first way

@@ -12,7 +12,7 @@ from dflash_aot.benchmarks.benchmark import Note
 from dflash_aot.benchmarks.peer import python_module
 from dflash_aot.benchmarks.prompts import Prompt, load_prompts
 from dflash_aot.cache.errors import BadInput, BuildFailed
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.target import read_target
 

@@ -14,8 +14,8 @@ from dflash_aot.benchmarks.forward import BundleForward, Forward, Forwarded, Pea
 from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle

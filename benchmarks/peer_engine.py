@@ -10,7 +10,7 @@ from dflash_aot.benchmarks.orders import EngineOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.benchmarks.traffic import Arrive, Serve
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.jax_platform import select_jax_platforms
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.runtime import Engine
 from dflash_aot.runtime.engine import MAX_WAITING
 

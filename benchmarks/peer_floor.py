@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_aot.benchmarks.observation import Floor, FloorOrder
 from dflash_aot.benchmarks.peer import Handlers, run_peer
-from dflash_aot.cache.jax_platform import select_jax_platforms
+from dflash_aot.cache.devices import select_jax_platforms
 
 
 def make_program(arguments: int, width: int) -> Callable[[jax.Array], jax.Array]:

@@ -26,7 +26,7 @@ from dflash_aot.benchmarks.start import Order, Scope, Start
 from dflash_aot.benchmarks.startup_findings import BUNDLE, COLD, SCOPES, WARM, describe_starts
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, PeerFailed
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
+from dflash_aot.cache.locations import EMBEDDED
 
 # By about how many executables they have. All have the same state but for its slack, and the request's own buckets.
 GRIDS = {

@@ -14,12 +14,10 @@ from types import FrameType
 from absl import flags
 
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, hide_secrets, is_url, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
-from dflash_aot.cache.remote.urls import hide_secrets, is_url
-from dflash_aot.cache.remote.user_cache import user_cache_directory
 
 INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 

@@ -31,8 +31,8 @@ from dflash_aot.bin.golden import (
     read_golden,
 )
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 

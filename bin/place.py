@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 import jax
 
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.jax_platform import select_jax_platforms
 from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 from dflash_aot.compile.pipeline.build_target import Machine, attach, count_devices
 from dflash_aot.compile.pipeline.compilation_manager import Site

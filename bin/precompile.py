@@ -30,8 +30,8 @@ from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE_BUCKETS, Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k, parse_speculative_config

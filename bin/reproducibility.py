@@ -12,7 +12,7 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 
 
 class Comparison(msgspec.Struct, frozen=True):

@@ -23,10 +23,9 @@ from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput, EngineFailed
-from dflash_aot.cache.jax_platform import select_jax_platforms
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
-from dflash_aot.cache.remote.urls import is_url
+from dflash_aot.cache.locations import EMBEDDED, is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start

@@ -23,7 +23,7 @@ from absl import flags
 from dflash_aot.bin.command_line import run_command
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.remote.urls import hide_secrets
+from dflash_aot.cache.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
 from dflash_aot.runtime.requests.sampling_params import LARGEST

@@ -1,9 +1,12 @@
-"""The devices that JAX sees, and the environment that they make up."""
+"""JAX devices: platform selection, attached devices in mesh order, their environment, meshes and shardings."""
 
+import importlib.util
+import os
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from msgspec import structs
 
 from dflash_aot.cache.environment import (
@@ -13,40 +16,59 @@ from dflash_aot.cache.environment import (
     read_flags,
     read_host_environment,
 )
+from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 from dflash_aot.cache.topology import find_topology
 
 
+def select_jax_platforms(platform: str | None) -> None:
+    """Restricts JAX to the platforms that this process uses; starts no backend.
+
+    `platform` is the one that will be used. None means the attached accelerator, if there is one. Without the
+    restriction JAX would also start unused accelerators, and libtpu prints many lines where no TPU is attached.
+    """
+    if platform == "cpu" or (platform == "tpu" and not is_tpu_attached()):
+        jax.config.update("jax_platforms", "cpu")
+    elif platform == "tpu":
+        jax.config.update("jax_platforms", "tpu,cpu")
+    elif not (os.environ.get("JAX_PLATFORMS") or is_tpu_attached() or _has_gpu_plugin()):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _has_gpu_plugin() -> bool:
+    """Whether a package that lets JAX use a GPU is installed."""
+    return importlib.util.find_spec("jax_plugins") is not None
+
+
 def read_environment(platform_name: str, device_count: int = 1) -> Environment:
-    """This process's environment on `attached_devices`; starts JAX. Raises RuntimeError, as that does."""
+    """Returns the environment of `attached_devices`; starts JAX. Raises RuntimeError as `attached_devices` does."""
     devices = attached_devices(platform_name, device_count)
-    topology = _attached_topology(devices[0].platform)
-    return make_environment(devices, topology)
+    return make_environment(devices, _attached_topology(devices[0].platform))
 
 
 def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Device, ...]:
-    """The first devices, by their coordinates, in the order of their mesh; starts JAX.
+    """Returns the first `device_count` devices by coordinates, in mesh order; starts JAX.
 
-    Raises RuntimeError, in words for users, where the platform is not there or has fewer devices.
+    Raises RuntimeError, worded for users, if the platform is not attached or has fewer devices.
     """
     if platform_name == "tpu" and not is_tpu_attached():
-        raise RuntimeError("no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a PCI device of Google's")
+        raise RuntimeError("no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a Google PCI device")
     devices = jax.devices(platform_name)
     if any(device.process_index for device in devices):
-        raise RuntimeError(f"these {len(devices)} devices belong to several hosts, which is not supported")
+        raise RuntimeError(f"the {len(devices)} devices belong to several hosts, which is not supported")
     if len(devices) < device_count:
-        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES_FLAG}={device_count} makes so many" if platform_name == "cpu" else ""
-        raise RuntimeError(f"{device_count} {platform_name} devices are needed, here are {len(devices)}{remedy}")
+        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES_FLAG}={device_count} provides as many" if platform_name == "cpu" else ""
+        raise RuntimeError(f"{device_count} {platform_name} devices are needed, {len(devices)} are attached{remedy}")
     return order_in_mesh(sorted(devices, key=_position)[:device_count])
 
 
 def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """As `jax.make_mesh` lays them along one axis: on a TPU it follows the links between chips where it can."""
+    """Orders devices as `jax.make_mesh` does along one axis: on a TPU along the links between chips where possible."""
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
     return tuple(mesh.devices.flat)
 
 
 def make_environment(devices: Sequence[jax.Device], topology: str) -> Environment:
-    """Of these devices, attached or described, in this order."""
+    """Returns the environment of these devices, attached or described, in this order."""
     first = devices[0]
     return Environment(
         **structs.asdict(read_host_environment(first.platform)),
@@ -56,13 +78,28 @@ def make_environment(devices: Sequence[jax.Device], topology: str) -> Environmen
         topology=topology,
         device_count=len(devices),
         coordinates=tuple(",".join(map(str, _coordinates(device))) for device in devices),
-        # JAX itself adds to these on a TPU host, when it is imported.
+        # JAX itself adds flags here when it is imported on a TPU host.
         libtpu_init_args=read_flags("LIBTPU_INIT_ARGS") if first.platform == "tpu" else "",
     )
 
 
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """Returns a mesh of the devices, in this order, along the tensor-parallel axis."""
+    return Mesh(np.array(devices), (MESH_AXIS,))
+
+
+def make_sharding(mesh_axes: MeshAxes, devices: Sequence[jax.Device]) -> Sharding:
+    """Returns the JAX sharding of an array. A single device gets no mesh, because JAX dispatches that faster."""
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(make_mesh(devices), PartitionSpec(*mesh_axes))
+
+
 def _attached_topology(platform_name: str) -> str:
-    """The slice that all attached devices are, used or not: executables know how chips are linked. "" for others."""
+    """Returns the name of the attached TPU slice, "" for other platforms.
+
+    All attached devices count, used or not: an executable depends on how the chips are linked.
+    """
     if platform_name != "tpu":
         return ""
     devices = jax.devices(platform_name)
@@ -72,11 +109,11 @@ def _attached_topology(platform_name: str) -> str:
 
 
 def _coordinates(device: jax.Device) -> tuple[int, ...]:
-    """x, y, z and core of a TPU's; others have an id."""
+    """Returns x, y, z and core of a TPU device, the id of any other device."""
     return (*device.coords, device.core_on_chip) if device.platform == "tpu" else (device.id,)
 
 
 def _position(device: jax.Device) -> tuple[int, ...]:
-    """Sorts devices as libtpu counts them: x first."""
+    """Sort key: the order in which libtpu numbers devices, x first."""
     *place, core = _coordinates(device)
     return (*reversed(place), core)

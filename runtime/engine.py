@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
+from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.remote.fetch import locate_bundle
-from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts

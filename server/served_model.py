@@ -10,10 +10,10 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry
 
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.cache.jax_platform import select_jax_platforms
+from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.remote.fetch import locate_bundle
-from dflash_aot.cache.remote.urls import is_url
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.server.token_formatting import Speller

@@ -16,8 +16,8 @@ from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, FloatDtype, We
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.signatures import check_signature

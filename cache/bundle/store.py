@@ -1,10 +1,10 @@
-"""The executables of a bundle: blobs under the hash of their content, and a record for each under its key.
+"""Executable store of a bundle: blobs named by the sha256 of their content, and a build record for each under its key.
 
-manifest.json            what is served, written last
+manifest.json            what is served; written last
 executables/<sha256>     serialized executables, compressed
-programs/<sha256>        what each was compiled from, compressed: StableHLO as `jax.export` writes it
-entries/<key>.json       what each build left behind: a killed build goes on from here, a changed grid reuses it
-set-aside/               what was found broken, and why
+programs/<sha256>        the StableHLO that each was compiled from, as `jax.export` writes it, compressed
+entries/<key>.json       build records: a killed build continues from them, a build for another grid reuses them
+set-aside/               quarantined files, with the reason
 """
 
 import fcntl
@@ -19,18 +19,18 @@ import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
-from dflash_aot.cache.bundle.build_record import OTHER_PROGRAM, decode_record, find_record
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest, encode_manifest, rebuild_command
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.signing.signatures import remove_outdated
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
+OTHER_PROGRAM = "the build record of an executable that was compiled from another program"
 
 
 class Store:
-    """A bundle directory being built or read."""
+    """The executables of one bundle directory, for building or reading."""
 
     def __init__(self, bundle: Path):
         self.bundle = bundle
@@ -40,58 +40,53 @@ class Store:
 
     @contextmanager
     def open_for_building(self) -> Iterator[None]:
-        """Makes the directories, holds the builders' lock, and removes what killed builders had begun to write.
+        """Creates the directories, holds the build lock and removes temporary files of killed builds.
 
-        Raises BadInput where nothing can be written, BuildFailed where somebody else is at work.
+        Raises BadInput if the bundle cannot be written, BuildFailed if another process holds the lock.
         """
         with self._writing(self.bundle):
             self.bundle.mkdir(parents=True, exist_ok=True)
         with self.hold_lock():
-            for room in (self._executables, self._programs, self._entries):
-                with self._writing(room):
-                    room.mkdir(exist_ok=True)
-                    _probe(room)
+            for directory in (self._executables, self._programs, self._entries):
+                with self._writing(directory):
+                    directory.mkdir(exist_ok=True)
+                    _probe_writing(directory)
             with self._writing(self.bundle):
-                self._sweep()
+                self._remove_temporary_files()
             yield
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """The lock of all who write here, which dies with its process, in a directory that can be written.
+        """Holds the lock that every writer of the bundle takes. The operating system drops it when a process dies.
 
-        Raises BadInput where it cannot, BuildFailed where somebody else is at work.
+        Raises BadInput if the bundle cannot be written, BuildFailed if another process holds the lock.
         """
         with self._writing(self.bundle):
-            lock = os.open(self.bundle / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            lock = os.open(self.bundle / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             with self._writing(self.bundle):
-                self._take(lock)
-                _probe(self.bundle)
+                self._take_lock(lock)
+                _probe_writing(self.bundle)
             yield
         finally:
             os.close(lock)
 
     @contextmanager
     def _writing(self, directory: Path) -> Iterator[None]:
-        """Nothing is written to where a link leads: that is somebody else's. Raises BadInput, also for OSError."""
-        for own in (
-            self._executables,
-            self._programs,
-            self._entries,
-            self.bundle / QUARANTINE_DIRECTORY,
-            self.bundle / LOCK,
-        ):
-            if own.is_symlink():
+        """Raises BadInput if a directory of the bundle is a symbolic link, and for every OSError."""
+        own = (self._executables, self._programs, self._entries)
+        for path in (*own, self.bundle / QUARANTINE_DIRECTORY, self.bundle / LOCK_FILE):
+            if path.is_symlink():
                 raise BadInput(
-                    f"cannot write to {self.bundle}: {own.name} is a symbolic link, and may lead to what is somebody "
-                    "else's. Remove it, or name another bundle"
+                    f"cannot write to {self.bundle}: {path.name} is a symbolic link, and its target may not belong to "
+                    "the bundle. Remove the link, or name another bundle"
                 )
         try:
             yield
         except OSError as error:
             raise BadInput(f"cannot write to {directory}: {error.strerror}") from error
 
-    def _take(self, lock: int) -> None:
+    def _take_lock(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -100,27 +95,27 @@ class Store:
                 "another bundle"
             ) from error
 
-    def _sweep(self) -> None:
-        """Removes what builders that were killed had begun to write; only the lock's holder writes here."""
+    def _remove_temporary_files(self) -> None:
+        """Removes what killed builds left. Safe under the lock, because only its holder writes here."""
         for directory in (self.bundle, self._executables, self._programs, self._entries):
             for temporary in list_temporary_files(directory):
                 temporary.unlink()
 
     def find(self, key: str, signature: Signature, program: bytes) -> Entry | None:
-        """The record of what was compiled from this program before, if its blobs are whole.
+        """Returns the build record of an executable that was compiled from this program, if its blobs are whole.
 
-        For a builder, who sets aside what is not. What is not there, or cannot be read just now, is built anew.
+        Quarantines corrupt files. Returns None for files that are missing or cannot be read at the moment.
         """
         record = self._entries / f"{key}.json"
-        if (content := self._read_or_set_aside(record)) is None:
+        if (content := self._read_or_quarantine(record)) is None:
             return None
         try:
-            entry = find_record(content, key, signature, program)
+            entry = find_build_record(content, key, signature, program)
         except ValueError as flaw:
             quarantine_file(self.bundle, record, "bytes", str(flaw))
             return None
-        executable = self._unpack_or_set_aside(entry, self.executable_path(entry))
-        found = self._unpack_or_set_aside(entry.program, self.program_path(entry))
+        executable = self._unpack_or_quarantine(entry, self.executable_path(entry))
+        found = self._unpack_or_quarantine(entry.program, self.program_path(entry))
         if executable is None or found is None:
             return None
         if found != program:
@@ -128,8 +123,8 @@ class Store:
             return None
         return entry
 
-    def _unpack_or_set_aside(self, blob: Blob, path: Path) -> bytes | None:
-        if (content := self._read_or_set_aside(path)) is None:
+    def _unpack_or_quarantine(self, blob: Blob, path: Path) -> bytes | None:
+        if (content := self._read_or_quarantine(path)) is None:
             return None
         try:
             return unpack_blob(blob, content)
@@ -138,8 +133,8 @@ class Store:
                 quarantine_file(self.bundle, path, "bytes", str(flaw))
             return None
 
-    def _read_or_set_aside(self, path: Path) -> bytes | None:
-        """Links and the like are set aside, too; a disk that does not answer proves nothing."""
+    def _read_or_quarantine(self, path: Path) -> bytes | None:
+        """Quarantines links, fifos and the like too. A read error of a regular file does not prove it corrupt."""
         try:
             return read_plain(path, MAX_BLOB_BYTES)
         except OSError as error:
@@ -148,56 +143,57 @@ class Store:
             return None
 
     def executable_path(self, entry: Entry) -> Path:
-        """Where its executable lies."""
+        """Path of the serialized executable."""
         return self._executables / entry.sha256
 
     def program_path(self, entry: Entry) -> Path:
-        """Where that lies which it was compiled from."""
+        """Path of the StableHLO that the executable was compiled from."""
         return self._programs / entry.program.sha256
 
     def quarantine(self, entry: Entry, kind: FaultKind, words: str) -> Path | None:
-        """Its blob, see `set_aside`: one that does not what it should will not be taken again."""
+        """Quarantines an executable that fails its self-test, so that no build uses it again; see `quarantine_file`."""
         return quarantine_file(self.bundle, self.executable_path(entry), kind, words)
 
     def stored_bytes(self, signatures: Iterable[Signature]) -> int:
-        """What executables of these, and their programs, take here; one of each, for they may be of another compiler.
+        """Returns the bytes that executables and programs of these signatures already take, according to their records.
 
-        By what their records say: none of it is read, or verified.
+        Counts one executable for each signature, although the store may hold builds by several compilers. Verifies
+        nothing.
         """
         wanted, held = list(signatures), dict[Path, Blob]()
-        for entry in self._list_records():
+        for entry in self._list_build_records():
             if entry.signature in wanted:
                 wanted.remove(entry.signature)
                 held |= {self.executable_path(entry): entry, self.program_path(entry): entry.program}
         return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
 
-    def _list_records(self) -> Iterator[Entry]:
-        """Those that can be read."""
+    def _list_build_records(self) -> Iterator[Entry]:
+        """Yields the records that can be read."""
         for record in self._entries.glob("*.json"):
             with suppress(OSError, ValueError):
-                yield decode_record(read_plain(record))
+                yield decode_build_record(read_plain(record))
 
     def add(self, entry: Entry, executable: bytes, program: bytes) -> None:
-        """Blobs, as `pack` makes them, first, record second: a record never speaks of a blob that is not there.
+        """Writes both blobs, as `pack_blob` makes them, then the build record: a record never names a missing blob.
 
-        Raises BuildFailed for an executable that was set aside for what it does.
+        Raises BuildFailed for an executable that was quarantined because it failed its self-test.
         """
-        if refusal := find_quarantine_record(self.bundle, entry.sha256):
-            record, finding = refusal
+        if quarantined := find_quarantine_record(self.bundle, entry.sha256):
+            path, record = quarantined
             raise BuildFailed(
-                f"the compiler made again what was set aside ({finding.kind}): {finding.words}. Another compiler or "
-                f"other flags may help; if the machine was at fault, remove {record} and build again"
+                f"the compiler produced the same executable that is quarantined ({record.kind}): {record.words}. "
+                f"Another compiler or other flags may help; if the machine was at fault, remove {path} and build again"
             )
         write_atomically(self.program_path(entry), program)
         write_atomically(self.executable_path(entry), executable)
         self.write_record(entry)
 
     def write_record(self, entry: Entry) -> None:
-        """What is known of an executable, anew; its blobs are there."""
+        """Writes or replaces the build record of an executable whose blobs are stored."""
         write_atomically(self._entries / f"{entry.key}.json", msgspec.json.encode(entry))
 
     def restore_records(self, manifest: Manifest) -> None:
-        """What a manifest names is found again, also where records were not copied along. Raises BadInput."""
+        """Writes the missing build records of a manifest, which a copy of the bundle may lack. Raises BadInput."""
         with self._writing(self._entries):
             self._entries.mkdir(exist_ok=True)
             for entry in manifest.entries:
@@ -205,54 +201,75 @@ class Store:
                     self.write_record(entry)
 
     def publish(self, manifest: Manifest) -> None:
-        """From here on readers see the new bundle; signatures over another manifest go."""
+        """Replaces the manifest, and removes signatures over an older one."""
         content = encode_manifest(manifest)
         write_atomically(self.bundle / MANIFEST_FILE, content)
-        remove_outdated(self.bundle, content)  # last: where the new bundle cannot be written, the old one stays signed
+        remove_outdated(self.bundle, content)  # last: if the write fails, the old manifest stays signed
 
     def read_executable(self, entry: Entry) -> bytes:
-        """A serialized executable that is what was promised. Its pickle is scanned when it is loaded, not here as well.
+        """Returns a serialized executable with the size and sha256 of the manifest. Raises CorruptBundle.
 
-        Raises CorruptBundle.
+        Its pickle is not scanned here, because loading scans it.
         """
         return self.unpack_executable(entry, self.read_packed(entry))
 
     def read_packed(self, entry: Entry) -> bytes:
-        """An executable's file as it lies there, of the size and sha256 that were promised. Raises CorruptBundle."""
+        """Returns an executable's compressed file after checking its size and sha256. Raises CorruptBundle."""
         with self._reading(entry):
             content = read_plain(self.executable_path(entry), MAX_BLOB_BYTES)
             check_blob_hash(entry, content)
             return content
 
     def unpack_executable(self, entry: Entry, packed: bytes) -> bytes:
-        """What such a file holds, see `read`."""
+        """Decompresses the result of `read_packed`. Raises CorruptBundle."""
         with self._reading(entry):
             return decompress_blob(entry, packed)
 
     def read_program(self, entry: Entry) -> bytes:
-        """What an executable was compiled from, as it was promised. Raises CorruptBundle."""
+        """Returns the verified StableHLO that an executable was compiled from. Raises CorruptBundle."""
         path = self.program_path(entry)
-        with _refusing(path, f"program of {entry.signature.label}", "Build it again from its checkpoints"):
+        with _as_corrupt_bundle(path, f"program of {entry.signature.label}", "Build it again from its checkpoints"):
             return unpack_blob(entry.program, read_plain(path, MAX_BLOB_BYTES))
 
     def _reading(self, entry: Entry) -> AbstractContextManager[None]:
-        return _refusing(self.executable_path(entry), entry.signature.label, f"Mend it: {rebuild_command(self.bundle)}")
+        remedy = f"Rebuild it: {rebuild_command(self.bundle)}"
+        return _as_corrupt_bundle(self.executable_path(entry), entry.signature.label, remedy)
+
+
+def decode_build_record(content: bytes) -> Entry:
+    """Parses a build record, which is a manifest entry as JSON. Raises ValueError."""
+    try:
+        return msgspec.json.decode(content, type=Entry)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def find_build_record(content: bytes, key: str, signature: Signature, program: bytes) -> Entry:
+    """Parses a build record and checks that it is of this key, signature and program size. Raises ValueError."""
+    entry = decode_build_record(content)
+    if entry.key != key:
+        raise ValueError(f"the build record of {entry.key}")
+    if entry.signature != signature:
+        raise ValueError(f"the build record of {entry.signature.label} with a signature other than the requested one")
+    if entry.program.serialized_bytes != len(program):  # before anything is decompressed to a size that may be forged
+        raise ValueError(OTHER_PROGRAM)
+    return entry
 
 
 @contextmanager
-def _refusing(path: Path, label: str, remedy: str) -> Iterator[None]:
-    """What cannot be read, or is not what was promised. Raises CorruptBundle."""
+def _as_corrupt_bundle(path: Path, label: str, remedy: str) -> Iterator[None]:
+    """Turns OSError and BrokenBlob into CorruptBundle."""
     try:
         yield
     except OSError as error:
         raise CorruptBundle(f"{path} ({label}): {error.strerror}. {remedy}") from error
     except BrokenBlob as flaw:
-        remedy = remedy if flaw.content else "Make room"
+        remedy = remedy if flaw.content else "Free some memory"
         raise CorruptBundle(f"{path} ({label}): {flaw}. {remedy}") from flaw
 
 
-def _probe(directory: Path) -> None:
-    """Raises OSError where nothing can be written."""
+def _probe_writing(directory: Path) -> None:
+    """Raises OSError if nothing can be written to a directory."""
     with tempfile.TemporaryFile(dir=directory):
         pass
 

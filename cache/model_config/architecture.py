@@ -1,19 +1,24 @@
-"""What target and draft are: the facts that executables depend on, frozen, and no more than those.
+"""Facts of target and draft models: exactly what executables depend on, as read from `config.json`.
 
-`target_config` and `draft_config` read them from the published files.
+`target`, `zlab_draft` and `speculators_draft` fill these structs. The structs are stored in the manifest.
 """
 
 from typing import Literal
 
 import msgspec
 
-from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.rope import Rope, read_rope
+
+# Far beyond any model, and small enough that a list with one item per layer or head position stays small.
+MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 14
 
 
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Heads of one attention layer; heads · head_dim need not equal the hidden width.
+    """Shape of one attention layer.
 
-    normed: queries and keys pass an RMS norm per head. biased: all four projections have a bias.
+    heads: query heads; heads · head_dim may differ from the hidden width. kv_heads: key and value heads. head_dim:
+    width of a head. normed: queries and keys pass an RMS norm per head. biased: all four projections have a bias.
     """
 
     heads: int
@@ -24,15 +29,16 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
-    """One gated MLP."""
+    """A gated MLP; width: its intermediate size."""
 
     width: int
 
 
 class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
-    """`count` gated MLPs, of which a router takes `chosen` for each token.
+    """Gated MLPs with a router.
 
-    normalized: the weights of the chosen ones are made to sum to one.
+    count: number of experts. chosen: experts that the router takes for each token. width: intermediate size of one
+    expert. normalized: the router's weights of the chosen experts are scaled to sum to one.
     """
 
     count: int
@@ -42,7 +48,11 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What target and draft have in common: a stack of pre-norm layers of attention and MLP."""
+    """The part that target and draft have in common: pre-norm layers of attention and MLP.
+
+    layers: number of layers. hidden: hidden width. mlp, attention, rope: the same in every layer. epsilon: of the RMS
+    norms. vocab: tokens. positions: `max_position_embeddings`.
+    """
 
     layers: int
     hidden: int
@@ -55,17 +65,20 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A target; `tied`: its head is its embedding."""
+    """A target model; tied: the embedding is also the head."""
 
     decoder: Decoder
     tied: bool
 
 
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the rows q of a block that starts at n see in a sliding layer; four readings are in use.
+    """Sliding-window attention of a draft layer. Four readings are in use, by the flags below.
 
-    Of the context: q - size < k, or for all rows alike n - size ≤ k where it is `anchored` (speculators).
-    Of the block: k ≤ q where it is `causal`; else |k - q| < size, or all of it where it is `anchored`.
+    For row q of a block that starts at position n, and context position k: visible if q - size < k, or, with
+    `anchored` (speculators), if n - size ≤ k for all rows. For block position k: visible if k ≤ q with `causal`;
+    otherwise if |k - q| < size, or always with `anchored`.
+
+    size: positions. causal: block rows see no later row. anchored: the window starts from the anchor for all rows.
     """
 
     size: int
@@ -79,15 +92,17 @@ Dialect = Literal["z-lab", "speculators"]
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A DFlash draft.
 
-    `taps` are target layer ids, 0-based; `block` is the trained width, anchor included; `windows` has one entry
-    per layer, None for full attention. `vocab` is what a draft with a head of its own chooses from (it has an
-    embedding of its own too), None for one that borrows the target's. `k` is how many tokens its makers verify.
+    block: tokens of a block as trained, anchor included. mask_token: the token id of the positions to draft.
+    target_layer_ids: the target layers, counted from 0, whose output hidden states are the draft's features (aux
+    hidden states). target_hidden: the target's hidden width. windows: one entry per layer, None for full attention.
+    dialect: the format of the config file. vocab: tokens of the draft's own embedding and head, None if the draft uses
+    the target's. k: tokens per round that the draft's makers suggest, None if they suggest none.
     """
 
     decoder: Decoder
     block: int
     mask_token: int
-    target_layer_ids: tuple[int, ...] = msgspec.field(name="taps")
+    target_layer_ids: tuple[int, ...] = msgspec.field(name="taps")  # the name in manifests
     target_hidden: int
     windows: tuple[SlidingWindow | None, ...]
     dialect: Dialect = "z-lab"
@@ -96,18 +111,53 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pruned(self) -> bool:
-        """Its head knows only some of the target's tokens, and maps them (`d2t`)."""
+        """Whether the head covers only part of the target's vocabulary, and maps its tokens (`d2t`)."""
         return self.vocab is not None and self.vocab != self.decoder.vocab
 
     @property
     def default_k(self) -> int:
-        """K where nobody says otherwise: 1 … block - 1."""
+        """K unless the user sets it: the makers' suggestion, otherwise block - 1."""
         return self.k or self.block - 1
 
 
 def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
-    """Where a draft that names no taps listens (z-lab/dflash `build_target_layer_ids`)."""
+    """Returns the layer ids of a draft whose config has none (z-lab/dflash `build_target_layer_ids`)."""
     if draft_layers == 1:
         return (target_layers // 2,)
     step = (target_layers - 4) / (draft_layers - 1)
     return tuple(round(1 + index * step) for index in range(draft_layers))
+
+
+def read_decoder(config: ConfigFile, mlp: DenseMlp | MixtureOfExperts, normed: bool, head_dim: int) -> Decoder:
+    """Reads the keys that targets and drafts have in common. Raises BadCheckpoint; a missing key has no default."""
+    if (activation := config.require("hidden_act", str)) != "silu":
+        raise config.refusal("hidden_act", activation, "only 'silu' is supported")
+    attention = AttentionShape(
+        heads=config.positive("num_attention_heads"),
+        kv_heads=config.positive("num_key_value_heads"),
+        head_dim=head_dim,
+        normed=normed,
+        biased=bool(config.optional("attention_bias", bool)),
+    )
+    if attention.heads % attention.kv_heads:
+        raise config.refusal("num_attention_heads", attention.heads, f"not a multiple of {attention.kv_heads} kv heads")
+    if head_dim > MAX_HEAD_DIM:
+        raise config.refusal("head_dim", head_dim, f"expected at most {MAX_HEAD_DIM}")
+    if head_dim % 2:
+        raise config.refusal("head_dim", head_dim, "rotary embedding needs an even width")
+    positions = config.positive("max_position_embeddings")
+    return Decoder(
+        layers=config.positive("num_hidden_layers", most=MAX_LAYERS),
+        hidden=config.positive("hidden_size"),
+        mlp=mlp,
+        attention=attention,
+        rope=read_rope(config, head_dim, positions),
+        epsilon=config.number_within("rms_norm_eps", 1e-30, 1.0),
+        vocab=config.positive("vocab_size"),
+        positions=positions,
+    )
+
+
+def read_dense_mlp(config: ConfigFile) -> DenseMlp:
+    """Reads the MLP of a dense model. Raises BadCheckpoint."""
+    return DenseMlp(config.positive("intermediate_size"))

@@ -3,9 +3,8 @@
 from typing import Any
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow
+from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 from dflash_aot.cache.model_config.zlab_draft import read_layer_types
 
 LAYERS_KEY = "transformer_layer_config"
@@ -37,7 +36,7 @@ def read_speculators(config: ConfigFile) -> Draft:
         if place.has(key) and place.require(key, str) != "dflash":
             raise place.refusal(key, place.values[key], "of speculators' drafts, dflash is the one that runs")
     layers = _fill_defaults(config)
-    decoder = read_decoder(layers, read_dense(layers), normed=True, head_dim=layers.positive("head_dim"))
+    decoder = read_decoder(layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim"))
     taps = config.optional_integers("aux_hidden_state_layer_ids")
     if taps is None:
         raise BadCheckpoint(

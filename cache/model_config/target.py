@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import DenseMlp, MixtureOfExperts, Target
+from dflash_aot.cache.model_config.architecture import DenseMlp, MixtureOfExperts, Target, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
-from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Family:
 
     normed: bool
     head_dim: Callable[[ConfigFile], int]
-    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense
+    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense_mlp
     refused: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,14 +1,20 @@
 """Drafts as z-lab publishes them: `DFlashDraftModel` with a `dflash_config`."""
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Target, default_target_layer_ids
+from dflash_aot.cache.model_config.architecture import (
+    Draft,
+    SlidingWindow,
+    Target,
+    default_target_layer_ids,
+    read_decoder,
+    read_dense_mlp,
+)
 from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.decoder import read_decoder, read_dense
 
 
 def read_zlab(config: ConfigFile, target: Target) -> Draft:
     """Whatever `model_type` says: the layers are Qwen3's. Raises BadCheckpoint."""
-    decoder = read_decoder(config, read_dense(config), normed=True, head_dim=config.positive("head_dim"))
+    decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
     inner = config.section("dflash_config")
     taps = inner.optional_integers("target_layer_ids")
     return Draft(

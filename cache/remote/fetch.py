@@ -21,10 +21,9 @@ from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, 
 from dflash_aot.cache.bundle.manifest_checks import find_contradiction
 from dflash_aot.cache.bundle.verification import ExpectedFile, list_expected_files
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
+from dflash_aot.cache.locations import is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
-from dflash_aot.cache.remote.urls import is_url
-from dflash_aot.cache.remote.user_cache import user_cache_directory
 from dflash_aot.cache.signing import signatures as signature_files
 from dflash_aot.cache.signing.signatures import check_envelope
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import fsspec
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.locations import hide_secrets
 from dflash_aot.cache.remote.object_store import PERMISSION_ERRNOS
 from dflash_aot.cache.remote.retry import RetryPolicy
-from dflash_aot.cache.remote.urls import hide_secrets
 
 T = TypeVar("T")
 # Where an object appears whole, or not at all, when it was put. Elsewhere it is renamed when it is whole.

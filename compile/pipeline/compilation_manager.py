@@ -112,7 +112,7 @@ class _Build:
         try:
             self._store.add(found.entry, found.executable, found.program)
         except BuildFailed as error:  # it was set aside here
-            self._shared.refuse(found, str(error))
+            self._shared.reject(found, str(error))
             return None
         return found.entry
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 import msgspec
 
 from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
-from dflash_aot.cache.bundle.build_record import OTHER_PROGRAM, find_record
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.store import OTHER_PROGRAM, Store, find_build_record
 from dflash_aot.cache.environment import Environment, read_flags, read_host_environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.topology import Topology
@@ -85,7 +84,7 @@ def check_made(order: Order, answer: bytes, executable: bytes, program: bytes) -
         made = msgspec.json.decode(answer, type=Answer)
         if made.entry is None:
             raise BuildFailed(made.failure)
-        entry = find_record(msgspec.json.encode(made.entry), order.key, order.signature, order.program)
+        entry = find_build_record(msgspec.json.encode(made.entry), order.key, order.signature, order.program)
         unpack_blob(entry, executable)
         if unpack_blob(entry.program, program) != order.program:
             raise BuildFailed(f"a node of the cluster handed back {OTHER_PROGRAM}")

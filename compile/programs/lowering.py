@@ -10,8 +10,8 @@ import jax
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.mesh import make_sharding
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 
 # What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild

@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
+from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
-from dflash_aot.cache.mesh import make_sharding
 from dflash_aot.cache.signature import ArraySpec, Signature
 
 

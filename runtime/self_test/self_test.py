@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
-from dflash_aot.cache.mesh import make_sharding
+from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.inputs import VERSION, make_argument, make_state, make_weight

@@ -10,8 +10,8 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
+from dflash_aot.cache.locations import locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft
-from dflash_aot.cache.model_config.checkpoint_location import locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
+from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.mesh import make_sharding
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
 from dflash_aot.runtime.weights.tensor_slices import (
     TensorSlice,

@@ -9,7 +9,7 @@ import pytest
 from dflash_aot.benchmarks.prompts import encode_turn, load_prompts
 from dflash_aot.benchmarks.questions import HELD_OUT, Question
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.checkpoint_location import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 TARGET = locate_checkpoint(EMBEDDED, "target")

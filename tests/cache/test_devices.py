@@ -27,7 +27,9 @@ def test_an_accelerator_that_is_not_there_is_an_error():
 
 def test_more_devices_than_there_are_is_an_error_with_a_remedy():
     there = len(jax.devices("cpu"))
-    with pytest.raises(RuntimeError, match=f"here are {there}. XLA_FLAGS=--xla_force_host_platform_device_count=4096"):
+    with pytest.raises(
+        RuntimeError, match=f"{there} are attached. XLA_FLAGS=--xla_force_host_platform_device_count=4096"
+    ):
         attached_devices("cpu", 4096)
 
 

@@ -134,7 +134,7 @@ def test_the_record_of_another_executable_is_set_aside(find, store, manifest, en
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
     assert find(store, entry) is None
-    assert "the record of" in findings(store)[f"{record.name}.0"].words
+    assert "the build record of" in findings(store)[f"{record.name}.0"].words
 
 
 def test_what_is_missing_is_no_finding(find, store, entry):

@@ -13,8 +13,7 @@ from dflash_aot.cache.bundle.manifest import SelfTest
 from dflash_aot.cache.errors import StoreFailed
 from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
 from dflash_aot.cache.remote.retry import RetryPolicy
-from dflash_aot.cache.remote.shared_entries import SharedExecutable
-from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
@@ -124,8 +123,8 @@ def test_a_record_of_something_else_is_not_used(directory, local, built, manifes
     other = manifest.entries[3]
     add(SharedStore(DirectoryStore(directory)), local, other)
     for entry, words in (
-        (structs.replace(built, key=other.key), f"the record of {other.key}"),
-        (structs.replace(built, signature=other.signature), "with another signature than was asked for"),
+        (structs.replace(built, key=other.key), f"the build record of {other.key}"),
+        (structs.replace(built, signature=other.signature), "with a signature other than the requested one"),
         (structs.replace(built, program=other.program), "compiled from another program"),
     ):
         (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
@@ -265,7 +264,7 @@ def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, lo
     report = store.report()
     assert report.misses == len(manifest.entries)
     assert len(report.failures) == 4
-    assert report.failures[-1] == f"{bucket.url}: not asked any more, after 3 failures in a row"
+    assert report.failures[-1] == f"{bucket.url}: no longer used after 3 failures in a row"
     add(store, local, built)
     assert not any(found.startswith("entries/") for found in bucket.names())
 
@@ -344,7 +343,7 @@ def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, lo
 def test_what_cannot_be_used_here_is_replaced(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
-    store.refuse(find(store, built), "it was set aside")
+    store.reject(find(store, built), "it was set aside")
     add(store, local, built)
     report = store.report()
     assert (report.hits, report.misses, report.written) == (0, 1, 1)

@@ -287,7 +287,7 @@ def test_a_draft_is_refused_with_key_and_what_was_found(read_changed_speculators
             "sliding_window is missing; expected a whole number",
         ),
         ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 of full_attention or"),
-        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': 'silu' is what these layers compute"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': only 'silu' is supported"),
         ({"rope_theta": None}, {}, "rope_theta is None: expected a positive number"),
         ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': the rotary embeddings"),
     ],

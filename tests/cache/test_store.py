@@ -90,7 +90,7 @@ def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_pa
         store.read_executable(entry)
     promised = f"{blob_path.stat().st_size} bytes, the manifest promises {entry.bytes}."
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
-    assert str(refused.value).endswith(f"Mend it: dflash-precompile --rebuild {store.bundle}")
+    assert str(refused.value).endswith(f"Rebuild it: dflash-precompile --rebuild {store.bundle}")
     assert find(store, entry) is None
 
 
@@ -125,7 +125,7 @@ def test_two_blobs_that_changed_places_are_both_refused(find, store, manifest):
         store.executable_path(entry).write_bytes(content)
     for entry in (one, other):
         with pytest.raises(
-            CorruptBundle, match=rf"\({entry.signature.label}\): .*Mend it: dflash-precompile --rebuild"
+            CorruptBundle, match=rf"\({entry.signature.label}\): .*Rebuild it: dflash-precompile --rebuild"
         ):
             store.read_executable(entry)
         assert find(store, entry) is None
@@ -151,7 +151,7 @@ def test_a_blob_that_is_not_what_was_packed_is_refused(find, store, texts, entry
     """Its hash is right; a builder does not take it either."""
     other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     store.add(other, content, pack_blob(texts[2])[1])
-    with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Mend it"):
+    with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Rebuild it"):
         store.read_executable(other)
     assert find(store, other) is None and not store.executable_path(other).exists()
 
@@ -192,7 +192,7 @@ def test_a_record_of_another_executable_that_claims_the_key_is_set_aside(find, s
     one, other = manifest.entries[:2]
     store.write_record(structs.replace(other, key=one.key))
     assert find(store, one) is None
-    words = f"the record of {other.signature.label}, with another signature than was asked for"
+    words = f"the build record of {other.signature.label} with a signature other than the requested one"
     assert set_aside_words(store) == [words]
     store.write_record(one)
     assert find(store, one) == one
@@ -205,7 +205,7 @@ def test_a_record_of_what_was_compiled_from_another_program_is_set_aside(find, s
     changed = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(changed, executable, program)
     assert find(store, entry) is None
-    assert set_aside_words(store) == ["the record of what was compiled from another program"]
+    assert set_aside_words(store) == ["the build record of an executable that was compiled from another program"]
     assert (
         store.executable_path(changed).exists() and store.program_path(changed).exists()
     )  # which are what they should be
@@ -366,7 +366,9 @@ def test_nothing_is_written_to_where_a_link_leads(store, tmp_path, own, there, w
     if there:
         elsewhere.touch() if own == ".lock" else elsewhere.mkdir()
     path.symlink_to(elsewhere)
-    refused = pytest.raises(BadInput, match=f"cannot write to {store.bundle}: {own} is a symbolic link.*Remove it, or")
+    refused = pytest.raises(
+        BadInput, match=f"cannot write to {store.bundle}: {own} is a symbolic link.*Remove the link, or"
+    )
     with refused, write(store):
         pytest.fail("writing where somebody else has pointed")
     assert elsewhere.exists() == there and (own == ".lock" or not there or list(elsewhere.iterdir()) == [])

@@ -122,7 +122,7 @@ def test_what_is_handed_back_is_verified(made, orders, manifest):
         ((answer, executable[:-1], program), "bytes, the manifest promises"),
         ((answer, executable[:-1] + b"?", program), "its sha256 is"),
         ((answer, executable, executable), "bytes, the manifest promises"),
-        ((other, executable, program), "the record of"),
+        ((other, executable, program), "the build record of"),
         ((b"{", executable, program), "handed back what cannot be used"),
         ((msgspec.json.encode(Answer(None, "no memory")), b"", b""), "^no memory$"),
     ):
@@ -132,7 +132,7 @@ def test_what_is_handed_back_is_verified(made, orders, manifest):
 
 def test_a_program_that_was_not_ordered_is_refused(made, orders):
     order = structs.replace(orders[0], program=bytes(len(orders[0].program)))
-    with pytest.raises(BuildFailed, match="what was compiled from another program"):
+    with pytest.raises(BuildFailed, match="an executable that was compiled from another program"):
         check_made(order, *made)
 
 

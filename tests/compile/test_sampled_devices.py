@@ -21,7 +21,7 @@ import jax, msgspec, numpy as np
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.cache.mesh import make_mesh
+from dflash_aot.cache.devices import make_mesh
 from dflash_aot.compile.programs.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs.programs import Programs
 

@@ -98,7 +98,7 @@ def test_a_broken_file_is_never_called(copy, try_all):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device_count": 4096}, "4096 cpu devices are needed, here are 1"),
+        ({"device_count": 4096}, "4096 cpu devices are needed, 1 are attached"),
         ({"cpu_features": ("avx2048",)}, "cpu_features: built for 'uses avx2048', here 'not on this processor'"),
     ],
 )

@@ -395,7 +395,7 @@ def test_bundle_for_a_tpu_raises_without_a_tpu(copy):
 
 def test_bundle_for_more_devices_raises_with_both_counts(copy):
     words = environment_error(copy, device_count=4096)
-    assert "built for 4096 x cpu" in words and "4096 cpu devices are needed, here are 1" in words
+    assert "built for 4096 x cpu" in words and "4096 cpu devices are needed, 1 are attached" in words
 
 
 def test_all_differing_environment_fields_are_named(copy):

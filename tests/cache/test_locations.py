@@ -1,4 +1,4 @@
-"""Where a checkpoint is looked for, and what is said when it is not there."""
+"""Locations: checkpoint directories and hub ids, URLs, and URLs shown without secrets."""
 
 import os
 import subprocess
@@ -7,31 +7,33 @@ import sys
 import pytest
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.checkpoint_location import locate_checkpoint
+from dflash_aot.cache.locations import hide_secrets, is_url, locate_checkpoint
+
+# -- checkpoints
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path):
+def test_checkpoint_directory_is_returned_as_given(tmp_path):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
 
 
-def test_a_directory_that_looks_like_a_hub_id_is_a_directory(tmp_path, monkeypatch):
+def test_directory_that_looks_like_a_hub_id_counts_as_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert locate_checkpoint("models/mine", "draft").resolve() == tmp_path / "models" / "mine"
 
 
-def test_the_home_directory_may_be_written_short(tmp_path, monkeypatch):
+def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert locate_checkpoint("~/model", "target") == tmp_path / "model"
 
 
-def test_the_home_of_nobody_is_refused():
+def test_home_of_an_unknown_user_is_refused():
     with pytest.raises(BadCheckpoint, match="--target ~no-such-user/model: no such directory"):
         locate_checkpoint("~no-such-user/model", "target")
 
 
-def test_a_file_is_refused_with_what_is_needed(tmp_path):
+def test_file_is_refused_with_the_remedy(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_text("")
     with pytest.raises(BadCheckpoint, match=f"--draft {path} is a file: give the directory that holds config.json"):
@@ -39,14 +41,14 @@ def test_a_file_is_refused_with_what_is_needed(tmp_path):
 
 
 @pytest.mark.parametrize("reference", ["/no/such/place", "./missing", "../missing", "missing", "a/b/c", "mödel/x"])
-def test_a_missing_directory_is_refused(tmp_path, monkeypatch, reference):
+def test_missing_directory_is_refused(tmp_path, monkeypatch, reference):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadCheckpoint, match=f"--target {reference}: no such directory"):
         locate_checkpoint(reference, "target")
 
 
 @pytest.mark.parametrize("hub_id", ["no-such-owner/no-such-model", "z-lab/Qwen3-4B--b16.", "a/b--c"])
-def test_a_hub_id_that_is_not_in_the_cache_is_refused_with_the_download(tmp_path, monkeypatch, hub_id):
+def test_hub_id_that_is_not_in_the_hub_cache_is_refused_with_the_download_command(tmp_path, monkeypatch, hub_id):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadCheckpoint) as refused:
         locate_checkpoint(hub_id, "draft")
@@ -54,14 +56,14 @@ def test_a_hub_id_that_is_not_in_the_cache_is_refused_with_the_download(tmp_path
     assert str(refused.value).endswith(f"hf download {hub_id}")
 
 
-def test_a_hub_id_in_the_cache_is_found_without_a_network(tmp_path):
+def test_hub_id_in_the_hub_cache_is_located_without_a_network(tmp_path):
     snapshot = tmp_path / "models--some-owner--some-model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     references = tmp_path / "models--some-owner--some-model" / "refs"
     references.mkdir()
     (references / "main").write_text("0" * 40)
-    module = "dflash_aot.cache.model_config.checkpoint_location"
+    module = "dflash_aot.cache.locations"
     locate = f"from {module} import *; print(locate_checkpoint('some-owner/some-model', 'target'))"
     found = subprocess.run(
         [sys.executable, "-c", locate],
@@ -72,3 +74,33 @@ def test_a_hub_id_in_the_cache_is_found_without_a_network(tmp_path):
         check=True,
     )
     assert found.stdout.strip() == str(snapshot)
+
+
+# -- URLs
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"])
+def test_is_url_accepts_urls(url):
+    assert is_url(url)
+
+
+@pytest.mark.parametrize("path", ["", "bundle", "/a/b", "a:b", "./s3://bucket", "C:/bundle", "a b://c", "~/store"])
+def test_is_url_rejects_paths(path):
+    assert not is_url(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://bucket/a b", "s3://bucket/a b"),
+        ("s3://key:sec/ret@bucket", "s3://key:sec/ret@bucket"),  # no user: a bucket "key:sec", as URLs are read
+        ("ftp://me:p@ss@host/a", "ftp://host/a"),
+        ("https://token@host/a?sig=secret", "https://host/a"),
+        ("cannot read 'https://me:pw@host/a?sig=secret', why?", "cannot read 'https://host/a', why?"),
+        ("abfs://container@account/a", "abfs://container@account/a"),
+        ("abfs://me:pw@account/a", "abfs://account/a"),
+        ("what is it?", "what is it?"),
+    ],
+)
+def test_hide_secrets_drops_users_passwords_and_queries(text, shown):
+    assert hide_secrets(text) == shown

@@ -1,0 +1,70 @@
+"""Locations that a user names: checkpoint directories and hub ids, URLs, the user's cache directory."""
+
+import os
+import re
+from pathlib import Path
+
+from dflash_aot.cache.errors import BadCheckpoint
+
+EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.ASCII | re.IGNORECASE)
+URL_USER = re.compile(r"([a-z0-9+.-]+)://([^/\s]*)@", re.ASCII | re.IGNORECASE)
+URL_QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\")]*")
+# abfs://container@account/path: the part before the @ is a container here, not a secret.
+AZURE_SCHEMES = ("abfs", "abfss", "az")
+
+
+def locate_checkpoint(reference: str, role: str) -> Path:
+    """Returns the directory of a checkpoint; downloads nothing.
+
+    `reference` is a directory, a hub id in the local Hugging Face cache, or EMBEDDED; `role` is "target" or "draft".
+    Raises BadCheckpoint.
+    """
+    if reference == EMBEDDED:
+        return Path(__file__).parent / "embedded" / role
+    path = Path(os.path.expanduser(reference))
+    try:
+        if reference and path.is_dir():
+            return path
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise BadCheckpoint(f"--{role} {reference[:80]!r}: {error}") from error
+    if exists:
+        raise BadCheckpoint(f"--{role} {reference} is a file: give the directory that holds config.json")
+    if HUB_ID.fullmatch(reference) and not reference.startswith("."):
+        return _locate_in_hub_cache(reference, role)
+    raise BadCheckpoint(f"--{role} {reference}: no such directory")
+
+
+def _locate_in_hub_cache(hub_id: str, role: str) -> Path:
+    import huggingface_hub  # noqa: PLC0415  takes half a second: imported for hub ids only
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise BadCheckpoint(
+            f"--{role} {hub_id} is neither a directory nor in the local Hugging Face cache. "
+            f"Download it first: hf download {hub_id}"
+        ) from error
+
+
+def user_cache_directory() -> Path:
+    """Returns the directory for this project's caches, below XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-aot"
+
+
+def is_url(location: str) -> bool:
+    """Whether a location is a URL for fsspec rather than a path."""
+    return URL.match(location) is not None
+
+
+def hide_secrets(text: str) -> str:
+    """Returns a text with its URLs stripped of users, passwords and queries (a query may hold a signature)."""
+    return URL_QUERY.sub(r"\1", URL_USER.sub(_drop_user, text))
+
+
+def _drop_user(found: re.Match[str]) -> str:
+    scheme, user = found.groups()
+    kept = f"{user}@" if scheme.lower() in AZURE_SCHEMES and ":" not in user else ""
+    return f"{scheme}://{kept}"
