@@ -79,9 +79,7 @@ def test_attached_devices_are_those_of_this_machine():
 
 
 def test_too_few_attached_devices_are_refused_in_words():
-    with pytest.raises(
-        BadInput, match="--platform cpu: 4096 cpu devices are needed, .* are attached. XLA_FLAGS=--xla"
-    ):
+    with pytest.raises(BadInput, match="--platform cpu: 4096 cpu devices are needed, .* are attached. XLA_FLAGS=--xla"):
         attach("cpu", None, 4096)
 
 
