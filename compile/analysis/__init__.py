@@ -1,1 +1,1 @@
-"""What the compiler's output says: memory, copies, collectives, roofline, and estimates before a build."""
+"""Analysis of executables: memory plans, copies, collectives, the roofline, and estimates before a build."""

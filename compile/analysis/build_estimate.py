@@ -1,4 +1,4 @@
-"""How long a build takes and how large it becomes, before it is begun: an estimate from what builds took."""
+"""Build estimate: seconds and bytes that a build will take, from the figures of measured builds."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,16 @@ import msgspec
 from dflash_aot.cache.signature import PairShapes, Signature
 from dflash_aot.compile.analysis.memory_plan import count_tokens
 
-MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops that take no longer to compile
+MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops, which take no longer to compile
 
 
 class BuildEstimate(msgspec.Struct, frozen=True):
-    """Seconds of one core, and bytes on disk, compressed as the store keeps them."""
+    """What compiling takes.
+
+    Attributes:
+        seconds: of one core.
+        bytes: on disk, compressed as the store keeps executables.
+    """
 
     seconds: float
     bytes: float
@@ -23,9 +28,9 @@ class BuildEstimate(msgspec.Struct, frozen=True):
         return BuildEstimate(self.seconds * factor, self.bytes * factor)
 
 
-# Of one executable: what it takes at least, and what each of its units adds. Layers are a loop on TPU, so there a
-# unit is a token of the call; elsewhere they are unrolled, and it is a layer. Measured with jax 0.10.2 on two cores of
-# an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu 0.0.42.1; a process started for each) and for its CPU.
+# Of one executable by platform and program: a fixed part, and a part per unit. On TPU the layers are a loop, and the
+# unit is a token of the call. On CPU the layers are unrolled, and the unit is a layer. Measured with jax 0.10.2 on two
+# cores of an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu 0.0.42.1, one process each) and for CPU.
 MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
     "tpu": {
         "prefill": (BuildEstimate(3.3, 300e3), BuildEstimate(0.02, 4e3)),
@@ -51,13 +56,13 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
 
 
 def estimate_build(signatures: Iterable[Signature], pair: PairShapes, platform: str) -> BuildEstimate | None:
-    """Of a whole build; None for a platform of which nothing is known."""
+    """The estimate of a whole build; None for a platform without measured builds."""
     if platform not in MEASURED_BUILDS:
         return None
     total = BuildEstimate(0.0, 0.0)
     for signature in signatures:
-        least, per_unit = MEASURED_BUILDS[platform][signature.program]
-        total += least + per_unit.times(_count_units(signature, pair, platform))
+        fixed, per_unit = MEASURED_BUILDS[platform][signature.program]
+        total += fixed + per_unit.times(_count_units(signature, pair, platform))
     return total
 
 

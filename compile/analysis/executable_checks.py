@@ -1,4 +1,4 @@
-"""What is wrong with an executable, in words: found in what its entry says of it, before it ever runs."""
+"""Executable checks: finds unexpected temporaries, copies, collectives and layouts in manifest entries."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -7,16 +7,22 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
-MAX_TEMPORARIES_SHARE = 0.02  # of weights and kv: what one executable may need beside them
+MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
+# Programs whose temporaries are checked.
 LEAN_PROGRAMS = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
-MAX_LOGITS_ARRAYS = 3  # arrays of the size of its logits, float32, that a sampled verification may need besides
+MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled verification may need besides
 
 
 def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, collectives: int) -> list[str]:
-    """For TPU executables only: on CPU XLA copies freely, and it costs little.
+    """Lists what is wrong with a TPU executable, one line per problem, which names the executable and the buffer.
 
-    `known` holds weights and state by name, `collectives` is what the program itself lets `devices` exchange. Every
-    line names the executable and the buffer.
+    Not for CPU executables: XLA copies freely on CPU, and the copies are cheap.
+
+    Args:
+        entry: the executable's entry in the manifest.
+        known: weights and state by name.
+        devices: number of devices that share the executable.
+        collectives: the number of collectives that the program needs.
     """
     found = [
         *_check_temporaries(entry, known, devices),
@@ -27,19 +33,20 @@ def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, co
 
 
 def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
-    """Buffers that executables share or pass on to each other, and that do not lie the same in all of them.
+    """Lists buffers that several executables use with different layouts, on every platform.
 
-    On every platform: such an executable would be refused what the one before it has left. Weights and state are
-    shared by name; of arguments and results those of one name and shape are taken to be the same.
+    An executable would refuse a buffer that another one left in a different layout. Weights and state are shared by
+    name. Arguments and results of one name and shape are taken to be the same buffer.
     """
     places: dict[tuple[str, tuple[int, ...]], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         for key in _buffers(entry.signature):
             places[key][entry.analysis.layouts[key[0]]].append(entry.signature.label)
     return [
-        f"{name} lies differently: {'; '.join(f'{layout} in {_count(labels)}' for layout, labels in found.items())}"
-        for (name, _), found in places.items()
-        if len(found) > 1
+        f"{name} has different layouts: "
+        + "; ".join(f"{layout} in {_shorten(labels)}" for layout, labels in layouts.items())
+        for (name, _), layouts in places.items()
+        if len(layouts) > 1
     ]
 
 
@@ -50,13 +57,13 @@ def _check_temporaries(entry: Entry, known: Mapping[str, ArraySpec], devices: in
     )
     if entry.signature.program in LEAN_PROGRAMS and taken > allowed:
         yield (
-            f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and kv, {_megabytes(held)}, "
-            f"more than {MAX_TEMPORARIES_SHARE:.0%}: {entry.analysis.largest}"
+            f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and state ({_megabytes(held)}), "
+            f"more than {MAX_TEMPORARIES_SHARE:.0%}; the largest: {entry.analysis.largest}"
         )
 
 
 def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices: int) -> int:
-    """Of what a sampled verification chooses from, on each device; 0 for other programs."""
+    """Size of the logits of a sampled verification on each device; 0 for other programs."""
     if signature.program != "sampled_verify":
         return 0
     return (
@@ -68,7 +75,7 @@ def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices:
 
 
 def _check_copies(entry: Entry, known: Mapping[str, ArraySpec]) -> Iterable[str]:
-    """Of weights and state; what a call brings with it may be laid out anew. A move is there to copy."""
+    """Copies of weights and state. Arguments of a call may be copied, and a move copies on purpose."""
     for copy in entry.analysis.copies:
         if copy.buffer in known and entry.signature.program != "move":
             made = f" ({copy.operation})" if copy.operation else ""
@@ -79,7 +86,7 @@ def _check_collectives(entry: Entry, expected: int) -> Iterable[str]:
     found = entry.analysis.collectives
     if (count := sum(found.values())) > expected:
         kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
-        yield f"{count} collectives ({kinds}), the program has {expected}"
+        yield f"{count} collectives ({kinds}), but the program needs {expected}"
 
 
 def _buffers(signature: Signature) -> Iterable[tuple[str, tuple[int, ...]]]:
@@ -87,7 +94,7 @@ def _buffers(signature: Signature) -> Iterable[tuple[str, tuple[int, ...]]]:
     yield from ((array.name, array.shape) for array in (*signature.arguments, *signature.results))
 
 
-def _count(labels: list[str]) -> str:
+def _shorten(labels: list[str]) -> str:
     first, *more = labels
     return f"{first} and {len(more)} more" if more else first
 

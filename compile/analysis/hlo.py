@@ -1,4 +1,4 @@
-"""Optimized HLO as data, read from the compiler's text: computations of instructions, and what buffers they make.
+"""Parser of optimized HLO text: modules, computations, instructions and the buffers that they make.
 
 The text is XLA's own (`HloModule::ToString`, https://openxla.org/xla/operation_semantics), the same on every platform.
 """
@@ -14,7 +14,13 @@ from dflash_aot.cache.errors import BuildFailed
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array: `layout` as XLA writes it, `{1,0:T(8,128)S(1)}`: minor to major, tiles, memory space."""
+    """One array.
+
+    Attributes:
+        dtype: as XLA writes it, such as bf16.
+        dimensions: sizes.
+        layout: as XLA writes it, `{1,0:T(8,128)S(1)}`: dimensions from minor to major, tiles, memory space.
+    """
 
     dtype: str
     dimensions: tuple[int, ...]
@@ -22,18 +28,19 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        """Without the padding of tiles; the width of a dtype is the first number in its name."""
+        """Size without the padding of tiles."""
+        # The width of a dtype is the first number in its name.
         bits = 8 if self.dtype == "pred" else int((re.search(r"\d+", self.dtype) or [0])[0])
         return (math.prod(self.dimensions) * bits + 7) // 8
 
     @property
     def in_main_memory(self) -> bool:
-        """Other spaces are named: S(1) is a TPU's vector memory."""
+        """Whether the buffer is in the device's main memory. Other memory spaces are named: S(1) is a TPU's VMEM."""
         return "S(" not in self.layout
 
     @property
     def shape(self) -> str:
-        """Dtype and dimensions, as XLA writes them."""
+        """Dtype and dimensions as XLA writes them, such as bf16[8,128]."""
         return f"{self.dtype}[{','.join(map(str, self.dimensions))}]"
 
     def __str__(self) -> str:
@@ -45,7 +52,16 @@ Type = Buffer | tuple["Type", ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line; `attributes` is what stands behind the operands, as text."""
+    """One line of a computation.
+
+    Attributes:
+        name: without the leading %.
+        type: of the result.
+        opcode: such as fusion or copy.
+        operands: names of instructions.
+        attributes: the text behind the operands.
+        number: which parameter of its computation the instruction is; None for other instructions.
+    """
 
     name: str
     type: Type
@@ -53,15 +69,14 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     number: int | None
-    """Of a parameter."""
 
     def called(self, attribute: str) -> str:
-        """The computation that an attribute names."""
+        """Name of the computation in an attribute."""
         return self._attribute(attribute).lstrip("%")
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, one for each operand behind the first."""
+        """Names of the computations of a conditional, one for each operand after the first."""
         several = _names(self._attribute("branch_computations"))
         return several or [self.called("true_computation"), self.called("false_computation")]
 
@@ -72,12 +87,12 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom-call calls."""
+        """The target of a custom-call."""
         return self._attribute("custom_call_target")
 
     @property
     def operation(self) -> str:
-        """Where in the traced program it comes from, "" where the compiler made it."""
+        """The operation of the traced program from which it comes; "" if the compiler made it."""
         return self._attribute("op_name")
 
     def _attribute(self, name: str) -> str:
@@ -87,7 +102,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they run."""
+    """A computation.
+
+    Attributes:
+        name: without the leading %.
+        instructions: in the order in which they run.
+        root: the instruction whose result is the result of the computation.
+    """
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -95,13 +116,19 @@ class Computation:
 
     @cached_property
     def parameters(self) -> list[Instruction]:
-        """In order."""
+        """The parameter instructions in order."""
         return sorted((one for one in self.instructions if one.number is not None), key=lambda one: one.number or 0)
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A program after all of the compiler's passes; `donated` numbers the parameters that outputs are written over."""
+    """A program after all passes of the compiler.
+
+    Attributes:
+        computations: by name.
+        entry: the computation that runs first.
+        donated: numbers of the parameters that outputs overwrite.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
@@ -109,12 +136,12 @@ class HloModule:
 
     @property
     def instructions(self) -> Iterator[Instruction]:
-        """Of all computations."""
+        """The instructions of all computations."""
         return (one for computation in self.computations.values() for one in computation.instructions)
 
 
 def parse_module(text: str) -> HloModule:
-    """The whole program. Raises BuildFailed where something is not written as known."""
+    """Parses a whole program. Raises BuildFailed if the text has an unknown form."""
     computations: dict[str, Computation] = {}
     entry = None
     lines = iter(text.splitlines())
@@ -123,7 +150,7 @@ def parse_module(text: str) -> HloModule:
             computations[head[2]] = _parse_computation(head[2], lines)
             entry = computations[head[2]] if head[1] else entry
     if entry is None:
-        raise _unreadable("there is no ENTRY")
+        raise _unreadable("no ENTRY computation")
     return HloModule(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
 
 
@@ -141,7 +168,7 @@ def _parse_computation(name: str, lines: Iterator[str]) -> Computation:
         if line.startswith("}"):
             break
         if (found := LINE.match(line)) is None:
-            raise _unreadable(f"another kind of line: {line!r}")
+            raise _unreadable(f"unknown kind of line: {line!r}")
         instructions.append(_parse_instruction(found[2], found[3]))
         root = instructions[-1] if found[1] else root
     if root is None:
@@ -150,10 +177,10 @@ def _parse_computation(name: str, lines: Iterator[str]) -> Computation:
 
 
 def _parse_instruction(name: str, text: str) -> Instruction:
-    """`TYPE opcode(operands), attributes`."""
+    """Parses `TYPE opcode(operands), attributes`."""
     end = _closing(text) if text.startswith("(") else text.find(" ")
     if (opcode := OPCODE.match(text, end)) is None:
-        raise _unreadable(f"another kind of line: {text!r}")
+        raise _unreadable(f"unknown kind of line: {text!r}")
     close = opcode.end() + _closing(text[opcode.end() :])
     operands = text[opcode.end() + 1 : close - 1]
     return Instruction(
@@ -170,12 +197,12 @@ def _parse_type(text: str) -> Type:
     if text.startswith("("):
         return tuple(_parse_type(part) for part in _split(text[1:-1]))
     if (found := LEAF.match(text)) is None:
-        raise _unreadable(f"another kind of type: {text!r}")
+        raise _unreadable(f"unknown kind of type: {text!r}")
     return Buffer(found[1], tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size), found[3] or "")
 
 
 def _split(text: str) -> Iterator[str]:
-    """At the commas of the outermost level; comments fall away."""
+    """Splits text at the commas of the outermost level, and drops comments."""
     text = re.sub(r"/\*.*?\*/", "", text)
     depth, begin = 0, 0
     for at, letter in enumerate(text):
@@ -188,13 +215,13 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _closing(text: str) -> int:
-    """Behind the parenthesis that closes the first one."""
+    """Index behind the parenthesis that closes the first one."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
         if not depth:
             return found.end()
-    raise _unreadable(f"another kind of line: {text!r}")
+    raise _unreadable(f"unknown kind of line: {text!r}")
 
 
 def _names(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the compiler made of a program, read from its own output."""
+"""Inspection of a compiled executable: layouts, copies, collectives, donation and cost, from the compiler's output."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from dflash_aot.compile.analysis.copy_analysis import find_argument_copies
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-# What makes no array of its own.
+# Opcodes whose result is no new array.
 FORWARDING_OPCODES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
 def read_cost(compiled: jax.stages.Compiled) -> CallCost:
-    """The compiler's own count."""
+    """The compiler's count of flops and bytes accessed."""
     counted = compiled.cost_analysis() or {}
     return CallCost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
 
@@ -24,21 +24,21 @@ def read_cost(compiled: jax.stages.Compiled) -> CallCost:
 def inspect_executable(
     compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]
 ) -> ExecutableAnalysis:
-    """Of the optimized program, whose inputs and outputs are named in order; the same on every platform.
+    """Inspects a compiled program, on every platform.
 
-    Raises BuildFailed where the compiler's text cannot be read.
+    `inputs` and `outputs` are names in order. Raises BuildFailed if the compiler's text cannot be parsed.
     """
     return inspect_hlo(compiled.as_text() or "", inputs, outputs)
 
 
 def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
-    """Likewise, of optimized HLO as XLA writes it."""
+    """Inspects optimized HLO text. Raises BuildFailed if it cannot be parsed, or a donated array changes its layout."""
     module = parse_module(text)
     results = module.entry.root.type
     arguments = _name_layouts(inputs, [one.type for one in module.entry.parameters])
     returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))
     if moved := [name for name in arguments.keys() & returned if arguments[name] != returned[name]]:
-        raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, returned in another")
+        raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, but returned in another")
     return ExecutableAnalysis(
         layouts=arguments | returned,
         copies=find_argument_copies(module, inputs),
@@ -49,14 +49,17 @@ def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Exe
 
 
 def count_collectives(module: HloModule) -> dict[str, int]:
-    """By kind; what is started in one place and done in another counts once."""
+    """Number of collectives by kind. An asynchronous collective (start and done) counts once."""
     opcodes = (one.opcode for one in module.instructions)
     kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
     return dict(sorted(kinds.items()))
 
 
 def describe_largest_array(module: HloModule) -> str:
-    """What makes the largest array of a shape that no argument has: an array of such a shape may be in its place."""
+    """The instruction with the largest new array, as text; "" if there is none.
+
+    Arrays with the shape of an argument are left out, because they may be written in its place.
+    """
     fused = {one.called("calls") for one in module.instructions if one.opcode == "fusion"}
     taken = {one.type.shape for one in module.entry.parameters if isinstance(one.type, Buffer)}
     found = [

@@ -1,4 +1,4 @@
-"""What a bundle takes of a device's memory: counted from the compiler's figures, or estimated before there are any."""
+"""Memory plan: how much device memory a bundle needs, from the compiler's figures or, before a build, an estimate."""
 
 import math
 import re
@@ -15,17 +15,20 @@ from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
 
 LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
-PROPOSED_LENGTH_STEP = 128  # lengths are proposed in these
+PROPOSED_LENGTH_STEP = 128  # proposed lengths are multiples
 MAX_PROPOSED_BATCH = 1 << 16
-Layout = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # dimensions from major to minor, and the tile that the last ones pad to
+# dimensions from major to minor, and the tile to which the last dimensions are padded
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """Bytes of one device while a bundle serves. Its executables are all loaded, and one runs at a time.
+    """Bytes of one device while a bundle is served: all executables are loaded, and one runs at a time.
 
-    `temporaries` is what the greediest executable needs besides weights and state, its results included.
+    Attributes:
+        weights: of both models.
+        state: kv arrays and the other state.
+        temporaries: of the executable that needs most besides weights and state, including its results.
+        code: of all executables.
     """
 
     weights: int
@@ -39,22 +42,33 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 
 
 class GridProposal(msgspec.Struct, frozen=True):
-    """How far a grid's corner could go: rows at its longest length, positions at its largest batch; None for none."""
+    """The largest grid that fits.
+
+    Attributes:
+        batch: the largest batch at the grid's longest length; None if no batch fits.
+        length: the longest length at the grid's largest batch; None if no length fits.
+    """
 
     batch: int | None
     length: int | None
 
 
 class CompilerFigures(msgspec.Struct, frozen=True):
-    """What the compiler has said already: memory by executable's label, layouts of weights and state by name."""
+    """What the compiler reported for a build.
+
+    Attributes:
+        memory: by the executable's label.
+        layouts: of weights and state, by name, as XLA writes them.
+    """
 
     memory: Mapping[str, MemoryUse] = {}
     layouts: Mapping[str, str] = {}
 
 
 def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
-    """From the entries of a build. Layouts of weights and state: an argument may share their name, not their shape."""
+    """The compiler's figures in the entries of a build."""
     entries = tuple(entries)
+    # Not of arguments: an argument may have the name of a state array and another shape.
     layouts = {
         name: entry.analysis.layouts[name]
         for entry in entries
@@ -64,16 +78,21 @@ def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
 
 
 class MemoryPlanner:
-    """A pair on `devices` that share it, at any grid: the compiler's figures as far as there are, else estimates."""
+    """Makes memory plans of a pair for any grid, from the compiler's figures if there are any, else from estimates."""
 
     def __init__(self, programs: Programs, devices: int, tiled: bool, measured: CompilerFigures | None = None):
-        """`tiled`: in memory as TPU lays arrays out."""
+        """Args:
+        programs: of the pair.
+        devices: number of devices that share the pair.
+        tiled: whether arrays are padded to tiles, as on TPU.
+        measured: the compiler's figures of a build.
+        """
         self._programs, self._devices, self._tiled = programs, devices, tiled
         self._measured = measured or CompilerFigures()
         self._weights = arrays_by_name((), programs.recipes())
 
     def plan(self, grid: Grid) -> MemoryPlan:
-        """Of a bundle with this grid."""
+        """The memory plan of a bundle with this grid."""
         state = {array.name: array for array in state_arrays(self._programs.pair, grid)}
         known = {**state, **self._weights}
         measured = self._measured.memory
@@ -81,19 +100,19 @@ class MemoryPlanner:
             measured.get(one.label) or self.estimate(one, known) for one in self._programs.list_signatures(grid)
         ]
         return MemoryPlan(
-            weights=sum(map(self._bytes, self._weights.values())),
-            state=sum(map(self._bytes, state.values())),
+            weights=sum(map(self._held_bytes, self._weights.values())),
+            state=sum(map(self._held_bytes, state.values())),
             temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories),
             code=sum(one.code for one in memories),
         )
 
     def estimate(self, signature: Signature, known: Mapping[str, ArraySpec]) -> MemoryUse:
-        """What the compiler would say of an executable; `known` holds weights and state by name."""
-        aliased = sum(self._bytes(known[name]) for name in signature.donated)
-        held = sum(self._bytes(known[name]) for name in (*signature.weights, *signature.state))
+        """Estimates the compiler's figures of an executable; `known` holds weights and state by name."""
+        aliased = sum(self._held_bytes(known[name]) for name in signature.donated)
+        held = sum(self._held_bytes(known[name]) for name in (*signature.weights, *signature.state))
         return MemoryUse(
-            arguments=held + sum(map(self._bytes_of_call, signature.arguments)),
-            outputs=aliased + sum(map(self._bytes_of_call, signature.results)),
+            arguments=held + sum(map(self._call_bytes, signature.arguments)),
+            outputs=aliased + sum(map(self._call_bytes, signature.results)),
             aliased=aliased,
             temporaries=estimate_temporaries(signature, self._programs.pair.vocab, self._devices),
             code=estimate_code(signature, self._programs.pair.block),
@@ -102,13 +121,10 @@ class MemoryPlanner:
     def propose(self, grid: Grid, available: int, positions: int) -> GridProposal:
         """The largest batch at the grid's longest length, and the longest length at its largest batch, that fit.
 
-        `available` in bytes; no length beyond `positions`, which the models were made for.
+        `available` is in bytes; `positions` is the longest length that the models support.
         """
-
         estimates = MemoryPlanner(self._programs, self._devices, self._tiled)
-        beyond = (
-            self.plan(grid).total - estimates.plan(grid).total
-        )  # what the compiler took more, where it has been asked
+        beyond = self.plan(grid).total - estimates.plan(grid).total  # what the compiler's figures add
 
         def fits(batch: int, length: int) -> bool:
             return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available
@@ -119,14 +135,14 @@ class MemoryPlanner:
             steps and steps * PROPOSED_LENGTH_STEP,
         )
 
-    def _bytes(self, array: ArraySpec) -> int:
-        """Of weights or state."""
+    def _held_bytes(self, array: ArraySpec) -> int:
+        """Bytes of weights or state on one device."""
         shape, layout = array.shard_shape(self._devices), self._measured.layouts.get(array.name)
         chosen = read_layout(layout) if layout else choose_layout(shape, array.dtype, self._tiled)
         return padded_bytes(shape, array.dtype, *chosen)
 
-    def _bytes_of_call(self, array: ArraySpec) -> int:
-        """Of what a call brings or returns, of which no layout is known."""
+    def _call_bytes(self, array: ArraySpec) -> int:
+        """Bytes of an argument or result on one device, in an estimated layout."""
         shape = array.shard_shape(self._devices)
         return padded_bytes(shape, array.dtype, *choose_layout(shape, array.dtype, self._tiled))
 
@@ -134,10 +150,11 @@ class MemoryPlanner:
 def check_fits(
     programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: CompilerFigures | None = None
 ) -> str | None:
-    """Raises BuildFailed with figures, and what would fit, where it is certain that a grid does not.
+    """Checks that a grid fits a TPU chip. Returns None, or a warning if only an estimate exceeds the memory.
 
-    Certain are weights and state, and all of it after a build. An estimate that is over is returned in words: it may
-    be wrong by a few percent, and then the compiler decides.
+    Raises BuildFailed, with figures and with what would fit, if it is certain that the grid does not fit: weights and
+    state alone are too large, or the figures are the compiler's. An estimate may be wrong by a few percent, so in that
+    case the compiler decides.
     """
     planner, available = MemoryPlanner(programs, devices, tiled=True, measured=measured), chip.available_bytes
     plan = planner.plan(grid)
@@ -153,9 +170,9 @@ def check_fits(
 
 
 def describe_verdict(plan: MemoryPlan, available: int) -> str:
-    """For people: the sum, its parts, and what is left or missing."""
+    """The parts of a memory plan, their sum, and what is left or missing, as text."""
     left = available - plan.total
-    verdict = f"{gigabytes(left)} left" if left >= 0 else f"{gigabytes(-left)} too many"
+    verdict = f"{gigabytes(left)} left" if left >= 0 else f"{gigabytes(-left)} too much"
     parts = {"weights": plan.weights, "state": plan.state}
     parts |= {"temporaries": plan.temporaries, "code": plan.code}
     listed = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
@@ -163,16 +180,16 @@ def describe_verdict(plan: MemoryPlan, available: int) -> str:
 
 
 def describe_proposal(proposal: GridProposal, grid: Grid) -> str:
-    """For people: the corners that fit."""
+    """A proposal as text."""
     if proposal.batch is None and proposal.length is None:
-        return "Nothing of this pair fits: it takes more or larger devices, or a narrower --dtype"
+        return "No grid of this pair fits: use more or larger devices, or a narrower --dtype"
     at_length = f"batch={proposal.batch}" if proposal.batch else "no batch"
     at_batch = f"length={proposal.length}" if proposal.length else "no length"
     return f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}"
 
 
 def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
-    """The part of a grid that ends at one of its buckets."""
+    """The part of a grid up to one of its buckets."""
     return Grid(
         batch=tuple(size for size in grid.batch if size <= bucket.batch),
         length=tuple(size for size in grid.length if size <= bucket.length),
@@ -183,7 +200,7 @@ def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
 
 
 def move_corner(grid: Grid, batch: int, length: int) -> Grid:
-    """The grid with another largest batch and longest length."""
+    """The grid with another largest batch and another longest length."""
     return Grid(
         batch=(*(size for size in grid.batch if size < batch), batch),
         length=(*(size for size in grid.length if size < length), length),
@@ -194,12 +211,12 @@ def move_corner(grid: Grid, batch: int, length: int) -> Grid:
 
 
 def _cut_prefill(grid: Grid, length: int) -> tuple[int, ...]:
-    """A chunk is no wider than the longest length."""
+    """The chunks of a grid, none wider than the longest length."""
     return tuple(sorted({min(size, length) for size in grid.prefill}))
 
 
 def choose_layout(shape: tuple[int, ...], dtype: str, tiled: bool) -> Layout:
-    """How the TPU compiler lays an argument out: in order, the last two dimensions swapped where that pads less."""
+    """The TPU compiler's layout of an argument: in order, or the last two dimensions swapped if that pads less."""
     order = tuple(range(len(shape)))
     if not tiled or not shape:
         return order, ()
@@ -209,10 +226,10 @@ def choose_layout(shape: tuple[int, ...], dtype: str, tiled: bool) -> Layout:
 
 
 def _choose_tile(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
-    """The tile that the last dimensions are padded to, as `compiled.input_formats` shows it (libtpu 0.0.42).
+    """The tile to which the last dimensions are padded, as `compiled.input_formats` shows it (libtpu 0.0.42).
 
-    The last dimension to 128, the one before to 8 or the power of two that holds it; one dimension alone to 128, 256,
-    512 or 1024. Narrow dtypes are packed in fours of bytes, and a tile holds no part of a pack.
+    The last dimension is padded to 128, the one before it to 8 or a smaller power of two. An array of one dimension is
+    padded to 128, 256, 512 or 1024. Narrow dtypes are packed to 4 bytes, and a tile holds whole packs.
     """
     packed = 4 // ITEM_BYTES[dtype]
     if len(shape) == 1:
@@ -221,7 +238,7 @@ def _choose_tile(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 
 def read_layout(layout: str) -> Layout:
-    """XLA's text of a layout: dimensions from minor to major, then tiles, of which the first pads the array."""
+    """Parses XLA's text of a layout: dimensions from minor to major, then tiles, of which the first pads the array."""
     found = re.fullmatch(r"\{([\d,]*)(?::T\(([\d,]+)\).*)?\}", layout)
     assert found, layout
     minor_to_major, tile = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
@@ -229,7 +246,7 @@ def read_layout(layout: str) -> Layout:
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]) -> int:
-    """Of an array with its dimensions in this order, from major to minor, the last ones in tiles."""
+    """Bytes of an array with its dimensions in `order`, from major to minor, and the last ones padded to `tile`."""
     ordered = [shape[axis] for axis in order]
     whole = len(ordered) - len(tile)
     padded = [-(-size // step) * step for size, step in zip(ordered[whole:], tile, strict=True)]
@@ -237,11 +254,11 @@ def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], til
 
 
 def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
-    """Bytes on each device.
+    """Estimates the temporaries of an executable on each TPU device, in bytes.
 
-    What a layer computes stays in a TPU's VMEM. What may not: the float32 logits of verified and drafted tokens, twice
-    where they are penalised, and of a chunk as much as its features and again. As seen of Qwen3-4B, Qwen3-8B and their
-    drafts on v5e, v5p and v6e.
+    A layer's intermediate results stay in VMEM. Main memory holds the float32 logits of verified and drafted tokens
+    (twice with sampling), and for a prefill chunk twice the size of its features. Fitted to Qwen3-4B, Qwen3-8B and
+    their drafts on v5e, v5p and v6e.
     """
     sizes = signature.bucket
     match signature.program:
@@ -258,10 +275,10 @@ def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
 
 
 def estimate_code(signature: Signature, block: int) -> int:
-    """Bytes, from how many tokens a call has: loops over stacked layers, Qwen3-4B and its draft on v5e.
+    """Estimates the code size of a TPU executable in bytes, from the number of tokens of a call.
 
-    Measured for 1, 64 and 128 tokens: draft - 3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3, all in MB; a sampled
-    verification for 1, 16 and 128: 2.8 4.4 7.5.
+    Fitted to Qwen3-4B and its draft on v5e. Measured for 1, 64 and 128 tokens, in MB: draft - 3.1 4.4, verify
+    1.3 3.2 4.5, kv_write 0.2 - 1.3. A sampled verification for 1, 16 and 128 tokens: 2.8 4.4 7.5.
     """
     measured = {"kv_write": (300_000, 8_000), "sampled_verify": (3_000_000, 36_000)}
     measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
@@ -270,7 +287,7 @@ def estimate_code(signature: Signature, block: int) -> int:
 
 
 def count_tokens(signature: Signature, block: int) -> int:
-    """Positions that a call computes. A draft computes its block whatever K."""
+    """How many tokens a call computes. A draft computes its whole block for any K."""
     sizes = signature.bucket
     match signature.program:
         case "prefill":
@@ -286,17 +303,18 @@ def count_tokens(signature: Signature, block: int) -> int:
 
 
 def gigabytes(count: float) -> str:
+    """Bytes as text in GB."""
     return f"{count / 1e9:.2f} GB"
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest that is not below it."""
+    """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 
-def _find_largest(fits: Callable[[int], bool], most: int) -> int | None:
-    """The largest of 1 … most that fits, where all smaller ones do too; None if not even 1 does."""
-    low, high = 0, most
+def _find_largest(fits: Callable[[int], bool], limit: int) -> int | None:
+    """The largest of 1 … limit that fits, by bisection; None if 1 does not fit."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

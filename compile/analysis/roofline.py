@@ -1,7 +1,7 @@
-"""How fast an executable can be at best: what it must move and multiply, over the chip's peaks (Williams et al. 2009).
+"""Roofline: the least time of an executable, from its bytes and flops and the chip's peaks (Williams et al. 2009).
 
-A bound, not a measurement: nothing waits for anything, every weight is read once, and what devices exchange, norms,
-biases and the numbers of a call are left out.
+A bound and no measurement. It assumes that memory and arithmetic overlap fully, that every weight is read once, and
+that exchanges between devices, norms, biases and small arguments cost nothing.
 B rows · T positions of this call · S kv positions · H hidden · V vocabulary
 """
 
@@ -15,12 +15,17 @@ from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOf
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import Chip
 
-# Bytes of a row's sampling state for each token of the vocabulary.
+# Sampling state of a row: bytes for each token of the vocabulary.
 BIAS, PROMPTED, COUNTS = (ITEM_BYTES[dtype] for dtype in ("float32", "bool", "int32"))
 
 
 class RooflineCost(msgspec.Struct, frozen=True):
-    """What one call takes of one device: bytes of its memory read and written, floating point operations."""
+    """Cost of one call on one device.
+
+    Attributes:
+        bytes: device memory read and written.
+        flops: floating point operations.
+    """
 
     bytes: float
     flops: float
@@ -29,13 +34,19 @@ class RooflineCost(msgspec.Struct, frozen=True):
         return RooflineCost(self.bytes + other.bytes, self.flops + other.flops)
 
     def bound_seconds(self, chip: Chip) -> float:
-        """Seconds."""
+        """The least time of the call on a chip, in seconds."""
         bandwidth, peak = chip.bytes_per_second / chip.devices, chip.flops_per_second / chip.devices
         return max(self.bytes / bandwidth, self.flops / peak)
 
 
 class RoundBound(msgspec.Struct, frozen=True):
-    """Seconds of the executables of one round; a round without speculation drafts nothing."""
+    """The least seconds of one round, by executable. A round without speculation has no draft and no kv_write.
+
+    Attributes:
+        draft: seconds.
+        verify: seconds.
+        kv_write: seconds.
+    """
 
     draft: float
     verify: float
@@ -43,18 +54,19 @@ class RoundBound(msgspec.Struct, frozen=True):
 
     @property
     def round(self) -> float:
+        """Seconds of the whole round."""
         return self.draft + self.verify + self.kv_write
 
 
 class Roofline:
-    """The work of a pair's executables for one grid, shared evenly by `devices`."""
+    """Costs of a pair's executables for one grid, shared evenly by `devices`. Buckets are taken to be full."""
 
     def __init__(self, target: Target, draft: Draft, dtype: str, grid: Grid, devices: int = 1):
         self._target, self._draft, self._grid, self._devices = target, draft, grid, devices
         self._item = ITEM_BYTES[dtype]
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
-        """Of a bucket that is full. An engine that does not speculate writes no draft context either."""
+        """The bound of a round in a bucket. With K = 0 the engine writes no draft context either."""
         B, S, K = bucket.batch, bucket.length, bucket.k
         verify = self.verify(B, S, K).bound_seconds(chip)
         if not K:
@@ -62,11 +74,11 @@ class Roofline:
         return RoundBound(self.draft(B, S, K).bound_seconds(chip), verify, self.kv_write(B, K + 1).bound_seconds(chip))
 
     def cost(self, signature: Signature) -> RooflineCost:
-        """Of the executable with this signature, its bucket full."""
+        """The cost of the executable with this signature."""
         sizes = signature.bucket
         match signature.program:
             case "prefill":
-                return self._forward(1, sizes["prefill"], sizes["length"], judged=1)
+                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1)
             case "draft":
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
             case "verify":
@@ -83,15 +95,15 @@ class Roofline:
                 return self.admit()
 
     def verify(self, B: int, S: int, K: int) -> RooflineCost:
-        """The target over K+1 tokens of each row, all of them judged."""
-        return self._forward(B, K + 1, S, judged=B * (K + 1))
+        """The target over K+1 tokens of each row, with the logits of all of them."""
+        return self._forward(B, K + 1, S, logit_tokens=B * (K + 1))
 
     def sampled_verify(self, B: int, S: int, K: int) -> RooflineCost:
-        """The same, and each row's bias, prompt and counts, of which the counts are written again."""
+        """As `verify`, and each row's bias, prompt mask and counts are read; the counts are also written."""
         return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
 
     def draft(self, B: int, S: int, K: int) -> RooflineCost:
-        """The draft over a whole block of each row, K tokens of it chosen."""
+        """The draft over the whole block of each row, with the logits of K tokens."""
         decoder, T = self._draft.decoder, self._draft.block
         vocab = self._draft.vocab or self._target.decoder.vocab
         parts = (
@@ -103,35 +115,35 @@ class Roofline:
         return _sum(parts)
 
     def kv_write(self, rows: int, width: int) -> RooflineCost:
-        """Features through `fc`, then each layer's keys and values, written."""
+        """Features through `fc`, then keys and values of each layer, which are written."""
         decoder, tokens = self._draft.decoder, rows * width
         features = len(self._draft.target_layer_ids) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
 
     def rounds(self, B: int, S: int, K: int, rounds: int) -> RooflineCost:
-        """As many as one dispatch may run; without drafts the draft's kv is written once, behind the last."""
+        """All rounds of a multi-round step. With K = 0 the draft's kv is written once, after the last round."""
         verify = self.verify(B, S, K)
         if not K:
             return _sum([verify] * rounds) + self.kv_write(B, rounds)
         return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
 
     def move(self) -> RooflineCost:
-        """All of a slot's kv, read and written."""
+        """All keys and values of a slot, read and written."""
         positions = self._grid.capacity + self._grid.widest_write
         return _sum(self._write(decoder, 2 * positions) for decoder in (self._target.decoder, self._draft.decoder))
 
     def admit(self) -> RooflineCost:
-        """A slot's bias, prompt and counts, written; the first two come whole to every device."""
+        """A slot's bias, prompt mask and counts, written. Every device reads the whole bias and prompt mask."""
         whole = self._target.decoder.vocab * (BIAS + PROMPTED)
         return self._row_state(BIAS + PROMPTED + COUNTS) + RooflineCost(whole, 0.0)
 
     def _row_state(self, bytes_per_token: int) -> RooflineCost:
-        """What is kept of every token of the vocabulary."""
+        """Sampling state with so many bytes for every token of the vocabulary."""
         return RooflineCost(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
-    def _forward(self, B: int, T: int, S: int, judged: int) -> RooflineCost:
-        """The target over T tokens of each row; logits of `judged` tokens. Every device writes the features whole."""
+    def _forward(self, B: int, T: int, S: int, logit_tokens: int) -> RooflineCost:
+        """The target over T tokens of each row, with `logit_tokens` logits. Every device writes all features."""
         decoder = self._target.decoder
         features = B * T * len(self._draft.target_layer_ids) * decoder.hidden
         parts = (
@@ -139,7 +151,7 @@ class Roofline:
             self._layers(decoder, B * T),
             self._write(decoder, B * T),
             self._attend(decoder, B, T, S, S),
-            self._head(decoder, decoder.vocab, judged),
+            self._head(decoder, decoder.vocab, logit_tokens),
             RooflineCost(features * self._item, 0.0),
         )
         return _sum(parts)
@@ -148,14 +160,14 @@ class Roofline:
         return self._share(tokens * decoder.hidden, 0)
 
     def _layers(self, decoder: Decoder, tokens: int) -> RooflineCost:
-        """Projections and MLPs."""
+        """Projections and MLPs of all layers."""
         attention = 2 * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
         read, used = _mlp_rows(decoder, tokens)
         per_row = decoder.layers * decoder.hidden
         return self._share(per_row * (attention + read), 2 * tokens * per_row * (attention + used))
 
     def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> RooflineCost:
-        """Keys and values of S positions read; scores with `seen` positions, and as much to mix their values."""
+        """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
         width = decoder.attention.heads * decoder.attention.head_dim
         return self._share(decoder.layers * B * S * _kv_width(decoder), 4 * decoder.layers * B * T * seen * width)
 
@@ -166,17 +178,17 @@ class Roofline:
         return self._share(vocab * decoder.hidden, 2 * tokens * vocab * decoder.hidden)
 
     def _share(self, elements: float, flops: float) -> RooflineCost:
-        """One device's part."""
+        """The cost on one device."""
         return RooflineCost(elements * self._item / self._devices, flops / self._devices)
 
 
 def expected_experts(experts: MixtureOfExperts, tokens: int) -> float:
-    """How many distinct experts `tokens` choose, where each token's choice is any as likely: E · (1 - (1 - c/E)^n)."""
+    """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""
     return experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
 
 
 def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
-    """Weight rows of hidden width in one layer's MLP: how many a call reads, and how many each token uses."""
+    """Weight rows of hidden width in the MLP of a layer: how many a call reads, and how many each token uses."""
     mlp = decoder.mlp
     if not isinstance(mlp, MixtureOfExperts):
         return 3 * mlp.width, 3 * mlp.width
@@ -184,10 +196,10 @@ def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
 
 
 def _kv_width(decoder: Decoder) -> int:
-    """Elements of one position's keys and values in one layer; also rows of what makes them."""
+    """Elements of the keys and values of a position in one layer; also the rows of the weights that make them."""
     return 2 * decoder.attention.kv_heads * decoder.attention.head_dim
 
 
-def _sum(works: Iterable[RooflineCost]) -> RooflineCost:
-    works = tuple(works)
-    return RooflineCost(sum(work.bytes for work in works), sum(work.flops for work in works))
+def _sum(costs: Iterable[RooflineCost]) -> RooflineCost:
+    costs = tuple(costs)
+    return RooflineCost(sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs))

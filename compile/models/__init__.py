@@ -1,1 +1,1 @@
-"""The models: target (dense or mixture of experts) and DFlash draft, their layers and parameters."""
+"""The models: the target (dense or mixture of experts), the DFlash draft, their layers and parameters."""

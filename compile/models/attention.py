@@ -1,4 +1,4 @@
-"""Who mixes what: softmax attention over keys and values that lie in several places.
+"""Softmax attention over the kv cache and over keys and values beside it, whole or blockwise.
 
 B rows · T positions of this call · S kv positions · G kv heads · R query heads per kv head · D head width
 """
@@ -10,42 +10,44 @@ import jax.numpy as jnp
 
 from dflash_aot.compile.models.kv_cache import KvContext
 
-MASKED_SCORE = -1e30  # finite: a row that sees nothing must not become NaN
-MAX_SCORE_BYTES = 16 * 2**20  # bytes of scores per row of the batch; more are never all in memory
-KV_BLOCK = 512  # positions that are attended to at a time then
+MASKED_SCORE = -1e30  # finite, so that a row whose mask is all False gives no NaN
+MAX_SCORE_BYTES = 16 * 2**20  # of a row's scores, float32; calls with more attend blockwise
+KV_BLOCK = 512  # kv positions per step of blockwise attention
 
-# keys and values [B, G, S, D] and who sees them, bool, broadcastable to [B, T, S]
+# keys [B, G, S, D], values [B, G, S, D], mask: bool, broadcastable to [B, T, S]
 MaskedKeyValues = tuple[jax.Array, jax.Array, jax.Array]
-# positions [n] → who sees them, bool, broadcastable to [B, T, n]
+# kv positions [n] → mask: bool, broadcastable to [B, T, n]
 MaskOfPositions = Callable[[jax.Array], jax.Array]
+# softmax so far: largest score [B, G, R, T], sum of weights [B, G, R, T], weighted values [B, G, R, T, D]
+SoftmaxState = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend_context(
-    q: jax.Array, context: KvContext, seen: MaskOfPositions, reach: jax.Array, *near: MaskedKeyValues
+    q: jax.Array, context: KvContext, mask: MaskOfPositions, end: jax.Array, *beside: MaskedKeyValues
 ) -> jax.Array:
-    """Attention over what the kv arrays hold, and over `near` parts beside it: q and result [B, T, G, R, D].
+    """Attention over a kv context and over the keys and values `beside` it: q and result [B, T, G, R, D].
 
-    Nothing from position `reach` on, a scalar, is seen by anyone.
+    `end` is a scalar: `mask` is False for every kv position from `end` on.
     """
     _, T, G, R, _ = q.shape
     if 4 * G * R * T * context.length <= MAX_SCORE_BYTES:
-        return attend(q, (*context.read(0, context.length), seen(jnp.arange(context.length))), *near)
-    return attend_blockwise(q, context, seen, reach, near, min(KV_BLOCK, context.length))
+        return attend(q, (*context.read(0, context.length), mask(jnp.arange(context.length))), *beside)
+    return attend_blockwise(q, context, mask, end, beside, min(KV_BLOCK, context.length))
 
 
 def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
-    """Softmax attention over the union of `parts`, without copying their keys together: q and result [B, T, G, R, D].
+    """Softmax attention over the union of `parts`, whose keys are not concatenated: q and result [B, T, G, R, D].
 
-    Scores and softmax in float32.
+    Scores and softmax are float32.
     """
     scale = q.shape[-1] ** -0.5
     scores = [
         jnp.where(
-            seen[:, None, None],
+            mask[:, None, None],
             jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale,
             MASKED_SCORE,
         )
-        for keys, _, seen in parts
+        for keys, _, mask in parts
     ]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     start, mixed = 0, jnp.zeros((), q.dtype)
@@ -59,38 +61,36 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
 def attend_blockwise(
     q: jax.Array,
     context: KvContext,
-    seen: MaskOfPositions,
-    reach: jax.Array,
-    near: Sequence[MaskedKeyValues],
+    mask: MaskOfPositions,
+    end: jax.Array,
+    beside: Sequence[MaskedKeyValues],
     block: int,
 ) -> jax.Array:
-    """`attend` without ever holding the scores of more than `block` positions (Milakov & Gimelshein 2018).
+    """`attend` with an online softmax (Milakov & Gimelshein 2018), which holds the scores of `block` positions only.
 
-    Blocks behind `reach` are not looked at: a short prompt in a long bucket costs what it is long.
+    Blocks from position `end` on are skipped, so the time depends on the prompt's length and not on the bucket's.
     """
     B, T, G, R, D = q.shape
     scale = D**-0.5
 
-    def add(
-        state: tuple[jax.Array, jax.Array, jax.Array], keys: jax.Array, values: jax.Array, seen: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def add(state: SoftmaxState, keys: jax.Array, values: jax.Array, mask: jax.Array) -> SoftmaxState:
         peak, total, mixed = state
         scores = jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(seen[:, None, None], scores, MASKED_SCORE)
+        scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
         higher = jnp.maximum(peak, scores.max(axis=-1))
         faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
         news = jnp.einsum("BGRTS,BGSD->BGRTD", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
         return higher, total * faded + weights.sum(axis=-1), mixed * faded[..., None] + news
 
-    def add_block(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        # The last block slides back to end where the context does; what it repeats is not seen twice.
+    def add_block(index: jax.Array, state: SoftmaxState) -> SoftmaxState:
+        # The last block is moved back to end with the context. Positions of the block before it are masked.
         start = jnp.minimum(index * block, context.length - block)
         positions = start + jnp.arange(block)
-        return add(state, *context.read(start, block), seen(positions) & (positions >= index * block))
+        return add(state, *context.read(start, block), mask(positions) & (positions >= index * block))
 
     state = (jnp.full((B, G, R, T), MASKED_SCORE), jnp.zeros((B, G, R, T)), jnp.zeros((B, G, R, T, D)))
-    for part in near:
+    for part in beside:
         state = add(state, *part)
-    blocks = (jnp.minimum(reach, context.length) + block - 1) // block
+    blocks = (jnp.minimum(end, context.length) + block - 1) // block
     _, total, mixed = jax.lax.fori_loop(0, blocks, add_block, state)
     return jnp.einsum("BGRTD->BTGRD", mixed / total[..., None]).astype(q.dtype)

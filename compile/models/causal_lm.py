@@ -1,4 +1,9 @@
-"""The target, whatever its family. Module and parameter names are the checkpoint's tensor names."""
+"""The target model: a causal language model of any supported family, with aux hidden states for the draft.
+
+Module and attribute names are the tensor names of the checkpoint.
+B rows · T positions of this call · H hidden · V vocabulary, or this device's part of it
+G kv heads · R query heads per kv head · D head width
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,12 +21,13 @@ from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 Kv = TypeVar("Kv")
+# Writes keys and values, then attends:
 # (kv, layer, queries [B,T,G,R,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,T,G,R,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, both with a residual."""
+    """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
 
     def __init__(self, decoder: Decoder, dtype: str, tp: TensorParallel):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
@@ -35,6 +41,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
     ) -> tuple[jax.Array, Kv]:
+        """x [B, T, H] → x after the layer, and the kv that `attend` returned."""
         h = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(h, rotation)
         mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
@@ -52,7 +59,10 @@ class DecoderStack(nnx.Module):
 
 
 class CausalLM(nnx.Module):
-    """A causal language model with taps; its layers unrolled or `stacked` (see `layer_loop`), on `tp` devices."""
+    """A causal language model that also returns aux hidden states.
+
+    `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
+    """
 
     def __init__(self, target: Target, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
         self.model = DecoderStack(target.decoder, dtype, stacked, tp)
@@ -61,39 +71,40 @@ class CausalLM(nnx.Module):
         self.target, self.tp = target, tp
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """[B, T] → [B, T, H]."""
+        """Token ids [B, T] → embeddings [B, T, H]."""
         return self.tp.look_up(self.model.embed_tokens.weight[...], ids)
 
     def forward(
-        self, ids: jax.Array, positions: jax.Array, taps: Sequence[int], kv: Kv, attend: Attend[Kv]
+        self, ids: jax.Array, positions: jax.Array, target_layer_ids: Sequence[int], kv: Kv, attend: Attend[Kv]
     ) -> tuple[jax.Array, jax.Array, Kv]:
-        """ids, positions [B, T] → hidden states before the final norm [B, T, H], features [B, T, taps·H], kv.
+        """ids, positions [B, T] → hidden states before the final norm [B, T, H], features [B, T, A·H], kv.
 
-        A tap is the output of that decoder layer, 0-based.
+        The features are the aux hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side
+        by side.
         """
         x = self.embed(ids)
         rotation = Rotation(self.target.decoder.rope, positions, x.dtype)
         layers = self.target.decoder.layers
-        # A place for every tap, and one that all other layers write over.
-        places = np.full(layers, len(taps), np.int32)
-        places[list(taps)] = range(len(taps))
+        # One place per aux layer, and a last one that all other layers overwrite.
+        places = np.full(layers, len(target_layer_ids), np.int32)
+        places[list(target_layer_ids)] = range(len(target_layer_ids))
 
         def run(
             index: LayerIndex, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
-            x, kv, tapped = carry
+            x, kv, aux = carry
             x, kv = layer(x, rotation, kv, index, attend)
-            return x, kv, jax.lax.dynamic_update_index_in_dim(tapped, x, jnp.asarray(places)[index], axis=2)
+            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[index], axis=2)
 
-        tapped = jnp.zeros((*x.shape[:2], len(taps) + 1, x.shape[2]), x.dtype)
-        x, kv, tapped = run_layers(self.model.layers, layers, run, (x, kv, tapped))
-        return x, tapped[:, :, : len(taps)].reshape(*x.shape[:2], -1), kv
+        aux = jnp.zeros((*x.shape[:2], len(target_layer_ids) + 1, x.shape[2]), x.dtype)
+        x, kv, aux = run_layers(self.model.layers, layers, run, (x, kv, aux))
+        return x, aux[:, :, : len(target_layer_ids)].reshape(*x.shape[:2], -1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states before the final norm [.., H] → float32 [.., V], or this device's share of V."""
+        """Hidden states before the final norm [.., H] → float32 logits [.., V]."""
         return self.head(self.model.norm(x))
 
     def head(self, normed: jax.Array) -> jax.Array:
-        """Normed hidden states [.., H] → float32 [.., V] or a share of it; also the draft's head."""
+        """Normed hidden states [.., H] → float32 logits [.., V]. Drafts without a head of their own use it too."""
         weight = self.model.embed_tokens.weight if self.target.tied else self.lm_head.weight
         return matmul(weight[...], normed, dtype=jnp.float32)

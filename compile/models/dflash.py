@@ -1,7 +1,10 @@
-"""The DFlash draft: one bidirectional pass over a block, conditioned on the target's features.
+"""The DFlash draft model: one bidirectional pass over a block, conditioned on the target's aux hidden states.
 
-Embedding and head are the target's in z-lab's checkpoints, the draft's own in speculators'. References: z-lab/dflash
-`dflash/model.py`, vllm-project/speculators `models/dflash`.
+Drafts of z-lab use the embedding and the head of the target, drafts of speculators have their own. References:
+z-lab/dflash `dflash/model.py`, vllm-project/speculators `models/dflash`.
+
+B rows · T positions of this call · H hidden · V vocabulary, or this device's part of it · F width of the features
+G kv heads · R query heads per kv head · D head width
 """
 
 from collections.abc import Callable
@@ -17,15 +20,17 @@ from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, R
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
+# Attention over the draft context and the block itself:
 # (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
 AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 
+# Writes the context keys and values of a layer:
 # (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
 WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 
 
 class DFlash(nnx.Module):
-    """DFlashDraftModel."""
+    """DFlashDraftModel. `stacked` and `tp` as in `CausalLM`."""
 
     def __init__(self, draft: Draft, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
         decoder = draft.decoder
@@ -41,9 +46,9 @@ class DFlash(nnx.Module):
         self.draft, self.tp = draft, tp
 
     def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
-        """features [B, T, taps·H_target] at absolute positions [B, T]; `write` takes each layer's keys and values.
+        """Makes each layer's context keys and values of features [B, T, F] at absolute positions [B, T].
 
-        The layers' `input_layernorm` is not applied to the context.
+        `write` takes them. The layers' `input_layernorm` is not applied to the context.
         """
         context = self.hidden_norm(self.fc(self.tp.own_slice(features)))
         rotation = Rotation(self.draft.decoder.rope, positions, context.dtype)
@@ -56,7 +61,7 @@ class DFlash(nnx.Module):
     def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendBlock) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].
 
-        Row i speaks of the token at its own position; row 0, the anchor's, of nothing.
+        Row i predicts the token at its own position. Row 0 is the anchor and predicts nothing.
         """
         rotation = Rotation(self.draft.decoder.rope, positions, x.dtype)
 
@@ -66,15 +71,15 @@ class DFlash(nnx.Module):
         return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
-        """[B, T] → [B, T, H]."""
+        """Token ids [B, T] → embeddings [B, T, H]."""
         return target.embed(ids) if self.draft.vocab is None else self.tp.look_up(self.embed_tokens.weight[...], ids)
 
     def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
-        """[.., H] → float32 [.., V] or a share of it, over the draft's own vocabulary where it has one."""
+        """Normed hidden states [.., H] → float32 logits [.., V], over the draft's own vocabulary if it has one."""
         if self.draft.vocab is None:
             return target.head(normed)
         return matmul(self.lm_head.weight[...], normed, dtype=jnp.float32)
 
     def to_target(self, tokens: jax.Array) -> jax.Array:
-        """Tokens of the draft's vocabulary as the target's: int32. `d2t` is an offset."""
+        """Token ids of the draft's vocabulary → ids of the target's, int32. `d2t` holds offsets."""
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens

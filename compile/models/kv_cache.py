@@ -1,6 +1,7 @@
-"""Keys and values as the device keeps them: arrays [L, N, G, C, D], written and read by layer, slot and position.
+"""KV cache layout: keys and values as arrays [L, N, G, C, D], written and read by layer, slot and position.
 
-L layers · N slots · G kv heads · C capacity + slack · D head width
+L layers · N slots · G kv heads · C capacity and the slack of the widest write · D head width
+B rows of a call · T positions of a call
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
 def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
-    """rows [B, G, T, D] into an array: row b at slot b's position. A slice per row: no scatter."""
-    array = _keep_order(array)
+    """Writes rows [B, G, T, D]: row b to slot `slots[b]` from position `starts[b]` on.
+
+    One slice update per row, because a scatter copies.
+    """
+    array = _keep_layout(array)
     for row in range(rows.shape[0]):
         at = (layer, slots[row], 0, starts[row], 0)
         array = jax.lax.dynamic_update_slice(array, rows[None, row : row + 1], at)
@@ -21,30 +25,39 @@ def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """One slot over another. A layer at a time: no more than that is held besides the array."""
+    """Copies one slot over another, one layer at a time, so that only one layer is held besides the array."""
     layers, _, *shape = array.shape
 
     def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
-        array = _keep_order(array)
+        array = _keep_layout(array)
         row = jax.lax.dynamic_slice(array, (layer, source, 0, 0, 0), (1, 1, *shape))
         return jax.lax.dynamic_update_slice(array, row, (layer, destination, 0, 0, 0))
 
     return jax.lax.fori_loop(0, layers, copy_layer, array)
 
 
-def _keep_order(array: jax.Array) -> jax.Array:
-    """Dimensions in memory as they are in the arguments. Experimental in JAX, and not to be done without.
+def _keep_layout(array: jax.Array) -> jax.Array:
+    """Constrains the array to the memory layout of the arguments: major to minor. The API is experimental in JAX.
 
-    In a loop XLA gives what it carries the order that suits the body, and copies all of it on the way in and out: the
-    keys for a long prefill with positions last (Qwen3-4B, batch 8 on v5e: 2.6 GB), the draft's for a write of 8 rows
-    with positions first.
+    Without it XLA gives an array that a loop carries the layout that suits the loop's body, and copies the whole array
+    before and after the loop. For Qwen3-4B on v5e at batch 8 a long prefill copied the keys (2.6 GB), and a write of
+    8 rows copied the draft's keys.
     """
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
 @dataclass(frozen=True)
 class KvContext:
-    """The first `length` positions of `batch` neighbouring slots, from `slot` on, in one layer."""
+    """The first positions of neighbouring slots in one layer of the kv arrays.
+
+    Attributes:
+        keys: array [L, N, G, C, D].
+        values: array [L, N, G, C, D].
+        layer: the layer that is read.
+        slot: the first slot.
+        batch: number of slots.
+        length: number of positions.
+    """
 
     keys: jax.Array
     values: jax.Array

@@ -1,7 +1,7 @@
-"""Many layers of one kind: unrolled, a module each, or a loop over one module with stacked parameters.
+"""Runs the layers of a model: unrolled, with a module per layer, or as a loop over one module with stacked weights.
 
-On TPU the loop makes executables small, quick to compile and quick to dispatch (a dozen weight arguments instead of
-hundreds). On CPU and GPU it copies every layer's weights out of the stack, so there the layers are unrolled.
+On TPU the loop makes executables that are small and quick to compile and to dispatch (a dozen weight arguments instead
+of hundreds). On CPU and GPU the loop copies each layer's weights out of the stack, so there the layers are unrolled.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LayerIndex = int | jax.Array
 
 
 def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:
-    """`count` layers as `run_layers` takes them."""
+    """Builds `count` layers for `run_layers`: a list of modules, or one module with stacked parameters."""
     if not stacked:
         return nnx.List([build() for _ in range(count)])
     graph, state = nnx.split(build())
@@ -31,7 +31,7 @@ def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Mo
 def run_layers(
     layers: nnx.Module, count: int, body: Callable[[LayerIndex, Layer, Carry], Carry], carry: Carry
 ) -> Carry:
-    """body(i, layer i, carry) → carry, for all layers in order. `i` is a traced scalar where they are stacked."""
+    """Applies body(i, layer i, carry) → carry to all layers in order. `i` is a traced scalar if they are stacked."""
     if isinstance(layers, nnx.List):
         for index, layer in enumerate(layers):
             carry = body(index, layer, carry)

@@ -1,4 +1,6 @@
-"""What the models are made of. Each parameter declares the checkpoint tensors that fill it.
+"""Layers of the models: linear, RMS norm, MLP, attention projections, rotary embedding.
+
+Each parameter declares the checkpoint tensors that fill it.
 
 B rows · T positions of this call · S kv positions · G kv heads · R query heads per kv head · D head width · H hidden
 """
@@ -14,7 +16,7 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
-OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
+OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
 
 
 def parameter(
@@ -25,28 +27,34 @@ def parameter(
     axis: int = 0,
     split: int | None = None,
 ) -> nnx.Param:
-    """A parameter made of `tensors` (names relative to the module), each stored as `stored`, laid along `axis`.
+    """A parameter that is filled from checkpoint tensors.
 
-    `split` is the dimension that several devices share; None where each has all of it.
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter.
+        tensors: names of the checkpoint tensors, relative to the module.
+        stored: shape of each tensor in the checkpoint.
+        axis: the tensors lie side by side along this axis of the parameter.
+        split: the axis that devices share; None if each device holds the whole parameter.
     """
     return nnx.Param(jnp.zeros(shape, dtype), tensors=tuple(tensors), stored=stored, axis=axis, split=split)
 
 
 class Linear(nnx.Module):
-    """y = W · x, W [out, in], which devices split by `OUTPUTS` or `INPUTS`, or not at all."""
+    """y = W · x, W [out, in]. Devices split W by `OUTPUTS`, by `INPUTS`, or not at all."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: str, split: int | None = None, tp: TensorParallel = ONE_DEVICE
     ):
         self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs), split=split)
-        self.summed, self.tp = split == INPUTS, tp
+        self.row_parallel, self.tp = split == INPUTS, tp
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.tp.row_parallel_matmul(self.weight[...], x) if self.summed else matmul(self.weight[...], x)
+        return self.tp.row_parallel_matmul(self.weight[...], x) if self.row_parallel else matmul(self.weight[...], x)
 
 
 class RmsNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis, in float32 as Qwen3's (rounded to x.dtype before the product)."""
+    """x / rms(x) · weight over the last axis. The norm is float32, the product x.dtype, as in Qwen3."""
 
     def __init__(self, width: int, epsilon: float, dtype: str):
         self.weight = parameter((width,), dtype, ["weight"], (width,))
@@ -59,7 +67,7 @@ class RmsNorm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """down(silu(gate x) · up x)."""
+    """The gated MLP: down(silu(gate x) · up x)."""
 
     def __init__(self, hidden: int, width: int, dtype: str, tp: TensorParallel = ONE_DEVICE):
         self.gate_proj = Linear(width, hidden, dtype, OUTPUTS)
@@ -71,9 +79,9 @@ class Mlp(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, with norms per head and biases where the family has them, and rotation.
+    """Attention projections, with the norms per head and the biases of the family, and rotation.
 
-    Who attends to what is the caller's business.
+    The caller computes the attention itself (see `attention`).
     """
 
     def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, tp: TensorParallel = ONE_DEVICE):
@@ -92,13 +100,13 @@ class Attention(nnx.Module):
         self.shape = shape
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
-        """[B, T, H] → rotated queries [B, T, G, R, D]."""
+        """x [B, T, H] → rotated queries [B, T, G, R, D]."""
         q = matmul(self.q[...], x)
         q = q + self.q_bias[...] if self.shape.biased else q
         return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
-        """[B, T, H] → rotated keys and values, head-major [B, G, T, D]."""
+        """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
         both = matmul(self.kv[...], x)
         both = both + self.kv_bias[...] if self.shape.biased else both
         keys = both[..., :1, :]
@@ -106,22 +114,22 @@ class Attention(nnx.Module):
         return keys.swapaxes(1, 2), both[..., 1, :].swapaxes(1, 2)
 
     def output(self, mixed: jax.Array) -> jax.Array:
-        """[B, T, G, R, D] → [B, T, H]."""
+        """Attention result [B, T, G, R, D] → [B, T, H]."""
         x = self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
         return x + self.o_bias[...] if self.shape.biased else x
 
 
 class Rotation:
-    """Rotary position embedding at given positions, the half-split form of Hugging Face."""
+    """Rotary position embedding at given positions, in the half-split form of Hugging Face."""
 
     def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype):
-        """positions [B, T], absolute. Angles and their sines in float32."""
+        """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`."""
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
         angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, None, :]
         scale = rope.attention_factor
         self.cos, self.sin = (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, G, R, D]."""
+        """Rotates x [B, T, G, R, D]."""
         low, high = jnp.split(x, 2, axis=-1)
         return x * self.cos + jnp.concatenate([-high, low], axis=-1) * self.sin

@@ -1,4 +1,8 @@
-"""The one place where layers multiply, so that the order of the operands stays a detail of it."""
+"""Matrix multiplication of all layers: one function decides the order of the operands for each platform.
+
+The module is small on purpose: it imports no layer, so layers, tensor parallelism and the benchmark of operand orders
+can all use it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +12,7 @@ from jax.typing import DTypeLike
 def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """W · x over the last axis of both: weight [*out, in] as stored, x [*rows, in] → [*rows, *out].
 
-    Accumulated in float32; the result has `dtype`, x's own unless given.
+    Accumulated in float32. The result has `dtype`, by default that of x.
     """
     *outer, width = weight.shape
     rows, matrix = x.reshape(-1, width), weight.reshape(-1, width)
@@ -17,15 +21,16 @@ def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> j
 
 
 def matmul_rows_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """weight [out, in], rows [n, in] → float32 [n, out]."""
+    """rows · Wᵀ: weight [out, in], rows [n, in] → float32 [n, out]."""
     return jnp.matmul(rows, weight.T, preferred_element_type=jnp.float32)
 
 
 def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """The same as (W · rowsᵀ)ᵀ: half of the time for 2 … 32 rows on CPU, and no float32 copy of a bfloat16 weight.
+    """(W · rowsᵀ)ᵀ, the same product in the order that is faster on CPU: weight [out, in], rows [n, in] → [n, out].
 
-    That copy is made of the left operand of a product with a single column. The barrier keeps XLA from turning the
-    transposed product into the other one.
+    It takes half of the time for 2 … 32 rows, and makes no float32 copy of a bfloat16 weight. With one row it would
+    make that copy, so one row is multiplied in the other order. The barrier keeps XLA from reordering the transposed
+    product.
     """
     if rows.shape[0] == 1 and weight.dtype == jnp.bfloat16:
         return matmul_rows_first(weight, rows)

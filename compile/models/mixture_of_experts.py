@@ -1,4 +1,7 @@
-"""A routed MLP: each token goes through the few experts that its router chooses."""
+"""Mixture of experts: an MLP whose router sends each token through a few of many experts.
+
+E experts · M width of an expert · H hidden · n tokens
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +14,12 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 
 class RoutedMlp(nnx.Module):
-    """Qwen3MoeSparseMoeBlock: one expert after the other, each for all tokens, those that nobody chose left out.
+    """Qwen3MoeSparseMoeBlock as a loop over the experts that some token chose; each expert runs on all tokens.
 
-    Decoding is bound by the weights that are read: here each once, and none is copied. `jax.lax.ragged_dot` on the
-    weights as stored copies them all in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on
-    CPU multiplies every row by every expert. A token's output is a sum over its own experts in their order, whoever
-    else is in the batch.
-
-    E experts · M their width · H hidden · n tokens
+    Decoding is limited by the weights that are read. This loop reads each chosen expert once and copies none.
+    `jax.lax.ragged_dot` copies all experts in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on
+    CPU it multiplies every row by every expert. A token's output is the sum over its own experts in a fixed order, so
+    it does not depend on the other tokens of the batch.
     """
 
     def __init__(self, hidden: int, experts: MixtureOfExperts, dtype: str, tp: TensorParallel = ONE_DEVICE):
@@ -31,8 +32,9 @@ class RoutedMlp(nnx.Module):
         self.experts, self.tp = experts, tp
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, H] → [B, T, H]."""
         tokens = x.reshape(-1, x.shape[-1])
-        # Reshaped out here: a slice of two, reshaped in the loop, would not be read in place on TPU.
+        # Reshaped before the loop: on TPU a slice that is reshaped inside the loop is copied.
         gate_up, down = self.gate_up[...].reshape(self.experts.count, -1, x.shape[-1]), self.down[...]
         shares = self._route(tokens)
         numbers, count = _list_true((shares > 0).any(axis=0))
@@ -41,18 +43,19 @@ class RoutedMlp(nnx.Module):
             expert = numbers[index]
             output = _run_expert(_pick(gate_up, expert), _pick(down, expert), tokens)
             share = _pick(shares, expert, axis=1)[:, None]
-            return total + jnp.where(share > 0, share * output, 0)  # what was not chosen may overflow
+            # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
+            return total + jnp.where(share > 0, share * output, 0)
 
         total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
         return self.tp.sum(total).astype(x.dtype).reshape(x.shape)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
-        """[n, H] → each expert's weight in each token's output, 0 where it is not chosen: float32 [n, E]."""
+        """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
         scores = self.gate(tokens).astype(jnp.float32)
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
         if self.experts.normalized:
             shares = shares / shares.sum(axis=-1, keepdims=True)
-        shares = shares.astype(tokens.dtype).astype(jnp.float32)  # as transformers rounds them
+        shares = shares.astype(tokens.dtype).astype(jnp.float32)  # transformers rounds them so
         at = chosen[..., None] == jnp.arange(self.experts.count)
         return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
@@ -64,7 +67,7 @@ def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.A
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The indices of what is true, in order and padded with zeros, and how many they are. Without a sort."""
+    """The indices of the true flags in ascending order, padded with zeros, and their number. Needs no sort."""
     reached = jnp.cumsum(flags, dtype=jnp.int32)
     nth = jnp.arange(1, flags.size + 1, dtype=jnp.int32)
     return jnp.argmax(reached >= nth[:, None], axis=1).astype(jnp.int32), reached[-1]

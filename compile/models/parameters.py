@@ -1,4 +1,7 @@
-"""Between a flax module and flat, named arrays: signatures, recipes and programs speak of names only."""
+"""Model parameters by name: maps a flax module to flat, named arrays and to the weight recipes of its checkpoint.
+
+Signatures, recipes and programs know parameters by name only.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -15,19 +18,27 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 class AbstractModel(Generic[Model]):
-    """A module described without allocating it, and the way to bind arrays to it."""
+    """A model without arrays: its parameters' names, shapes and recipes, and `bind`, which puts arrays in.
+
+    Attributes:
+        module: the model with abstract parameters (`nnx.eval_shape`); for its facts, not for calls.
+    """
 
     def __init__(self, build: Callable[[], Model]):
+        """`build` makes the model. It is traced and allocates nothing."""
         self.module = nnx.eval_shape(build)
         self._graph, state = nnx.split(self.module)
         self._parameters = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter's name, shape and dtype."""
+        """Shape and dtype of every parameter by name."""
         return {name: leaf.get_value() for name, (_, leaf) in self._parameters.items()}
 
     def bind(self, weights: Mapping[str, jax.Array]) -> Model:
-        """The module with `weights` in it. What a program does not take stays abstract and cannot be used."""
+        """The model with `weights` as its parameters. Parameters that are not given stay abstract and cannot be used.
+
+        Raises ValueError if a name is unknown.
+        """
         if unknown := weights.keys() - self._parameters.keys():
             raise ValueError(f"no such parameters: {sorted(unknown)}")
         flat = [
@@ -37,12 +48,12 @@ class AbstractModel(Generic[Model]):
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def recipes(self, checkpoint: CheckpointRole) -> tuple[WeightRecipe, ...]:
-        """Which tensors of the checkpoint make each parameter."""
+        """The recipe of every parameter: which tensors of the checkpoint make it."""
         return tuple(_recipe(name, leaf, checkpoint) for name, (_, leaf) in self._parameters.items())
 
 
 def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRecipe:
-    """Of a parameter, or of one that stacks those of all layers along a first axis."""
+    """The recipe of one parameter. A stacked parameter holds the tensors of all layers along its first axis."""
     shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
     prefix, layers = name.rpartition(".")[0], facts.get("stacked")
     if layers is None:
@@ -59,7 +70,7 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRec
 
 
 def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
-    """The mesh axis at the dimension that devices share; stacked layers lie before it."""
+    """The parameter's sharding: the mesh axis at dimension `split`. Stacked parameters have one dimension before it."""
     if split is None:
         return ()
     at = split + (layers is not None)
@@ -67,7 +78,7 @@ def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
 
 
 def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:
-    """A parameter's tensors lie side by side, in equal parts, along its `axis`."""
+    """Places the tensors of a parameter side by side, in equal parts, along its `axis`."""
     tensors, axis = facts["tensors"], facts["axis"]
     extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
     assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix

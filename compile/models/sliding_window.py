@@ -1,4 +1,7 @@
-"""Which positions a layer of the draft sees: the readings of a sliding window (see `Window`)."""
+"""Sliding-window masks of the draft: which context and block positions a layer attends to (see `SlidingWindow`).
+
+B rows · T positions of a block · S context positions
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +13,7 @@ from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
 def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Array) -> jax.Array:
-    """What the rows of a block at positions [B, T] see of context positions [B, S]: bool [B, T, S]."""
+    """Which context positions [B, S] the block at positions [B, T] attends to: bool [B, T, S]."""
     if window is None:
         return jnp.ones((1, 1, context.shape[1]), bool)
     rows = jnp.broadcast_to(block[:, :1], block.shape) if window.anchored else block
@@ -19,7 +22,7 @@ def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Ar
 
 
 def block_mask(window: SlidingWindow | None, block: jax.Array) -> jax.Array:
-    """What the rows of a block at positions [B, T] see of each other: bool [B, T, T]."""
+    """Which positions of the block each position of the block [B, T] attends to: bool [B, T, T]."""
     distance = block[:, :, None] - block[:, None, :]
     if window is None:
         return jnp.ones_like(distance, bool)
@@ -28,13 +31,14 @@ def block_mask(window: SlidingWindow | None, block: jax.Array) -> jax.Array:
 
 
 class LayerWindows:
-    """The window of one layer, known or, in a loop over layers, one of the few that there are."""
+    """The masks of one layer. In a loop over layers the index is traced, and the mask is selected on the device."""
 
     def __init__(self, windows: Sequence[SlidingWindow | None], layer: LayerIndex):
+        """`windows` has one entry per layer, None for full attention."""
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
-        self._which = None
+        self._kind_of_layer = None
         if len(self._kinds) > 1:
-            self._which = jnp.array([self._kinds.index(window) for window in windows], jnp.int32)[layer]
+            self._kind_of_layer = jnp.array([self._kinds.index(window) for window in windows], jnp.int32)[layer]
 
     def context_mask(self, block: jax.Array, context: jax.Array) -> jax.Array:
         """`context_mask` of this layer."""
@@ -44,6 +48,6 @@ class LayerWindows:
         """`block_mask` of this layer."""
         return self._select(lambda window: block_mask(window, block))
 
-    def _select(self, see: Callable[[SlidingWindow | None], jax.Array]) -> jax.Array:
-        masks = jnp.broadcast_arrays(*map(see, self._kinds))
-        return masks[0] if self._which is None else jax.lax.select_n(self._which, *masks)
+    def _select(self, make_mask: Callable[[SlidingWindow | None], jax.Array]) -> jax.Array:
+        masks = jnp.broadcast_arrays(*map(make_mask, self._kinds))
+        return masks[0] if self._kind_of_layer is None else jax.lax.select_n(self._kind_of_layer, *masks)

@@ -119,7 +119,7 @@ ONE_DEVICE = TensorParallel()
 def find_largest_values(values: jax.Array, count: int) -> ValuesAndIndices:
     """The `count` largest of finite float32 [.., V] and their indices, each [.., count].
 
-    Each value takes one pass. `top_k` is a sort on TPU, which needs as much memory again.
+    In descending order; of equal values the lower index comes first.
     Each value takes one pass. `top_k` is a sort on TPU, which needs as much memory again.
     """
     places = jnp.arange(values.shape[-1], dtype=jnp.int32)

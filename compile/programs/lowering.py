@@ -1,6 +1,7 @@
-"""The one place that says `jax.jit`: from a signature to portable StableHLO, and from that to a lowered program.
+"""Lowering: traces a signature's program to portable StableHLO, and lowers StableHLO for a compiler.
 
-Everything is compiled from StableHLO as the bundle keeps it: what is compiled anew years later is what was compiled.
+The only module that calls `jax.jit`. Executables are always compiled from the StableHLO that the bundle keeps, so a
+later rebuild compiles the same program.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,43 +15,40 @@ from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 
-# What JAX does not promise to understand in later versions, and we cannot do without, see `kv._keep_order`. A rebuild
-# is held to its canaries.
+# Custom calls that later versions of JAX need not understand. Needed by `kv_cache._keep_layout`; a rebuild is checked
+# by its self-test.
 UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-SOURCE_PLACEHOLDER = "program"  # instead of a source file's path
-
-# Operations keep their names, and lose the files and lines that they come from. For the whole process, which builds:
-# JAX has one such switch, and several threads trace.
-jax.config.update("jax_traceback_in_locations_limit", 0)
+SOURCE_PLACEHOLDER = "program"  # stands for the path of a source file
 
 Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
 
 
 def input_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[ArraySpec]:
-    """All inputs of the executable in order; `known` holds weights and state by name."""
+    """The executable's inputs in order: weights, state, arguments. `known` holds weights and state by name."""
     return [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
 
 
 def output_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[ArraySpec]:
-    """All outputs of the executable in order."""
+    """The executable's outputs in order: donated state, results."""
     return [*(known[name] for name in signature.donated), *signature.results]
 
 
 def jit_program(
     signature: Signature, function: Program, known: Mapping[str, ArraySpec], mesh: Mesh | AbstractMesh
 ) -> jax.stages.Wrapped:
-    """`function` over the signature's inputs in order, its state donated, for the devices of `mesh` to share.
+    """Jits `function` over the signature's inputs in order, with its state donated, on the devices of `mesh`.
 
-    Tracing it raises AssertionError unless its outputs are what the signature promises.
+    Tracing raises AssertionError if an output's shape or dtype differs from the signature.
     """
+    _drop_source_locations()
     inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         found = function({array.name: leaf for array, leaf in zip(inputs, leaves, strict=True)})
         for array in outputs:
             leaf = found[array.name]
-            promised = (array.shard_shape(mesh.size), array.dtype)
-            assert (leaf.shape, str(leaf.dtype)) == promised, f"{signature.label}: {array} is {leaf}"
+            expected = (array.shard_shape(mesh.size), array.dtype)
+            assert (leaf.shape, str(leaf.dtype)) == expected, f"{signature.label}: {array} is {leaf}"
         return tuple(found[array.name] for array in outputs)
 
     if mesh.size > 1:
@@ -59,7 +57,7 @@ def jit_program(
             mesh=mesh,
             in_specs=tuple(PartitionSpec(*array.sharding) for array in inputs),
             out_specs=tuple(PartitionSpec(*array.sharding) for array in outputs),
-            check_vma=False,  # what is not split is the same everywhere: `TensorParallel` sees to it
+            check_vma=False,  # `TensorParallel` keeps unsplit arrays equal on all devices
         )
     return _jit(flat, signature, inputs)
 
@@ -67,10 +65,16 @@ def jit_program(
 def export_program(
     signature: Signature, function: Program, known: Mapping[str, ArraySpec], platform: str, devices: int
 ) -> bytes:
-    """A program for the shapes of its signature, on so many devices that share it (see `TensorParallel`), as StableHLO.
+    """Traces a program and serializes it as portable StableHLO.
 
-    `platform` as JAX calls it; no device of it is needed. The same bytes wherever and whenever it is traced: nothing
-    in them tells of the machine, the sources' place or their line numbers.
+    The bytes are the same on every machine: they hold no paths and no line numbers.
+
+    Args:
+        signature: shapes and order of inputs and outputs.
+        function: the program.
+        known: weights and state by name.
+        platform: as JAX names it; no device of the platform is needed.
+        devices: number of devices that share the program (see `TensorParallel`).
     """
     mesh = AbstractMesh((devices,), (MESH_AXIS,))
     jitted = jit_program(signature, function, known, mesh)
@@ -82,9 +86,9 @@ def export_program(
         )
         for array in input_arrays(signature, known)
     ]
-    # By default TPU and GPU round the operands of a float32 product; whoever asks for float32 means it.
+    # By default TPU and GPU round the operands of a float32 product. A float32 bundle asks for full precision.
     precision = nullcontext() if platform == "cpu" else jax.default_matmul_precision("highest")
-    # Named as `lowering_platforms` has them: for CUDA and ROCm JAX has one name when it runs, and two when it lowers.
+    # JAX calls CUDA and ROCm both "gpu" when it runs, and by their own names when it lowers.
     name = "cuda" if platform == "gpu" else platform
     with precision:
         exported = export.export(jitted, platforms=[name], disabled_checks=UNSTABLE_CALLS)(*specs)
@@ -94,24 +98,26 @@ def export_program(
 def lower_program(
     program: bytes, signature: Signature, known: Mapping[str, ArraySpec], devices: Sequence[jax.Device]
 ) -> jax.stages.Lowered:
-    """What `export_program` wrote, for these devices, attached or described.
+    """Lowers StableHLO of `export_program` for devices, which are attached or described.
 
-    The placement makes its outputs committed as its inputs are: JAX dispatches a second kind of input anew, slowly.
-    Raises what JAX raises for a program of another kind of device, of more devices, or of a version out of its reach.
+    Inputs are placed on the devices, so outputs are committed like inputs. (JAX takes a slow path when an argument
+    changes between committed and uncommitted.) Raises JAX's error if the program is for another platform, for more
+    devices or of an unsupported version.
     """
+    _drop_source_locations()
     exported, inputs = export.deserialize(bytearray(program)), input_arrays(signature, known)
 
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return exported.call(*leaves)
 
-    # A serialized executable tells where the function stands that was traced.
+    # A serialized executable holds the file and line of the traced function.
     call.__code__ = call.__code__.replace(co_filename=SOURCE_PLACEHOLDER, co_firstlineno=1)
     specs = [
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=make_sharding(array.sharding, devices))
         for array in inputs
     ]
     traced = _jit(call, signature, inputs).trace(*specs)
-    # Named, because a described TPU is not the platform that JAX runs on.
+    # Given explicitly, because a described TPU is not the platform on which JAX runs.
     return traced.lower(lowering_platforms=exported.platforms)
 
 
@@ -120,13 +126,21 @@ def _jit(
 ) -> jax.stages.Wrapped:
     donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
     function.__name__ = signature.program
-    # keep_unused: the executable's inputs are the signature's, also where a program ignores one.
+    # keep_unused: the executable's inputs are those of the signature, also if the program ignores some.
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
 
 
+def _drop_source_locations() -> None:
+    """Makes JAX leave files and lines out of what it lowers, for the whole process; operations keep their names.
+
+    JAX has one switch for all threads, and builds lower in several threads, so the switch is never set back.
+    """
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
 def check_donation(signature: Signature, donated: Iterable[str]) -> None:
-    """Donation took: all state is among the inputs in whose place outputs are written. Raises BuildFailed."""
+    """Raises BuildFailed unless every donated array is among `donated`, the inputs that XLA overwrites with outputs."""
     if copied := sorted(set(signature.donated) - set(donated)):
         raise BuildFailed(
-            f"donation did not take: {', '.join(copied)} {'are' if copied[1:] else 'is'} not written in place"
+            f"donation failed: {', '.join(copied)} {'are' if copied[1:] else 'is'} copied instead of written in place"
         )

@@ -1,4 +1,4 @@
-"""Where programs come from: a pair of models that is traced, or a bundle that holds what was traced before."""
+"""Program sources: programs traced from a pair of models, or read from a bundle that was built before."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -15,7 +15,14 @@ from dflash_aot.compile.programs.programs import Programs
 
 
 class ProgramSource(Protocol):
-    """Every signature of a grid, the state and weights that they name (`known` by name), each as portable StableHLO."""
+    """What a build compiles: the signatures of a grid, and the program of each as portable StableHLO.
+
+    Attributes:
+        signatures: one per executable.
+        state: the device state that the programs share.
+        recipes: how the runtime makes the weights.
+        known: state and weights by name, to which the signatures refer.
+    """
 
     @property
     def signatures(self) -> Sequence[Signature]: ...
@@ -29,11 +36,13 @@ class ProgramSource(Protocol):
     @property
     def known(self) -> Mapping[str, ArraySpec]: ...
 
-    def export(self, signature: Signature) -> bytes: ...
+    def export(self, signature: Signature) -> bytes:
+        """The program of a signature as portable StableHLO."""
+        ...
 
 
 class TracedPrograms:
-    """The programs of a pair, for `devices` of a kind that share it."""
+    """The programs of a pair, traced for a platform and a number of devices that share them."""
 
     def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
         self.signatures, self.known = programs.list_signatures(grid), programs.arrays_by_name(grid)
@@ -41,12 +50,13 @@ class TracedPrograms:
         self._programs, self._platform, self._devices = programs, platform, devices
 
     def export(self, signature: Signature) -> bytes:
+        """Traces the program and lowers it to StableHLO."""
         function = self._programs.function(signature)
         return export_program(signature, function, self.known, self._platform, self._devices)
 
 
 class BundledPrograms:
-    """The programs of a bundle, whose checkpoints nobody needs."""
+    """The programs of a bundle, for a rebuild that needs no checkpoints."""
 
     def __init__(self, manifest: Manifest, store: Store):
         self.signatures = [entry.signature for entry in manifest.entries]
@@ -55,7 +65,7 @@ class BundledPrograms:
         self._manifest, self._store = manifest, store
 
     def export(self, signature: Signature) -> bytes:
-        """Raises CorruptBundle where the bundle does not hold it as it was written."""
+        """Reads the program. Raises CorruptBundle if it is damaged, or its key is not the one in the manifest."""
         entry, remedy = self._entries[signature.label], self._manifest.build_command(self._store.bundle)
         try:
             program = self._store.read_program(entry)
@@ -63,7 +73,7 @@ class BundledPrograms:
             raise CorruptBundle(f"{error}: {remedy}") from error
         if (found := executable_key(program, signature, self._manifest.environment)) != entry.key:
             raise CorruptBundle(
-                f"its key is {found}, the manifest promises {entry.key}: signature, environment or program are not "
-                f"those that were compiled. Build it again from its checkpoints: {remedy}"
+                f"its key is {found}, but the manifest promises {entry.key}: signature, environment or program differ "
+                f"from those that were compiled. Build it again from its checkpoints: {remedy}"
             )
         return program

@@ -1,6 +1,6 @@
-"""The programs: pure functions of named arrays, one per signature.
+"""The programs (prefill, draft, verify, kv_write, rounds, ...): pure functions of named arrays, one per signature.
 
-B rows · T positions of this call · S kv positions · K verified tokens · H hidden
+B rows · T positions of this call · K drafted tokens of a block · F width of the features
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,17 +33,21 @@ from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.sliding_window import LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
+from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, commit_round
 from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, choose_tokens, compute_logprobs, count_tokens
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
-# What the draft makes its context keys and values with, per layer.
+# Parameters of each draft layer that make the context keys and values.
 CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
-KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D]
 
 
 class Programs:
-    """A pair of models as the functions that signatures describe."""
+    """All programs of a checkpoint pair: their signatures, the weights that they take, and their functions.
+
+    Attributes:
+        pair: the shapes of both models, from which the signatures follow.
+    """
 
     def __init__(
         self,
@@ -54,9 +58,17 @@ class Programs:
         devices: int = 1,
         sampling: Sequence[str] = ("greedy",),
     ):
-        """`stacked`: layers as loops over stacked weights, as TPU wants them. `devices` share heads, MLP, vocabulary.
+        """Describes both models; nothing is allocated.
 
-        `sampling`: the kinds of verification. Raises BadInput where devices cannot share, or a kind is not known.
+        Args:
+            target: facts of the target.
+            draft: facts of the draft.
+            dtype: of weights and kv arrays.
+            stacked: whether layers are loops over stacked weights (TPU) or unrolled.
+            devices: number of devices that share heads, MLPs and vocabulary.
+            sampling: the kinds of verification, of "greedy" and "sample".
+
+        Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
         check_divisible(target, draft, devices)
         self._tp, self._stacked = TensorParallel(devices), stacked
@@ -66,12 +78,16 @@ class Programs:
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
-        """How the runtime makes every weight argument."""
-        own = (self._complete(recipe) for recipe in self._draft.recipes("draft"))
+        """How the runtime makes every weight argument from checkpoint tensors."""
+        own = (self._with_fallback(recipe) for recipe in self._draft.recipes("draft"))
         return (*self._target.recipes("target"), *own)
 
-    def _complete(self, recipe: WeightRecipe) -> WeightRecipe:
-        """What speculators 0.9.0 leaves out is the target's; a map into its vocabulary is held to its mask."""
+    def _with_fallback(self, recipe: WeightRecipe) -> WeightRecipe:
+        """A draft's recipe with its fallback and its check.
+
+        Checkpoints of speculators 0.9.0 leave out an embedding or head that equals the target's: the target's tensor
+        is the fallback. The vocabulary map `d2t` is checked against the mask `t2d`.
+        """
         ends = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
         if not self._facts.pruned:
             tied = self._target.module.target.tied
@@ -80,11 +96,11 @@ class Programs:
         return msgspec.structs.replace(recipe, otherwise=ends.get(recipe.name), mapped=mapped)
 
     def arrays_by_name(self, grid: Grid) -> dict[str, ArraySpec]:
-        """State and weights by name, as signatures refer to them."""
+        """State and weights by name: the arrays to which signatures refer."""
         return arrays_by_name(state_arrays(self.pair, grid), self.recipes())
 
     def weights(self) -> ProgramWeights:
-        """Which weights each program takes."""
+        """The weights of each program, by name."""
         target = tuple(f"target.{name}" for name in self._target.shapes())
         draft = tuple(f"draft.{name}" for name in self._draft.shapes())
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
@@ -96,13 +112,15 @@ class Programs:
         )
 
     def list_signatures(self, grid: Grid) -> list[Signature]:
+        """The signatures of all executables of a grid."""
         return list_signatures(self.pair, grid, self.weights())
 
     def collectives(self, signature: Signature) -> int:
-        """How many instructions of the program let devices talk: the sums of a layer, and what its ends exchange.
+        """How many collectives the program needs; an executable with more was partitioned badly.
 
-        Two sums in the loop over layers or in each layer, one for the embedding, one exchange for the choice of a
-        token; a kv_write sums once, behind `fc`. Sampling takes more, see `SAMPLING_EXCHANGES`.
+        A target or draft forward has two sums per layer (counted once in a loop over layers), one for the embedding
+        and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
+        `SAMPLING_EXCHANGES`.
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
@@ -117,12 +135,12 @@ class Programs:
         return 2 + sampling + 2 * (1 if self._stacked else decoder.layers)
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
-        """The program as a function of its inputs by name; returns donated state and results by name."""
+        """The function of a program: inputs by name → donated state and results by name."""
         functions: dict[str, Callable[[Arrays], Outputs]] = {
             "prefill": partial(self.prefill, length=signature.bucket.get("length", 0)),
-            "draft": partial(self.draft, **_sizes(signature)),
-            "verify": partial(self.verify, **_sizes(signature)),
-            "sampled_verify": partial(self.sampled_verify, **_sizes(signature)),
+            "draft": partial(self.draft, **_bucket_sizes(signature)),
+            "verify": partial(self.verify, **_bucket_sizes(signature)),
+            "sampled_verify": partial(self.sampled_verify, **_bucket_sizes(signature)),
             "kv_write": self.kv_write,
             "rounds": partial(self.rounds, signature=signature),
             "move": self.move,
@@ -131,8 +149,11 @@ class Programs:
         return functions[signature.program]
 
     def prefill(self, arrays: Arrays, length: int) -> Outputs:
-        """One chunk of one slot; rows past `counts` write behind the new length, where nothing reads them."""
-        target = self._target.bind(_of("target", arrays))
+        """Runs the target over one chunk of one slot's prompt, and picks the first token behind it.
+
+        Positions from `counts` on are padding: they are written behind the new length, where nothing reads them.
+        """
+        target = self._target.bind(_weights_of("target", arrays))
         tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         kv = (arrays["target_k"], arrays["target_v"])
@@ -151,8 +172,11 @@ class Programs:
         }
 
     def draft(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
-        """The trained block, whatever K: row 0 is the anchor, rows 1 … K are read."""
-        target, draft = self._target.bind(_of("target", arrays)), self._draft.bind(_of("draft", arrays))
+        """Drafts K tokens per row, with one pass over the block of the trained width, whatever K is.
+
+        Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens.
+        """
+        target, draft = self._target.bind(_weights_of("target", arrays)), self._draft.bind(_weights_of("draft", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
         masks = jnp.full((batch, self._facts.block - 1), self._facts.mask_token, jnp.int32)
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
@@ -161,50 +185,54 @@ class Programs:
         def attend_both(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             windows = LayerWindows(self._facts.windows, layer)
 
-            def seen(at: jax.Array) -> jax.Array:
+            def mask(at: jax.Array) -> jax.Array:
                 return (at < lengths[:, None])[:, None] & windows.context_mask(positions, at[None])
 
             context = KvContext(arrays["draft_k"], arrays["draft_v"], layer, 0, batch, length)
-            return attend_context(q, context, seen, lengths.max(), (keys, values, windows.block_mask(positions)))
+            return attend_context(q, context, mask, lengths.max(), (keys, values, windows.block_mask(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
         drafted = draft.to_target(self._tp.argmax(draft.logits(hidden[:, 1 : k + 1], target)))
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
-        """The target over the block, and what follows from it."""
-        judged = self._target_forward(arrays, batch, length, k)
-        chosen = self._tp.argmax(judged.logits)
-        accepted, moved = _advance(arrays, judged, chosen)
-        return {**moved, "verdict": jnp.concatenate([accepted[:, None], judged.block[:, 1:], chosen], axis=1)}
+        """Greedy verification: runs the target over the block and accepts the drafted prefix that it agrees with."""
+        forward = self._target_forward(arrays, batch, length, k)
+        chosen = self._tp.argmax(forward.logits)
+        accepted, outputs = commit_round(arrays, forward, chosen)
+        return {**outputs, "verdict": jnp.concatenate([accepted[:, None], forward.block[:, 1:], chosen], axis=1)}
 
     def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
-        """The same with tokens chosen as each slot asks. What stands of the block is as likely as without a draft."""
-        judged, active = self._target_forward(arrays, batch, length, k), arrays["active"]
+        """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
+
+        The accepted tokens have the distribution that they would have without a draft.
+        """
+        forward, active = self._target_forward(arrays, batch, length, k), arrays["active"]
         state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
-        # Taken out for good: where a branch reads them in place, all of them are copied before they are written.
+        # The barrier takes the counts out of the state array. If a branch read them in place, XLA would copy the whole
+        # array before it is written.
         state["counts"] = jax.lax.optimization_barrier(state["counts"])
-        drafted = judged.block[:, 1:]
-        chosen = choose_tokens(judged.logits, judged.positions + 1, drafted, active, state, self._tp)
+        drafted = forward.block[:, 1:]
+        chosen = choose_tokens(forward.logits, forward.positions + 1, drafted, active, state, self._tp)
         wanted = jnp.any(active & (state["tops"] > 0))
         likelihood, tokens, tops = compute_logprobs(
-            judged.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp
+            forward.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp
         )
-        accepted, moved = _advance(arrays, judged, chosen)
+        accepted, outputs = commit_round(arrays, forward, chosen)
         committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
         counts = state["counts"] + count_tokens(chosen, committed, self._tp.own_tokens(state["counts"].shape[1]))
         bits = jax.lax.bitcast_convert_type(likelihood, jnp.int32)
         return {
-            **moved,
+            **outputs,
             "counts": jax.lax.dynamic_update_slice(arrays["counts"], counts, (0, 0)),
             "verdict": jnp.concatenate([accepted[:, None], drafted, chosen, bits], axis=1),
             "top_tokens": tokens,
             "top_logprobs": tops,
         }
 
-    def _target_forward(self, arrays: Arrays, batch: int, length: int, k: int) -> "TargetForward":
-        """The target over the block."""
-        target = self._target.bind(_of("target", arrays))
+    def _target_forward(self, arrays: Arrays, batch: int, length: int, k: int) -> TargetForward:
+        """The target over the block: the anchor and K drafted tokens of each row."""
+        target = self._target.bind(_weights_of("target", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
         block = arrays["block"] if k else anchors[:, None]
         positions = lengths[:, None] + jnp.arange(k + 1)
@@ -216,8 +244,11 @@ class Programs:
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv)
 
     def kv_write(self, arrays: Arrays) -> Outputs:
-        """Every row of the features, rejected ones too: they lie behind the length until they are overwritten."""
-        draft = self._draft.bind(_of("draft", arrays))
+        """Writes the draft's context keys and values for all features.
+
+        Those of rejected tokens are written too: they lie behind the length until the next round overwrites them.
+        """
+        draft = self._draft.bind(_weights_of("draft", arrays))
         features, slots, starts = arrays["features"], arrays["slots"], arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
@@ -228,54 +259,56 @@ class Programs:
         return {"draft_k": keys, "draft_v": values}
 
     def rounds(self, arrays: Arrays, signature: Signature) -> Outputs:
-        """Rounds one after the other, as long as there is something left to generate.
+        """Multi-round step: runs rounds of one row until `count` are done or no tokens are left to generate.
 
-        Without drafts nothing reads the draft's kv in between: it is written once, behind the last round.
+        With K = 0 no round reads the draft's kv, so all rounds' context is written once, after the last round.
         """
-        length, k, most = (signature.bucket[axis] for axis in ("length", "k", "rounds"))
+        length, k, max_rounds = (signature.bucket[axis] for axis in ("length", "k", "rounds"))
         slot, active = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.bool_)
-        begin = arrays["lengths"][:1]
+        first_position = arrays["lengths"][:1]
 
-        def goes_on(carry: "MultiRoundState") -> jax.Array:
+        def any_left(carry: "MultiRoundState") -> jax.Array:
             return (carry.done < arrays["count"][0]) & (carry.left > 0)
 
-        def run(carry: "MultiRoundState") -> "MultiRoundState":
+        def run_round(carry: "MultiRoundState") -> "MultiRoundState":
             now = {**arrays, **carry.state, "active": active, "slots": slot}
             block = self.draft(now, 1, length, k) if k else {}
-            judged = self.verify({**now, **block}, 1, length, k)
-            written = self.kv_write({**now, **judged}) if k else {}
-            accepted, chosen = judged["verdict"][0, 0], judged["verdict"][0, k + 1 :]
-            stands = jnp.arange(k + 1) <= accepted
-            ended = jnp.any(stands[:, None] & (chosen[:, None] == arrays["ends"]))
+            verified = self.verify({**now, **block}, 1, length, k)
+            written = self.kv_write({**now, **verified}) if k else {}
+            accepted, chosen = verified["verdict"][0, 0], verified["verdict"][0, k + 1 :]
+            committed = jnp.arange(k + 1) <= accepted
+            ended = jnp.any(committed[:, None] & (chosen[:, None] == arrays["ends"]))
             return MultiRoundState(
                 done=carry.done + 1,
                 left=jnp.where(ended, 0, carry.left - accepted - 1),
-                state={name: {**carry.state, **judged, **written}[name] for name in signature.state},
-                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, judged["verdict"], (carry.done, 0)),
-                features=_replace_row(carry.features, judged["features"], carry.done) if not k else carry.features,
+                state={name: {**carry.state, **verified, **written}[name] for name in signature.state},
+                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, verified["verdict"], (carry.done, 0)),
+                features=_replace_row(carry.features, verified["features"], carry.done) if not k else carry.features,
             )
 
-        wide = len(self._facts.target_layer_ids) * self._facts.target_hidden
+        feature_width = len(self._facts.target_layer_ids) * self._facts.target_hidden
         last = jax.lax.while_loop(
-            goes_on,
-            run,
+            any_left,
+            run_round,
             MultiRoundState(
                 done=jnp.int32(0),
                 left=arrays["left"][0],
                 state={name: arrays[name] for name in signature.state},
-                verdicts=jnp.full((most, 2 * k + 2), -1, jnp.int32),
-                features=jnp.zeros((1, 0 if k else most, wide), self.pair.dtype),
+                verdicts=jnp.full((max_rounds, 2 * k + 2), -1, jnp.int32),
+                features=jnp.zeros((1, 0 if k else max_rounds, feature_width), self.pair.dtype),
             ),
         )
         kept = (
             {}
             if k
-            else self.kv_write({**arrays, **last.state, "features": last.features, "slots": slot, "starts": begin})
+            else self.kv_write(
+                {**arrays, **last.state, "features": last.features, "slots": slot, "starts": first_position}
+            )
         )
         return {**last.state, **kept, "verdicts": last.verdicts, "left_over": last.left[None]}
 
     def move(self, arrays: Arrays) -> Outputs:
-        """Slot `source` copied over slot `destination`."""
+        """Copies the state of slot `source` over slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
         kv = ("target_k", "target_v", "draft_k", "draft_v")
         copied = {name: copy_slot(arrays[name], source, destination) for name in kv}
@@ -283,7 +316,7 @@ class Programs:
         return {**copied, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
 
     def admit(self, arrays: Arrays) -> Outputs:
-        """How slot `slots` chooses its tokens, and where it starts if an anchor is given."""
+        """Initialises the sampling state of slot `slots`, and its length and anchor if `anchor` is not negative."""
         slot, given = arrays["slots"], arrays["anchor"] >= 0
         starts = {"lengths": arrays["starts"], "anchors": arrays["anchor"]}
         kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
@@ -295,9 +328,14 @@ class Programs:
 
 
 class MultiRoundState(NamedTuple):
-    """Between two rounds of one dispatch: how many are done, how many tokens are left to generate, state by name.
+    """The loop state of a multi-round step, between two rounds.
 
-    verdicts [rounds, 2K+2]; features [1, rounds, F] of those that nothing was written of yet.
+    Attributes:
+        done: int32, rounds that are done.
+        left: int32, tokens left to generate; 0 or less ends the loop.
+        state: the donated state by name.
+        verdicts: int32 [rounds, 2K+2], one verdict per round, -1 where no round ran.
+        features: [1, rounds, F], features whose context is not written yet (K = 0 only).
     """
 
     done: jax.Array
@@ -307,55 +345,15 @@ class MultiRoundState(NamedTuple):
     features: jax.Array
 
 
-class TargetForward(NamedTuple):
-    """What the target makes of a block: logits [B, K+1, V] of the token behind each of its rows, features, the kv.
-
-    lengths, anchors [B] are those before the round; block, positions [B, K+1].
-    """
-
-    lengths: jax.Array
-    anchors: jax.Array
-    block: jax.Array
-    positions: jax.Array
-    logits: jax.Array
-    features: jax.Array
-    kv: KvArrays
-
-
-def _advance(arrays: Arrays, judged: TargetForward, chosen: jax.Array) -> tuple[jax.Array, Outputs]:
-    """How many drafted tokens stand [B], and what a round leaves of the target: the active rows move on."""
-    accepted, bonus = accept(judged.block, chosen)
-    active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
-    moved = jnp.where(active, judged.lengths + accepted + 1, judged.lengths)
-    return accepted, {
-        "target_k": judged.kv[0],
-        "target_v": judged.kv[1],
-        "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], moved, origin),
-        "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, judged.anchors), origin),
-        "features": judged.features,
-        "starts": judged.lengths,
-    }
-
-
-def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """block [B, K+1] is what was verified, chosen [B, K+1] what the target picks behind each of its rows.
-
-    Returns how many drafted tokens stand, 0 … K, and the target's own token behind them, both int32 [B].
-    """
-    matches = block[:, 1:] == chosen[:, :-1]
-    accepted = jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-    bonus = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-    return accepted, bonus
-
-
 def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
-    """Writes each row's T keys and values at its first position, then attends to everything up to each row.
+    """Causal attention over the first `length` positions of the target's kv arrays.
 
-    slots [B], positions [B, T]; kv is the pair of arrays [L, N, G, C, D].
+    Writes the keys and values of each row from its first position on, then attends to all positions up to each query.
+    slots [B], positions [B, T].
     """
-    starts, reach = positions[:, 0], positions.max() + 1
+    starts, end = positions[:, 0], positions.max() + 1
 
-    def seen(at: jax.Array) -> jax.Array:
+    def mask(at: jax.Array) -> jax.Array:
         return at <= positions[..., None]
 
     def attend_kv(
@@ -363,7 +361,7 @@ def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> At
     ) -> tuple[jax.Array, KvArrays]:
         keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
         context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
-        return attend_context(q, context, seen, reach), (keys, values)
+        return attend_context(q, context, mask, end), (keys, values)
 
     return attend_kv
 
@@ -372,11 +370,11 @@ def _replace_row(features: jax.Array, row: jax.Array, at: jax.Array) -> jax.Arra
     return jax.lax.dynamic_update_slice(features, row, (0, at, 0))
 
 
-def _of(model: str, arrays: Arrays) -> Outputs:
-    """The weights of one model, under its own names."""
+def _weights_of(model: str, arrays: Arrays) -> Outputs:
+    """The weights of one model, without the prefix of its role."""
     prefix = f"{model}."
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _sizes(signature: Signature) -> dict[str, Any]:
+def _bucket_sizes(signature: Signature) -> dict[str, Any]:
     return {axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")}

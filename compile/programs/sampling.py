@@ -1,8 +1,10 @@
-"""Which token is chosen of logits, as a slot's sampling state says: pure functions, in the order in which vLLM applies
-them (v1/sample/sampler.py): bias, penalties, temperature, min_p, top_k, top_p, a draw.
+"""Sampling: chooses tokens from logits by each slot's sampling state, as pure functions.
 
-Nothing is sorted: what a limit keeps are all logits from a threshold on, which is found by bisection.
-B rows · T positions of a block, of which row i chooses the token behind it · V vocabulary, or this device's share of it
+The order is that of vLLM (v1/sample/sampler.py): bias, penalties, temperature, min_p, top_k, top_p, draw. Nothing is
+sorted: each limit keeps all logits from a threshold on, and bisection finds the threshold.
+
+B rows · T positions of a block, each of which chooses the token behind it · V vocabulary, or this device's part of it
+".." stands for any leading axes.
 """
 
 from collections.abc import Mapping
@@ -14,14 +16,13 @@ from jax.extend.random import threefry2x32_p
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-SamplingColumns = Mapping[str, jax.Array]  # a column of `sampling` by name, float32 [B, 1]
-TOTAL_MASS = 1 << 30  # of all probability, in integers: their sum is the same in whatever order it is taken
-INT32_MIN, INT32_BITS = -(1 << 31), 32  # of int32
-BITS_PER_PASS = 4  # bits found in one pass over the logits: the memory is read eight times, not 32
-# What devices exchange beside the choice of a token, each once: of all logits the largest and the sum of their odds,
-# the chosen one, the likeliest; of penalised ones the largest, the sum of odds, of mass, and two bisections.
+SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sampling` by name, each float32 [B, 1]
+TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order
+INT32_MIN, INT32_MAX, INT32_BITS = -(1 << 31), (1 << 31) - 1, 32
+BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
+# Collectives of a sampled verification besides the choice of a token. Of the raw logits: maximum, sum of odds, the
+# chosen logit, the top ones. Of the penalised logits: maximum, sum of odds, sum of mass, two bisections.
 SAMPLING_EXCHANGES = 9
-INT32_MAX = (1 << 31) - 1  # so many tokens, or so much mass, there never is
 
 
 def choose_tokens(
@@ -32,11 +33,15 @@ def choose_tokens(
     state: Mapping[str, jax.Array],
     tp: TensorParallel,
 ) -> jax.Array:
-    """The token behind each of a block's rows, int32 [B, T].
+    """Chooses the token behind each position of the blocks: int32 [B, T].
 
-    logits float32 [B, T, V], positions of the tokens to choose int32 [B, T], drafted int32 [B, T-1], active bool [B];
-    `state` holds the batch's rows of `sampling`, `seeds`, `bias`, `prompted` and `counts`. Rows that are not active
-    choose anything.
+    Args:
+        logits: float32 [B, T, V].
+        positions: int32 [B, T], absolute positions of the tokens to choose.
+        drafted: int32 [B, T-1], the drafted tokens of the blocks.
+        active: bool [B]; the choice of other rows is undefined.
+        state: the batch's rows of `sampling`, `seeds`, `bias`, `prompted` and `counts`.
+        tp: the devices that share the vocabulary.
     """
     asked = {name: state["sampling"][:, column, None] for column, name in enumerate(SAMPLING_COLUMNS)}
     logits = logits + state["bias"][:, None]
@@ -45,7 +50,7 @@ def choose_tokens(
         lambda: penalise(logits, asked, state["prompted"], _count_seen(state["counts"], drafted, tp)),
         lambda: logits,
     )
-    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # smaller numbers are zero to most devices
+    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # most devices flush smaller numbers to zero
     temperature = jnp.where(greedy, 1.0, asked["temperature"])
     top = tp.max(logits.max(axis=-1))
     floor = find_floor(logits, top, temperature, asked, active, tp)
@@ -55,18 +60,18 @@ def choose_tokens(
 
 
 def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
-    """logits float32 [B, T, V] → the same without the penalties of what stands in prompt or output.
+    """Applies repetition, presence and frequency penalties to logits float32 [B, T, V].
 
-    prompted bool [B, V]; counts int32 [B, T, V] is how often each token stands in the output that a row sees.
-    Repetition is that of Keskar et al. 2019, the others are OpenAI's.
+    prompted bool [B, V]: tokens of the prompt. counts int32 [B, T, V]: how often each token is in the output before
+    each position. The repetition penalty is that of Keskar et al. 2019, the others are OpenAI's.
     """
     repetition, presence, frequency = (
         asked[f"{kind}_penalty"][..., None] for kind in ("repetition", "presence", "frequency")
     )
-    said = counts > 0
+    generated = counts > 0
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(prompted[:, None] | said, repeated, logits)
-    return logits - frequency * counts - presence * said
+    logits = jnp.where(prompted[:, None] | generated, repeated, logits)
+    return logits - frequency * counts - presence * generated
 
 
 def find_floor(
@@ -77,9 +82,9 @@ def find_floor(
     active: jax.Array,
     tp: TensorParallel,
 ) -> jax.Array:
-    """The lowest logit that min_p, top_k and top_p keep, float32 [B, T]; `top` [B, T] is the highest.
+    """The lowest logit that min_p, top_k and top_p keep, float32 [B, T]; `top` [B, T] is the largest logit.
 
-    Logits that are equal are kept or dropped together, so top_k and top_p may keep more than they say.
+    Equal logits are kept or dropped together, so top_k and top_p may keep more tokens than asked.
     """
     floor = top + temperature * jnp.log(asked["min_p"])
 
@@ -100,10 +105,10 @@ def find_floor(
 
 
 def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp: TensorParallel) -> jax.Array:
-    """The largest number from which on the logits weigh at least `wanted` together; -inf where all weigh less.
+    """The largest threshold for which the weights of logits ≥ threshold sum to `wanted`: float32 [..].
 
-    logits float32 [.., V], weights int32 that broadcast to them, wanted int32 [..]. A bisection by several bits at a
-    time over the integers that have the order of float32: exact, and the logits are read few times.
+    -inf if all weights sum to less. logits float32 [.., V]; weights int32, broadcast to them; wanted int32 [..].
+    Bisects the integers that have the order of float32, several bits per pass, so the result is exact.
     """
     parts = range(1, 1 << BITS_PER_PASS)
 
@@ -112,7 +117,7 @@ def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp:
 
     def find_bits(step: jax.Array, found: jax.Array) -> jax.Array:
         shift = INT32_BITS - BITS_PER_PASS * (step + 1)
-        # Additions wrap, from the lowest number up. What weighs enough from some part on does so from all below it.
+        # Additions wrap around from INT32_MIN. If one threshold reaches `wanted`, all lower ones do too.
         weighed = tp.sum_each([weigh(found + (jnp.int32(part) << shift)) for part in parts])
         heavy = sum((weight >= wanted).astype(jnp.int32) for weight in weighed)
         return found + (heavy << shift)
@@ -122,9 +127,9 @@ def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp:
 
 
 def _as_float(order: jax.Array) -> jax.Array:
-    """The float32 at this place in their order, int32; -inf for what lies below, which would be NaN.
+    """The float32 at place `order` (int32) among all float32 in ascending order; -inf for places that are NaN.
 
-    Numbers that are not normal are zero: most devices compare them so.
+    Subnormal numbers become zero, as most devices compare them.
     """
     lowest = jnp.int32(INT32_MIN + (1 << 23) - 1)  # the place of -inf
     number = jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ INT32_MAX, order), jnp.float32)
@@ -133,24 +138,25 @@ def _as_float(order: jax.Array) -> jax.Array:
 
 
 def draw_gumbel(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Gumbel noise float32 [B, T, V], of seeds int32 [B, 2], positions int32 [B, T] and tokens int32 [V] alone.
+    """Gumbel noise float32 [B, T, V], a function of seeds int32 [B, 2], positions int32 [B, T] and tokens int32 [V].
 
-    The token of which logit and noise sum up to most is a draw from the logits' softmax (Gumbel 1954).
+    The token with the largest sum of logit and noise is a draw from the logits' softmax (Gumbel 1954).
     """
     return make_gumbel(draw_bits(seeds, positions, tokens))
 
 
 def make_gumbel(bits: jax.Array) -> jax.Array:
-    """Random uint32 → float32 -2.8 … 22.9, as -log of an exponential variate.
+    """Random uint32 → Gumbel noise, float32 from -2.8 to 22.9: -log of an exponential variate.
 
-    From all 32 bits: `jax.random.gumbel` takes 23, ends at 15.9 and so loses most of the tokens rarer than 1e-7.
+    Uses all 32 bits. `jax.random.gumbel` uses 23 bits and ends at 15.9, so it never draws most tokens with a
+    probability below 1e-7.
     """
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))
 
 
 def draw_bits(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Random uint32 [B, T, V]: for each token what `jax.random.bits` draws for all of them, by its hash alone."""
+    """Random uint32 [B, T, V], equal to `jax.random.bits`, but computed for each token without the others."""
     keys = jax.random.wrap_key_data(jax.lax.bitcast_convert_type(seeds, jnp.uint32), impl="threefry2x32")
     folded = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions))
     shape = (*positions.shape, tokens.size)
@@ -163,10 +169,10 @@ def draw_bits(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.
 def compute_logprobs(
     logits: jax.Array, chosen: jax.Array, wanted: jax.Array, tops: int, tp: TensorParallel
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of what was chosen, float32 [B, T]; the likeliest `tops` tokens and theirs, [B, T, tops].
+    """Log-probabilities of the chosen tokens [B, T]; the `tops` likeliest tokens and their log-probabilities.
 
-    logits float32 [B, T, V] as the target gives them, chosen int32 [B, T]. The likeliest are zeros unless `wanted`,
-    bool.
+    logits float32 [B, T, V] are the target's own, chosen int32 [B, T]. The likeliest, each [B, T, tops], are computed
+    if the scalar `wanted` is True, else zeros.
     """
     top = tp.max(logits.max(axis=-1))
     total = top + jnp.log(tp.sum(jnp.exp(logits - top[..., None]).sum(axis=-1)))
@@ -181,10 +187,10 @@ def compute_logprobs(
 
 
 def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax.Array:
-    """How often each token of a `share` [V] of the vocabulary is among those `counted`: int32 [.., V].
+    """How often each token id of `share` [V] is among the tokens whose `counted` flag is set: int32 [.., V].
 
-    tokens int32 and counted bool [.., n] broadcast against each other. Compared, not scattered: it melts into what
-    reads it.
+    tokens int32 and counted bool [.., n] broadcast against each other. Comparisons instead of a scatter, so XLA fuses
+    the result into its consumer.
     """
     shape = jnp.broadcast_shapes(tokens.shape, counted.shape)
     found = jnp.zeros((*shape[:-1], share.size), jnp.int32)
@@ -194,17 +200,17 @@ def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax
 
 
 def _count_seen(counts: jax.Array, drafted: jax.Array, tp: TensorParallel) -> jax.Array:
-    """Counts int32 [B, V] of the state, and for row i the first i drafted tokens: [B, T, V]."""
+    """Token counts before each position, int32 [B, T, V]: `counts` [B, V] plus the drafted tokens before."""
     rows, columns = jnp.arange(drafted.shape[1] + 1)[:, None], jnp.arange(drafted.shape[1])
     seen = count_tokens(drafted[:, None], columns < rows, tp.own_tokens(counts.shape[-1]))
     return counts[:, None] + seen
 
 
 def _scale(logits: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Not above 0, so that the smallest temperature makes -inf of it, never NaN."""
+    """Scaled logits relative to the largest: at most 0, so a tiny temperature gives -inf and never NaN."""
     return (logits - top[..., None]) / temperature[..., None]
 
 
 def _any_differs(asked: SamplingColumns, active: jax.Array, *names: str) -> jax.Array:
-    """Whether an active row asks for one of these."""
+    """Whether an active row sets one of these parameters to another value than its neutral one."""
     return jnp.any(active[:, None] & jnp.concatenate([asked[name] != NEUTRAL_SAMPLING[name] for name in names], axis=1))

@@ -75,7 +75,7 @@ def test_a_plan_of_too_much_says_so_and_a_build_of_it_is_not_begun(plan_tpu):
 def test_a_build_of_too_much_is_not_begun(plan_tpu):
     done = plan_tpu("Qwen3-8B", "v5e:1x1", GRID)
     assert done.code == 5
-    assert "does not fit v5e, per device: weights 18.48 + " in done.err and "Nothing of this pair fits" in done.err
+    assert "does not fit v5e, per device: weights 18.48 + " in done.err and "No grid of this pair fits" in done.err
 
 
 def test_where_the_chips_figures_are_unknown_there_is_no_verdict(command, tied):

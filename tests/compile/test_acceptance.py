@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
-from dflash_aot.compile.programs.programs import accept
+from dflash_aot.compile.programs.acceptance import accept
 from tests.compile.quick import jit_quickly
 
 accept_quickly = jit_quickly(accept)

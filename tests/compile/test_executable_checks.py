@@ -82,8 +82,8 @@ def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, 
     (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
     assert (
         line.startswith(f"{label}: ")
-        and "temporaries are 2.0% of weights and kv" in line
-        and "than 2%: %fusion.1 = " in line
+        and "temporaries are 2.0% of weights and state" in line
+        and "than 2%; the largest: %fusion.1 = " in line
     )
 
 
@@ -122,21 +122,21 @@ def test_collectives_that_the_program_does_not_have_are_counted(entries, known):
     entry = with_inspection(entries[VERIFY], collectives={"all-gather": 2, "all-reduce": 3})
     assert find_problems(entry, known, 1, collectives=5) == []
     (line,) = find_problems(entry, known, 1, collectives=4)
-    assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), the program has 4"
+    assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), but the program needs 4"
 
 
 @pytest.mark.parametrize("name", ["target_v", "target.model.norm.weight"])
 def test_a_shared_buffer_lies_the_same_everywhere(entries, name):
     turned = {**entries, VERIFY: with_layout(entries[VERIFY], name, "{3,4,2,1,0}")}
     (line,) = find_layout_conflicts(turned.values())
-    assert line.startswith(f"{name} lies differently: {KV} in prefill prefill=4 length=16 and ")
+    assert line.startswith(f"{name} has different layouts: {KV} in prefill prefill=4 length=16 and ")
     assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
 
 
 def test_a_result_lies_as_the_next_executable_takes_it(entries):
     write = "kv_write rows=2 width=4"
     (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
-    assert line.startswith("features lies differently: ") and line.endswith(f"; {{0,1,2}} in {write}")
+    assert line.startswith("features has different layouts: ") and line.endswith(f"; {{0,1,2}} in {write}")
 
 
 def test_arguments_of_other_shapes_may_lie_differently(entries):

@@ -214,12 +214,12 @@ def test_layouts_are_those_of_arguments_and_results_by_name():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "there is no ENTRY"),
-        (program("what is this"), "another kind of line: '  what is this'"),
-        (program("%p.0 = parameter"), "another kind of line: 'parameter'"),
-        (program(f"%p.0 = {KV} parameter(0"), "another kind of line: "),
+        ("", "no ENTRY computation"),
+        (program("what is this"), "unknown kind of line: '  what is this'"),
+        (program("%p.0 = parameter"), "unknown kind of line: 'parameter'"),
+        (program(f"%p.0 = {KV} parameter(0"), "unknown kind of line: "),
         (program(f"%p.0 = {KV} parameter(0)"), "main has no ROOT"),
-        (program("ROOT %p.0 = tensor<4xf32> parameter(0)"), "another kind of type: 'tensor<4xf32>'"),
+        (program("ROOT %p.0 = tensor<4xf32> parameter(0)"), "unknown kind of type: 'tensor<4xf32>'"),
     ],
 )
 def test_a_text_of_another_form_is_refused(text, words):

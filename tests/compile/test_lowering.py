@@ -158,5 +158,5 @@ def test_donated_state_comes_back_first_and_in_order(small_build):
 def test_donation_that_did_not_take_is_a_failure(small_build):
     signature = small_build.signatures["move"]
     check_donation(signature, signature.state)
-    with pytest.raises(BuildFailed, match="donation did not take: anchors, target_v are not written in place"):
+    with pytest.raises(BuildFailed, match="donation failed: anchors, target_v are copied instead of written in place"):
         check_donation(signature, [name for name in signature.state if name not in ("target_v", "anchors")])

@@ -130,7 +130,7 @@ def check(programs, available, measured=None):
 def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(programs):
     found = MemoryPlanner(programs, 1, tiled=True).plan(GRID)
     certain = found.weights + found.state
-    message = r"does not fit toy, per device: weights .* GB too many\. Nothing of this pair fits"
+    message = r"does not fit toy, per device: weights .* GB too much\. No grid of this pair fits"
     with pytest.raises(BuildFailed, match=message):
         check(programs, certain - 1)
     assert "does not fit toy" in check(programs, certain) and "The compiler decides" in check(programs, certain)

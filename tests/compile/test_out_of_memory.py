@@ -40,15 +40,15 @@ def test_the_compilers_words_become_a_sentence_with_figures():
     assert done.returncode == 0, done.stderr
     early, late = (explain_out_of_memory(RuntimeError(message)) for message in json.loads(done.stdout))
     # 20 GiB against 15.75 GiB, as the compiler rounds them
-    assert early == "it needs 21.47 GB of device memory, 4.56 GB more than there is"
+    assert early == "needs 21.47 GB of device memory, 4.56 GB more than there is"
     # What lacks is some of the program's own 100 kB: one array of 64 kB less, and it fits.
-    assert re.match(r"it needs 16.91 GB of device memory, 0.0\d MB more than there is; the largest buffers: ", late)
+    assert re.match(r"needs 16.91 GB of device memory, 0.0\d MB more than there is; the largest buffers: ", late)
     assert "f32[258015,16,1024] 16.91 GB" in late and "overlays 0.1" in late
 
 
 def test_without_figures_its_first_line_is_kept():
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
-    assert explain_out_of_memory(error) == f"it needs more memory than there is: {str(error).splitlines()[0]}"
+    assert explain_out_of_memory(error) == f"needs more device memory than there is: {str(error).splitlines()[0]}"
 
 
 def test_another_error_is_not_explained():
