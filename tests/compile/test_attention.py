@@ -60,10 +60,10 @@ def test_a_context_whose_scores_are_large_goes_by_blocks(monkeypatch):
     def mix():
         return np.asarray(attend_context(q, spoiled, lambda at: visible[:, :, at], jnp.int32(5)))
 
-    monkeypatch.setattr(attention, "BLOCK", 4)
+    monkeypatch.setattr(attention, "KV_BLOCK", 4)
     scores = 4 * G * R * T * 12
-    monkeypatch.setattr(attention, "AT_ONCE", scores)
+    monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores)
     assert np.isnan(mix()).all()
-    monkeypatch.setattr(attention, "AT_ONCE", scores - 1)
+    monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores - 1)
     expected = attend(q, (*context.read(0, 12), visible[:, :, :12]))
     np.testing.assert_allclose(mix(), expected, rtol=2e-5, atol=2e-5)

@@ -207,7 +207,7 @@ def test_layouts_are_those_of_arguments_and_results_by_name():
         "layer": "{:T(128)}",
         "features": "{2,3,1,0:T(8,128)(2,1)}",
     }
-    with pytest.raises(BuildFailed, match="kv: donated in one layout, returned in another"):
+    with pytest.raises(BuildFailed, match="kv: donated in one layout, but returned in another"):
         inspect_hlo(text, ["kv", "layer"], ["kv"])
 
 
