@@ -8,7 +8,7 @@ the check of a list ends at its first error, and no object may have more than `M
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -105,18 +105,16 @@ def _declare(name: str, hint: str = "", **more: Any) -> Any:
     return Field(None, description=parameter.meaning + hint, **more)
 
 
-if TYPE_CHECKING:
-    ScalarFields = StrictModel
-else:  # every scalar parameter, also those that only the engine looks at
-    ScalarFields = create_model(
-        "ScalarFields",
-        __base__=StrictModel,
-        **{
-            name: (parameter.type | None, _declare(name))
-            for name, parameter in PARAMETERS.items()
-            if parameter.type in (int, float, bool)
-        },
-    )
+# Every scalar parameter, also those that only the engine looks at.
+ScalarFields: Any = create_model(
+    "ScalarFields",
+    __base__=StrictModel,
+    **{
+        name: (parameter.type | None, _declare(name))
+        for name, parameter in PARAMETERS.items()
+        if parameter.type in (int, float, bool)
+    },
+)
 
 
 class SampledRequest(ScalarFields):

@@ -7,6 +7,7 @@ The annotations of `SamplingParams` are the declaration; `PARAMETERS` is the sam
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -73,6 +74,9 @@ class Parameter:
         )
 
 
+Sampled = partial(Parameter, needs_sampling=True)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt.
@@ -82,65 +86,42 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 1)] = None
-    temperature: Annotated[
-        float, Parameter("0 for greedy decoding; above 0, tokens are sampled", 0, LARGEST, needs_sampling=True)
-    ] = 0.0
+    temperature: Annotated[float, Sampled("0 for greedy decoding; above 0, tokens are sampled", 0, LARGEST)] = 0.0
     top_k: Annotated[int, Parameter("sample from this many of the likeliest tokens; 0 for all", 0)] = 0
     top_p: Annotated[
         float,
         Parameter("sample from the fewest likeliest tokens whose mass reaches this; 1 for all", SMALLEST_TOP_P, 1),
     ] = 1.0
     seed: Annotated[
-        int | None,
-        Parameter("the same seed and prompt give the same text; without a seed, a random one", -SEEDS, SEEDS - 1),
+        int | None, Parameter("the same seed and prompt give the same text; default: a random seed", -SEEDS, SEEDS - 1)
     ] = None
     stop: Annotated[Sequence[str], Parameter("texts that end the output; left out of the output")] = ()
     stop_token_ids: Annotated[
-        Sequence[int] | None,
-        Parameter("tokens that end the output, kept in the output; instead of the target's end-of-sequence tokens"),
+        Sequence[int] | None, Parameter("tokens that end the output, kept in it; default: the target's end tokens")
     ] = None
     trace: Annotated[bool, Parameter("also report the drafted tokens of every round")] = False
     min_p: Annotated[
         float, Parameter("sample from tokens at least this likely, relative to the likeliest; 0 for all", 0, 1)
     ] = 0.0
     repetition_penalty: Annotated[
-        float,
-        Parameter(
-            "above 1, tokens of the prompt and the output become less likely",
-            1 / LARGEST,
-            LARGEST,
-            needs_sampling=True,
-        ),
+        float, Sampled("above 1, tokens of the prompt and the output become less likely", 1 / LARGEST, LARGEST)
     ] = 1.0
     presence_penalty: Annotated[
-        float,
-        Parameter("subtracted from the logits of tokens in the output", -LARGEST, LARGEST, needs_sampling=True),
+        float, Sampled("subtracted from the logits of tokens in the output", -LARGEST, LARGEST)
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        Parameter(
-            "subtracted from the logits of tokens in the output, once per occurrence",
-            -LARGEST,
-            LARGEST,
-            needs_sampling=True,
-        ),
+        float, Sampled("subtracted from the logits of tokens in the output, per occurrence", -LARGEST, LARGEST)
     ] = 0.0
     logit_bias: Annotated[
-        Mapping[int, float] | None,
-        Parameter("added to the logits of single tokens", -LARGEST_BIAS, LARGEST_BIAS, needs_sampling=True),
+        Mapping[int, float] | None, Sampled("added to the logits of single tokens", -LARGEST_BIAS, LARGEST_BIAS)
     ] = None
     logprobs: Annotated[
         int | None,
-        Parameter(
-            "report the log-probability of each token, and of this many of the likeliest tokens",
-            0,
-            MAX_TOP_LOGPROBS,
-            needs_sampling=True,
-        ),
+        Sampled("report the log-probability of each token, and of this many likeliest tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
     k: Annotated[
         int | None,
-        Parameter("drafted tokens to verify per round, one of the grid's K, instead of the engine's choice", 0),
+        Parameter("drafted tokens to verify per round, one of the grid's K; default: the engine's choice", 0),
     ] = None
 
     def __post_init__(self) -> None:
