@@ -1,12 +1,12 @@
-"""dflash-serve: serves a bundle over HTTP, as OpenAI's interface has it.
+"""dflash-serve: serves a bundle over HTTP with an OpenAI-compatible API.
 
 dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE] [--served_model_name NAME]
     [--target DIR --draft DIR] [--k auto|N] [--temperature T] [--[no]preload] [--require_signature PUBLIC.pem]
     [--max_waiting N] [--max_per_key N] [--max_body_bytes N] [--max_prompt_tokens N]
     [--request_seconds S] [--drain_seconds S] [--tls_certificate FILE --tls_key FILE] [--access_log]
 
-DFLASH_API_KEY in the environment, or a file of keys, says who may ask; one of them is needed where the address is not
-this machine's alone.
+API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
+loopback address.
 """
 
 import gc
@@ -26,77 +26,82 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
-from dflash_aot.runtime.requests.sampling_params import LARGEST
-from dflash_aot.server.api_keys import Keys, make_keys, read_keys
-from dflash_aot.server.lifecycle import Observer, listen, serve
-from dflash_aot.server.limits import Limits
+from dflash_aot.runtime.requests.sampling_params import PARAMETERS
+from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
+from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
+from dflash_aot.server.limits import ServerLimits
 from dflash_aot.server.middleware import LOOPBACK
-from dflash_aot.server.served_model import Serving
-from dflash_aot.server.server_state import Service
+from dflash_aot.server.served_model import ServingConfig
+from dflash_aot.server.server_state import ServerState
 
 logger = logging.getLogger(__name__)
-IMPORTED = seconds_since_process_start()
 VARIABLE = "DFLASH_API_KEY"
-SHORT = 16  # characters: who can try a thousand keys a second should not find one
-DEFAULTS = Limits()
-LONGEST = 1e6  # seconds
+SHORT_KEY_CHARACTERS = 16  # a shorter key could be found by trying a thousand keys per second
+DEFAULTS = ServerLimits()
+MAX_SECONDS = 1e6
 
 FLAGS = flags.FlagValues()
 _SERVED = EngineFlags(FLAGS)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0 and :: are all", flag_values=FLAGS)
-_PORT = flags.DEFINE_integer("port", 8000, "0: any that is free", 0, 65535, flag_values=FLAGS)
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "the address to listen on; 0.0.0.0 or :: for all addresses", flag_values=FLAGS
+)
+_PORT = flags.DEFINE_integer("port", 8000, "the port to listen on; 0 for any free port", 0, 65535, flag_values=FLAGS)
 _API_KEYS = flags.DEFINE_string(
-    "api_keys", None, f"a file of API keys, one a line; {VARIABLE} may hold one more", flag_values=FLAGS
+    "api_keys", None, f"a file of API keys, one per line; {VARIABLE} may hold another key", flag_values=FLAGS
 )
 _NAME = flags.DEFINE_string(
-    "served_model_name", None, "what clients call the model; default: the target's name", flag_values=FLAGS
+    "served_model_name", None, "the model's name for clients; default: the target's name", flag_values=FLAGS
 )
 _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     None,
-    "of requests that say none; default: 1, as OpenAI's; 0 where the bundle cannot sample",
-    0.0,
-    LARGEST,
+    "temperature of requests that give none; default: 1, or 0 if the bundle cannot sample",
     flag_values=FLAGS,
 )
 _PRELOAD = flags.DEFINE_bool(
     "preload",
     True,
-    "load and call every executable before the server is ready; otherwise when it is needed",
+    "load and call every executable before the server is ready; otherwise at its first use",
     flag_values=FLAGS,
 )
 _MAX_WAITING = flags.DEFINE_integer(
     "max_waiting",
     MAX_WAITING,
-    "choices in line behind those that are served; more are refused, also those of one request",
+    "size of the request queue, in choices; a request is refused if its choices do not all fit",
     1,
     flag_values=FLAGS,
 )
 _MAX_PER_KEY = flags.DEFINE_integer(
     "max_per_key",
-    DEFAULTS.per_caller,
-    "choices under way or in line for one API key, or for all callers where there are no keys",
+    DEFAULTS.choices_per_key,
+    "choices running or waiting for one API key; without keys: for all requests",
     1,
     flag_values=FLAGS,
 )
-_MAX_BODY = flags.DEFINE_integer("max_body_bytes", DEFAULTS.body_bytes, "of one request's body", 1, flag_values=FLAGS)
+_MAX_BODY = flags.DEFINE_integer(
+    "max_body_bytes", DEFAULTS.body_bytes, "size limit of a request's body", 1, flag_values=FLAGS
+)
 _MAX_PROMPT = flags.DEFINE_integer(
-    "max_prompt_tokens", None, "of one prompt; default: what the grid holds", 1, flag_values=FLAGS
+    "max_prompt_tokens", None, "length limit of one prompt; default: what the grid holds", 1, flag_values=FLAGS
 )
 _REQUEST_SECONDS = flags.DEFINE_float(
-    "request_seconds", DEFAULTS.request_seconds, "how long one request may take", 0.001, LONGEST, flag_values=FLAGS
+    "request_seconds", DEFAULTS.request_seconds, "time limit of one request", 0.001, MAX_SECONDS, flag_values=FLAGS
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
     "drain_seconds",
     DEFAULTS.drain_seconds,
-    "how long what is under way may go on after SIGTERM; then it ends as an error",
+    "time for open requests after SIGTERM; then they end with an error",
     0.0,
-    LONGEST,
+    MAX_SECONDS,
     flag_values=FLAGS,
 )
-_TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", None, "PEM, the chain: serve HTTPS", flag_values=FLAGS)
-_TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM, its private key", flag_values=FLAGS)
-_ACCESS_LOG = flags.DEFINE_bool("access_log", False, "a line for each request, without its texts", flag_values=FLAGS)
+_TLS_CERTIFICATE = flags.DEFINE_string(
+    "tls_certificate", None, "a PEM file with the certificate chain: serve HTTPS", flag_values=FLAGS
+)
+_TLS_KEY = flags.DEFINE_string("tls_key", None, "a PEM file with the certificate's private key", flag_values=FLAGS)
+_ACCESS_LOG = flags.DEFINE_bool(
+    "access_log", False, "log a line for each request, without prompts and outputs", flag_values=FLAGS
+)
 
 
 def main() -> None:
@@ -105,60 +110,64 @@ def main() -> None:
 
 
 def run() -> None:
-    """Checks what is said before anything is opened, and serves."""
-    _check_numbers()
+    """Checks all flags before anything is opened, and serves."""
+    import_seconds = seconds_since_process_start()
+    _check_values()
     keys = _read_keys()
-    local = _is_loopback(_HOST.value)
-    if not (keys or local):
+    is_local = _is_loopback(_HOST.value)
+    if not (keys or is_local):
         raise BadInput(
-            f"--host {_HOST.value} is open to other machines, and no API key is asked for: set {VARIABLE}, or give a "
-            "file of keys with --api_keys"
+            f"--host {_HOST.value} is open to other machines, and no API key is set: set {VARIABLE}, or give a file "
+            "of keys with --api_keys"
         )
     tls = _read_tls()
-    if not (local or tls):
-        logger.warning("keys and texts cross the network as they are: give --tls_certificate, or put a proxy before it")
-    service = Service(_describe_serving(), _read_limits(), keys)
-    _calm_logs(_ACCESS_LOG.value)
+    if not (is_local or tls):
+        logger.warning("keys and texts cross the network unencrypted: give --tls_certificate, or use a TLS proxy")
+    state = ServerState(_read_config(), _read_limits(), keys)
+    _configure_logs(_ACCESS_LOG.value)
     with listen(_HOST.value, _PORT.value) as listener:
-        url = f"{'https' if tls else 'http'}://{_show_address(listener.getsockname())}"
+        url = f"{'https' if tls else 'http'}://{_format_address(listener.getsockname())}"
         hosts = None if keys else LOOPBACK | {_HOST.value.lower()}
-        serve(service, listener, hosts, tls, _Announcer(service, url))
-    _say("ended, and everything that was under way was told")
+        serve(state, listener, hosts, tls, _Announcer(state, url, import_seconds))
+    _print("stopped; all open requests have ended")
 
 
-class _Announcer(Observer):
-    """To standard error."""
+class _Announcer(LifecycleObserver):
+    """Reports the start of the server on standard error."""
 
-    def __init__(self, service: Service, url: str):
-        self._service, self._url = service, url
+    def __init__(self, state: ServerState, url: str, import_seconds: float):
+        self._state, self._url, self._import_seconds = state, url, import_seconds
 
-    def note_listening(self) -> None:
-        callers, bundle = _describe_callers(self._service.keys), hide_secrets(self._service.serving.bundle)
-        _say(f"listening at {self._url} ({callers}); opening {bundle}")
+    def on_listening(self) -> None:
+        keys, bundle = _format_key_count(self._state.keys), hide_secrets(self._state.config.bundle)
+        _print(f"listening at {self._url} ({keys}); opening {bundle}")
 
-    def note_phase(self, phase: str) -> None:
-        _say(f"{phase} ...")
+    def on_phase(self, phase: str) -> None:
+        _print(f"{phase} ...")
 
-    def note_ready(self) -> None:
-        gc.freeze()  # of what comes with JAX nothing is ever garbage, and looking through it stalls everything
-        assert self._service.opened
-        startup = {"imports": IMPORTED, **self._service.opened.engine.startup}
+    def on_ready(self) -> None:
+        gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
+        assert self._state.opened
+        startup = {"imports": self._import_seconds, **self._state.opened.engine.startup}
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
-        took = seconds_since_process_start()
-        _say(f"ready after {took:.2f} s ({phases}): {self._service.opened.name} at {self._url}/v1")
+        total = seconds_since_process_start()
+        _print(f"ready after {total:.2f} s ({phases}): {self._state.opened.name} at {self._url}/v1")
 
 
-def _check_numbers() -> None:
-    """What absl's bounds let pass. Raises BadInput."""
-    for flag in ("request_seconds", "drain_seconds", "temperature"):
-        if (value := FLAGS[flag].value) is not None and not math.isfinite(value):
-            raise BadInput(f"--{flag} {value}: a number is needed")
+def _check_values() -> None:
+    """Raises BadInput for values that absl's bounds accept."""
+    for flag in ("request_seconds", "drain_seconds"):
+        if not math.isfinite(value := FLAGS[flag].value):
+            raise BadInput(f"--{flag} {value}: a finite number is needed")
+    temperature = PARAMETERS["temperature"]
+    if _TEMPERATURE.value is not None and not temperature.accepts(_TEMPERATURE.value):
+        raise BadInput(f"--temperature {_TEMPERATURE.value}: {temperature.needed} is needed")
     if _NAME.value == "":
         raise BadInput("--served_model_name '': a name is needed")
 
 
-def _read_keys() -> Keys:
-    """Of the environment and the file. Raises BadInput."""
+def _read_keys() -> ApiKeys:
+    """The keys of the environment and the file. Raises BadInput."""
     given, sources = [], []
     if (value := os.environ.get(VARIABLE)) is not None:
         given.append(value)
@@ -167,13 +176,15 @@ def _read_keys() -> Keys:
         given += read_keys(Path(_API_KEYS.value))
         sources.append(f"--api_keys {_API_KEYS.value}")
     keys = make_keys(given, " and ".join(sources))
-    if any(len(key) < SHORT for key in given):
-        logger.warning("an API key has less than %d characters: make one with: openssl rand -hex 32", SHORT)
+    if any(len(key) < SHORT_KEY_CHARACTERS for key in given):
+        logger.warning(
+            "an API key has less than %d characters: create one with: openssl rand -hex 32", SHORT_KEY_CHARACTERS
+        )
     return keys
 
 
 def _is_loopback(host: str) -> bool:
-    """A name may lead anywhere, but for the one."""
+    """Whether only this machine can reach the address. Names other than localhost may resolve to any address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -181,7 +192,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _read_tls() -> tuple[Path, Path] | None:
-    """Raises BadInput."""
+    """The files of the certificate chain and its key. Raises BadInput if they do not fit together."""
     certificate, key = _TLS_CERTIFICATE.value, _TLS_KEY.value
     if certificate is None and key is None:
         return None
@@ -194,8 +205,8 @@ def _read_tls() -> tuple[Path, Path] | None:
     return Path(certificate), Path(key)
 
 
-def _describe_serving() -> Serving:
-    return Serving(
+def _read_config() -> ServingConfig:
+    return ServingConfig(
         bundle=_SERVED.bundle,
         target=_SERVED.target,
         draft=_SERVED.draft,
@@ -209,40 +220,40 @@ def _describe_serving() -> Serving:
     )
 
 
-def _read_limits() -> Limits:
-    return Limits(
+def _read_limits() -> ServerLimits:
+    return ServerLimits(
         body_bytes=_MAX_BODY.value,
-        per_caller=_MAX_PER_KEY.value,
+        choices_per_key=_MAX_PER_KEY.value,
         request_seconds=_REQUEST_SECONDS.value,
         drain_seconds=_DRAIN_SECONDS.value,
     )
 
 
-def _describe_callers(keys: Keys) -> str:
+def _format_key_count(keys: ApiKeys) -> str:
     return f"{len(keys.digests)} API key{'s' * (len(keys.digests) > 1)}" if keys else "no API keys, this machine only"
 
 
-def _show_address(address: tuple[object, ...]) -> str:
+def _format_address(address: tuple[object, ...]) -> str:
     host, port, *_ = address
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
-def _calm_logs(access: bool) -> None:
-    """Lines for people: a trace of Python's says nothing to them."""
+def _configure_logs(access: bool) -> None:
+    """Sets levels, and replaces tracebacks by their last line."""
 
-    def drop_trace(record: logging.LogRecord) -> bool:
+    def drop_traceback(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None and record.levelno > logging.DEBUG:
             record.msg = f"{record.getMessage().strip()}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
             record.args, record.exc_info = (), None
         return True
 
     for handler in logging.getLogger().handlers:
-        handler.addFilter(drop_trace)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below, anybody who connects may make it say things
+        handler.addFilter(drop_traceback)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients can cause messages of lower levels
     logging.getLogger("dflash_aot.server.access").setLevel(logging.INFO if access else logging.WARNING)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"dflash-serve: {line}", file=sys.stderr, flush=True)
 
 

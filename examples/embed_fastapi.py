@@ -1,6 +1,6 @@
-"""The engine in a FastAPI service of one's own: one path that answers whole, one that streams, as lines of JSON.
+"""An engine embedded in a FastAPI service, with a route for whole responses and a route that streams JSON lines.
 
-dflash-precompile                                  # once: the bundle of the embedded pair
+dflash-precompile                                  # once: builds the bundle of the embedded pair
 python examples/embed_fastapi.py [--bundle DIR] [--port 8000] [--max_waiting 64]
 curl localhost:8000/complete -H 'content-type: application/json' -d '{"prompt": "import os"}'
 curl -N localhost:8000/stream -H 'content-type: application/json' -d '{"prompt": "import os"}'
@@ -24,18 +24,18 @@ from dflash_aot.cache.locations import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.requests.streams import AsyncStream
 
-DEADLINE = 60.0  # seconds; who waits longer has gone
+DEADLINE_SECONDS = 60.0
 
 
-class Ask(BaseModel):
+class CompletionBody(BaseModel):
     prompt: str = Field(min_length=1)
     max_tokens: int = Field(64, ge=1)
 
 
-async def submit(ask: Ask, request: Request) -> AsyncIterator[AsyncStream]:
-    """On its way, or refused, before anything is answered. However the answer ends, its slot is free."""
+async def submit(body: CompletionBody, request: Request) -> AsyncIterator[AsyncStream]:
+    """Submits the request before the response begins; at the end of the response, for any reason, frees the slot."""
     engine: Engine = request.app.state.engine
-    stream = await engine.asubmit(ask.prompt, SamplingParams(max_tokens=ask.max_tokens), deadline=DEADLINE)
+    stream = await engine.asubmit(body.prompt, SamplingParams(max_tokens=body.max_tokens), deadline=DEADLINE_SECONDS)
     try:
         yield stream
     finally:
@@ -49,7 +49,7 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with await asyncio.to_thread(Engine.open, bundle, max_waiting=max_waiting, preload=True) as app.state.engine:
-            yield  # uvicorn comes back when all that was under way is answered
+            yield  # until uvicorn has answered all open requests
 
     app = FastAPI(lifespan=lifespan)
 
@@ -57,12 +57,12 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
     async def complete(stream: Submitted, request: Request) -> Response:
         async for _ in stream:
             if await request.is_disconnected():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has disconnected
         result = await stream.result()
         return JSONResponse({"text": result.text, "finish_reason": result.finish_reason})
 
     @app.post("/stream")
-    async def tell(stream: Submitted) -> Response:
+    async def stream_lines(stream: Submitted) -> Response:
         async def lines() -> AsyncIterator[bytes]:
             async for delta in stream:
                 yield msgspec.json.encode({"text": delta.text, "finish_reason": delta.finish_reason}) + b"\n"
@@ -70,23 +70,23 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     @app.get("/health")
-    async def health(request: Request) -> Response:
+    async def report_health(request: Request) -> Response:
         engine: Engine = request.app.state.engine
         stats = engine.stats()
-        told = {"failure": engine.failure, "running": stats.running, "finished": stats.finished}
-        return JSONResponse(told, 503 if engine.failure else 200)
+        health = {"failure": engine.failure, "running": stats.running, "finished": stats.finished}
+        return JSONResponse(health, 503 if engine.failure else 200)
 
     @app.exception_handler(QueueFull)
-    async def refuse(_: Request, error: QueueFull) -> Response:
+    async def refuse_overload(_: Request, error: QueueFull) -> Response:
         return JSONResponse({"error": str(error)}, 503, {"retry-after": "1"})
 
     @app.exception_handler(BadInput)
     @app.exception_handler(GridMiss)
-    async def reject(_: Request, error: Exception) -> Response:
+    async def refuse_input(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400)
 
     @app.exception_handler(EngineFailed)
-    async def fail(_: Request, __: EngineFailed) -> Response:
+    async def report_failure(_: Request, __: EngineFailed) -> Response:
         return JSONResponse({"error": "the engine failed at this request"}, 500)
 
     return app

@@ -1,4 +1,4 @@
-"""Replicas of a bundle on Ray Serve, with OpenAI's interface: on this machine, or on the cluster of RAY_ADDRESS.
+"""Serves a bundle by Ray Serve replicas with an OpenAI-compatible API, on this machine or the cluster of RAY_ADDRESS.
 
 python examples/ray_serve.py bundle --replicas 2
 python examples/ray_serve.py s3://bucket/served/qwen3 --replicas 4 --resources '{"TPU": 4}' --api_keys keys.txt
@@ -18,15 +18,17 @@ from dflash_aot.server.ray_replica import Options, build
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", help="a URL, or a directory that all nodes see")
+    parser.add_argument("bundle", help="a URL, or a directory that all nodes can read")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument(
-        "--resources", type=json.loads, default={}, help="of each replica, as JSON; one slice a replica"
+        "--resources", type=json.loads, default={}, help="Ray resources of each replica, as JSON; on TPU one slice"
     )
-    parser.add_argument("--cpus", type=float, default=1, help="of each replica")
+    parser.add_argument("--cpus", type=float, default=1, help="CPUs of each replica")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--api_keys", type=Path, help="a file, one a line: needed where others than this machine ask")
+    parser.add_argument(
+        "--api_keys", type=Path, help="a file with one API key per line; required unless the host is a loopback address"
+    )
     given = parser.parse_args()
     options = Options(
         bundle=given.bundle,
@@ -37,12 +39,12 @@ def main() -> None:
     )
     stop = threading.Event()
     serve.start(http_options={"host": given.host, "port": given.port})
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray sets handlers of its own when it starts
+    for number in (signal.SIGTERM, signal.SIGINT):  # after serve.start, because Ray sets its own handlers there
         signal.signal(number, lambda *_: stop.set())
     serve.run(build(options))
     print(f"serving at http://{given.host}:{given.port}/v1", flush=True)
     stop.wait()
-    serve.delete("default")  # replicas answer what they have begun; the proxies that pass it on are ended after them
+    serve.delete("default")  # replicas answer open requests first, while the proxies still run
     serve.shutdown()
 
 

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server over the engine: who may ask, what is asked, how it is answered."""
+"""HTTP server with an OpenAI-compatible API over one engine."""

@@ -1,15 +1,16 @@
-"""The page at `/`: a completion, round by round. It asks the server like any other client."""
+"""The demo page at `/`, which shows a completion round by round; it uses the server's public API."""
 
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
-FILES = {  # path → where it lies, what it is
+ASSETS = Path(__file__).parent / "assets"
+FILES = {  # file name and media type by path
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-POLICY = {  # what the page may load: its own files, and an icon that is written in it
+POLICY = {  # the page may load only its own files, and the icon that its HTML contains
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
@@ -20,22 +21,17 @@ POLICY = {  # what the page may load: its own files, and an icon that is written
     "frame-ancestors": "'none'",
 }
 HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{what} {source}" for what, source in POLICY.items()),
-    "Cache-Control": "no-cache",  # a new version of the package is seen at the next visit
+    "Content-Security-Policy": "; ".join(f"{directive} {source}" for directive, source in POLICY.items()),
+    "Cache-Control": "no-cache",  # browsers show a new version of the package at the next visit
 }
 
-router = APIRouter()
+
+def add_demo_page(app: FastAPI) -> None:
+    for path, (name, media_type) in FILES.items():
+        _add_file(app, path, (ASSETS / name).read_bytes(), media_type)
 
 
-def _serve(path: str, name: str, media_type: str) -> None:
-    """Adds a route that answers with the file as it is now."""
-    content = (Path(__file__).parent / "assets" / name).read_bytes()
-
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    @app.get(path, include_in_schema=False)
     async def read() -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)
-
-    router.add_api_route(path, read, include_in_schema=False)
-
-
-for _path, (_name, _media_type) in FILES.items():
-    _serve(_path, _name, _media_type)

@@ -1,4 +1,4 @@
-"""The server from its start to its end: answers while the engine is opened, and drains before it goes."""
+"""Server lifecycle: listens, opens the engine in a thread while /health answers, serves, drains, exits."""
 
 import asyncio
 import logging
@@ -13,30 +13,30 @@ import uvicorn
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.server.app import create_app
-from dflash_aot.server.connection import limit_connections
-from dflash_aot.server.server_state import Service
+from dflash_aot.server.connection import make_protocol
+from dflash_aot.server.server_state import ServerState
 
 logger = logging.getLogger(__name__)
-BACKLOG = 128  # so many are accepted at once, before any is counted
-INTERRUPTED = 130  # as shells report it
-GRACE = 5.0  # seconds, behind the drain: for answers to be sent, and the engine's thread to end
+BACKLOG = 128  # connections that may be accepted at once, before the limit of connections counts them
+INTERRUPTED = 130  # the exit code that shells report after SIGINT
+GRACE_SECONDS = 5.0  # after draining: to send the last responses, and for the engine's thread to end
 
 
-class Observer:
-    """Who wants to know how far it is; this one does not."""
+class LifecycleObserver:
+    """Callbacks for the start of a server; these do nothing."""
 
-    def note_listening(self) -> None:
-        """Whoever connects is answered; nothing is opened yet."""
+    def on_listening(self) -> None:
+        """Connections are accepted; nothing is opened yet."""
 
-    def note_phase(self, phase: str) -> None:
-        """What begins, of what opening takes; from another thread."""
+    def on_phase(self, phase: str) -> None:
+        """A phase of opening the model begins. Called in another thread."""
 
-    def note_ready(self) -> None:
-        """Requests are served; from another thread."""
+    def on_ready(self) -> None:
+        """Requests are served. Called in another thread."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises BadInput for what cannot be listened on."""
+    """A socket that listens. Raises BadInput for an address that cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,28 +44,30 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen()  # who comes from now on waits, and is not refused
+        listener.listen()  # from now on connections wait instead of being refused
     except (OSError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(f"cannot listen at {host}, port {port}: {reason}. Name others: --host, --port") from error
+        raise BadInput(
+            f"cannot listen at {host}, port {port}: {reason}. Use another address: --host, --port"
+        ) from error
     return listener
 
 
 def serve(
-    service: Service,
+    state: ServerState,
     listener: socket.socket,
     hosts: frozenset[str] | None,
     tls: tuple[Path, Path] | None = None,
-    observer: Observer | None = None,
+    observer: LifecycleObserver | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT and all that was under way is answered, or the time for it has passed.
+    """Serves until SIGTERM or SIGINT, and until open requests are answered or `drain_seconds` have passed.
 
-    listener: see `listen`. tls: files of the certificate chain and its key.
-    Raises what `Engine.open` raises, and EngineFailed for an engine that failed while it served.
+    listener: see `listen`. hosts: see `RequestMiddleware`. tls: files of the certificate chain and its private key.
+    Raises what `Engine.open` raises, and EngineFailed for an engine that fails while it serves.
     """
     config = uvicorn.Config(
-        create_app(service, hosts),
-        http=limit_connections(service.limits),
+        create_app(state, hosts),
+        http=make_protocol(state.limits),
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -74,32 +76,32 @@ def serve(
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=int(service.limits.drain_seconds + GRACE),
+        timeout_graceful_shutdown=int(state.limits.drain_seconds + GRACE_SECONDS),
         ssl_certfile=str(tls[0]) if tls else None,
         ssl_keyfile=str(tls[1]) if tls else None,
     )
-    observer = observer or Observer()
-    server = _Server(config, service, observer)
-    # uvicorn has a handler of its own while it runs, and raises the signal once more when it has done what that says.
-    before = signal.signal(signal.SIGTERM, server.note_end)
+    observer = observer or LifecycleObserver()
+    server = _Server(config, state, observer)
+    # While uvicorn runs, it has its own handler, and raises the signal again at its end.
+    previous = signal.signal(signal.SIGTERM, server.on_sigterm)
     try:
-        observer.note_listening()
+        observer.on_listening()
         server.run([listener])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
     if server.failure:
         raise server.failure
-    if server.is_opening:  # a thread of XLA's that nobody can stop
-        logger.warning("ended while the bundle was opened")
+    if server.is_opening:  # XLA's thread cannot be stopped
+        logger.warning("stopped while the bundle was opened")
         os._exit(0)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with an engine that lives as long as it."""
+    """uvicorn's server, which opens the model after its start and closes the engine at its shutdown."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, observer: Observer):
+    def __init__(self, config: uvicorn.Config, state: ServerState, observer: LifecycleObserver):
         super().__init__(config)
-        self._service, self._observer = service, observer
+        self._state, self._observer = state, observer
         self.failure: BaseException | None = None
         self._opening = threading.Thread(target=self._open, name="dflash-opening", daemon=True)
 
@@ -107,8 +109,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._opening.start()
 
-    def note_end(self, _: int, __: FrameType | None) -> None:
-        """SIGTERM before it runs, or when it has ended already."""
+    def on_sigterm(self, _: int, __: FrameType | None) -> None:
+        """Handles SIGTERM before and after uvicorn's own handler is installed."""
         self.should_exit = True
 
     @property
@@ -117,31 +119,31 @@ class _Server(uvicorn.Server):
 
     def _open(self) -> None:
         try:
-            self._service.open(self._observer.note_phase)
+            self._state.open(self._observer.on_phase)
         except BaseException as error:
             self.failure, self.should_exit = error, True
             return
-        self._observer.note_ready()
+        self._observer.on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second. An engine that has failed serves nobody: whoever restarts processes is to know."""
-        if counter % 10 == 0 and (reason := self._service.failure):
+        """Called ten times a second. A failed engine ends the server, so that a supervisor can restart the process."""
+        if counter % 10 == 0 and (reason := self._state.failure):
             self.failure = EngineFailed(f"the engine has failed: {reason}")
             return True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.draining = True
-        if self._service.opened is None:
+        self._state.draining = True
+        if self._state.opened is None:
             await super().shutdown(sockets)
             return
-        closing = threading.Thread(target=self._service.close, name="dflash-closing", daemon=True)
+        closing = threading.Thread(target=self._state.close, name="dflash-closing", daemon=True)
         closing.start()
         await super().shutdown(sockets)
-        if self.force_exit:  # Ctrl-C once more
-            logger.warning("ended at once: what was under way is cut short")
+        if self.force_exit:  # a second Ctrl-C
+            logger.warning("stopped at once: open requests are cut off")
             os._exit(INTERRUPTED)
-        await asyncio.to_thread(closing.join, self._service.limits.drain_seconds + GRACE)
+        await asyncio.to_thread(closing.join, self._state.limits.drain_seconds + GRACE_SECONDS)
         if closing.is_alive():
-            logger.error("the device does not answer: the process ends without it")
+            logger.error("the device does not answer: the process exits without closing the engine")
             os._exit(1)

@@ -1,26 +1,74 @@
-"""How much callers may take: of memory, of time, of each other's turns."""
+"""Limits of the HTTP server, and per-key limits: how many choices each API key may have in progress."""
 
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
+from dflash_aot.server.api_errors import ApiError
+
+T = TypeVar("T")
 MAX_CHOICES = 16  # of one request: prompts times n
 MAX_STOPS = 16
+PARSING_THREADS = 2
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Times are in seconds.
+class ServerLimits:
+    """Limits of one server. Times are in seconds."""
 
-    body_bytes: of one request. per_caller: choices that one API key, or all callers without one, may have under way or
-    in line. request_seconds: from arrival to the last token. drain_seconds: for what is under way when the server is
-    told to end. head_seconds, body_seconds, write_seconds: for a client to send the head of a request, to send its
-    body, and to take what it asked for once the buffers between are full. connections: open ones.
+    body_bytes: int = 1 << 20  # of one request
+    choices_per_key: int = 64  # running or waiting; without keys: of all requests
+    request_seconds: float = 600.0  # from arrival to the last token
+    drain_seconds: float = 30.0  # for open requests after SIGTERM
+    head_seconds: float = 10.0  # for a client to send the head of a request
+    body_seconds: float = 20.0  # for a client to send the body
+    write_seconds: float = 30.0  # for a client to read, once the buffers in between are full
+    connections: int = 512  # with the backlog, well below 1,024 open files, the usual limit of a process
+
+
+class KeyLimits:
+    """Counts the choices that each key has in progress, and parses the requests of each key one at a time.
+
+    Used by the thread of one event loop only.
     """
 
-    body_bytes: int = 1 << 20
-    per_caller: int = 64
-    request_seconds: float = 600.0
-    drain_seconds: float = 30.0
-    head_seconds: float = 10.0
-    body_seconds: float = 20.0
-    write_seconds: float = 30.0
-    connections: int = 512  # with the backlog, well below the 1,024 files that a process may open where nobody set more
+    def __init__(self, max_choices: int):
+        self._max_choices = max_choices
+        self._in_progress: Counter[int] = Counter()
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Not the loop's default executor, which other tasks wait for.
+        self._executor = ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="request-parsing")
+
+    @contextmanager
+    def admit(self, key: int, choices: int) -> Iterator[None]:
+        """Counts the choices of one request while they are in progress. Raises ApiError if they are too many."""
+        if choices > self._max_choices:
+            raise ApiError(
+                400,
+                f"{choices} choices are requested; the limit of one API key is {self._max_choices}",
+                "invalid_value",
+                "n",
+            )
+        if self._in_progress[key] + choices > self._max_choices:
+            raise ApiError(
+                429,
+                f"{self._in_progress[key]} choices of this API key are in progress and {choices} more are requested; "
+                f"the limit is {self._max_choices}. Wait for responses first",
+                "too_many_requests",
+                retry=True,
+            )
+        self._in_progress[key] += choices
+        try:
+            yield
+        finally:
+            self._in_progress[key] -= choices
+
+    async def parse(self, key: int, parse: Callable[[], T]) -> T:
+        """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
+        one key do not delay those of the others. Raises what `parse` raises."""
+        async with self._turns[key]:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, parse)

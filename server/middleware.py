@@ -1,85 +1,88 @@
-"""What stands before the application: who asks, of which host, with how much; and what is said where it fails."""
+"""Middleware: checks host, API key and body of every request, adds headers, writes the access log."""
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash_aot.server.api_errors import Problem, report_error
+from dflash_aot.server.api_errors import ApiError, to_api_error
 from dflash_aot.server.demo_page import FILES
-from dflash_aot.server.request_body import read_body, replay
-from dflash_aot.server.server_state import Service
+from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.server_state import ServerState
 
 access = logging.getLogger("dflash_aot.server.access")
-OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # nothing there is anybody's
+OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # need no key
 HEADERS: Mapping[str, str] = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 JSON = "application/json"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})  # whom only this machine can mean
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+DISCARDED_BODIES = 8  # a body is read up to this many times its limit: clients read a refusal only after they have sent
 
 
-class Guard:
-    """hosts: names that a request may be addressed to, in its Host header; None: any.
+class RequestMiddleware:
+    """hosts: the values of the Host header that are accepted; None: any.
 
-    Where nobody needs a key, a page in somebody's browser must not get in under a name of its own that leads here.
+    A server without keys accepts its own addresses only: a page of another site in a browser could reach it by a name
+    that resolves to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, service: Service, hosts: frozenset[str] | None = None):
-        self._app, self._service, self._hosts = app, service, hosts
+    def __init__(self, app: ASGIApp, state: ServerState, hosts: frozenset[str] | None = None):
+        self.app, self._state, self._hosts = app, state, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex[:24]
-        began, sender = time.monotonic(), _Sender(send, request_id)
+        began, sender = time.monotonic(), _ResponseSender(send, request_id)
         scope.setdefault("state", {}).update(request_id=request_id, began=began)
         try:
-            await self._pass(scope, receive, sender)
+            await self._check_and_call(scope, receive, sender)
         except Exception as error:
-            if sender.status is None:  # otherwise the application has answered, or the connection is closed
-                await sender.refuse(report_error(error, request_id))
+            if sender.status is None:  # otherwise a response has begun, or the connection is closed
+                await sender.refuse(to_api_error(error, request_id))
         finally:
-            who, took = scope["state"].get("caller"), time.monotonic() - began
-            path = quote(scope["path"])  # line breaks, too, may be asked for
-            access.info("%s %s %s key %s %s %.3f s", request_id, scope["method"], path, who, sender.status, took)
+            key, seconds = scope["state"].get("key"), time.monotonic() - began
+            path = quote(scope["path"])  # a path may contain line breaks
+            access.info("%s %s %s key %s %s %.3f s", request_id, scope["method"], path, key, sender.status, seconds)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _check_and_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers)
         if scope["path"] not in OPEN_PATHS:
-            scope["state"]["caller"] = self._identify(headers)
+            scope["state"]["key"] = self._identify_key(headers)
         body = b""
-        if scope["method"] == "POST":  # no other has a body that anybody reads
+        if scope["method"] == "POST":  # bodies of other methods are ignored
             if scope["path"] in OPEN_PATHS:
-                raise Problem(405, f"{scope['path']} takes no POST")
-            _check_type(headers)
-            body = await read_body(headers, receive, self._service.limits)
-        await self._app(scope, replay(body, receive), send)
+                raise ApiError(405, f"{scope['path']} does not accept POST")
+            _check_content_type(headers)
+            body = await _read_body(headers, receive, self._state.limits)
+        await self.app(scope, _replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        host = _read_host(headers.get("host", ""))
+        host = _strip_port(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
-            raise Problem(403, "without API keys this server answers to its own address only", "wrong_host")
+            raise ApiError(403, "without API keys this server answers to its own address only", "wrong_host")
 
-    def _identify(self, headers: Headers) -> int:
+    def _identify_key(self, headers: Headers) -> int:
         given = headers.get("authorization")
-        caller = self._service.keys.identify(given)
-        if caller is None:
-            fault = "this is no API key of this server's" if given else "an API key is needed"
-            raise Problem(401, f"{fault}: Authorization: Bearer KEY", "invalid_api_key")
-        return caller
+        key = self._state.keys.identify(given)
+        if key is None:
+            fault = "the API key is unknown" if given else "an API key is needed"
+            raise ApiError(401, f"{fault}: Authorization: Bearer KEY", "invalid_api_key")
+        return key
 
 
-class _Sender:
-    """Passes on what is answered, with headers of ours, and knows how far it got."""
+class _ResponseSender:
+    """An ASGI `send` that adds headers and remembers the status."""
 
     def __init__(self, send: Send, request_id: str):
         self._send, self._request_id = send, request_id
-        self.status: int | None = None
+        self.status: int | None = None  # None until a response begins
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -89,22 +92,74 @@ class _Sender:
                 headers.setdefault(name, value)
         await self._send(message)
 
-    async def refuse(self, problem: Problem) -> None:
-        """What was not read of a body is not waited for."""
-        close = {"connection": "close"} if problem.status in (401, 403, 405, 408, 413) else {}
-        headers = {**problem.headers, **close, "content-length": str(len(problem.body))}
+    async def refuse(self, error: ApiError) -> None:
+        """Sends an error response. The connection is closed where a part of the body may not have been read."""
+        close = {"connection": "close"} if error.status in (401, 403, 405, 408, 413) else {}
+        headers = {**error.headers, **close, "content-length": str(len(error.body))}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self({"type": "http.response.start", "status": problem.status, "headers": raw})
-        await self({"type": "http.response.body", "body": problem.body})
+        await self({"type": "http.response.start", "status": error.status, "headers": raw})
+        await self({"type": "http.response.body", "body": error.body})
 
 
-def _check_type(headers: Headers) -> None:
-    """A form of somebody else's page, which browsers send without asking, has another one."""
+def _check_content_type(headers: Headers) -> None:
+    """Raises ApiError for other types than JSON: HTML forms of other sites, which browsers send without preflight."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        raise Problem(415, f"content-type: {JSON} is needed", "unsupported_media_type")
+        raise ApiError(415, f"content-type: {JSON} is needed", "unsupported_media_type")
 
 
-def _read_host(host: str) -> str:
-    """Without port and brackets."""
+def _strip_port(host: str) -> str:
+    """A Host header without port and brackets."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     return name.strip("[]").lower()
+
+
+# -- bodies: read completely before anything else, so that a slow sender occupies only its connection
+
+
+async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits) -> bytes:
+    """Raises ApiError for a body that is too large, too slow, or incomplete."""
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > DISCARDED_BODIES * limits.body_bytes:
+        raise _too_large(limits)
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in _receive_parts(receive):
+                size += len(part)
+                body += part if size <= limits.body_bytes else b""
+                if size > DISCARDED_BODIES * limits.body_bytes:
+                    break
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout") from error
+    if size > limits.body_bytes:
+        raise _too_large(limits)
+    return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that returns the body first."""
+    is_replayed = False
+
+    async def receive_next() -> Message:
+        nonlocal is_replayed
+        if is_replayed:
+            return await receive()
+        is_replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_next
+
+
+async def _receive_parts(receive: Receive) -> AsyncIterator[bytes]:
+    """Raises ApiError if the client disconnects before the end."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the body is incomplete", "incomplete_body")
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+def _too_large(limits: ServerLimits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", "body_too_large")

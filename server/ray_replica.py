@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas that open a bundle each, behind Ray's proxies. Loaded by who has Ray only.
+"""Ray Serve deployment: replicas that open a bundle each, behind Ray's proxies. Imported only where Ray is installed.
 
 serve run dflash_aot.server.ray_replica:build bundle=s3://bucket/served/qwen3 replicas=2
 """
@@ -14,64 +14,58 @@ from starlette.types import ASGIApp
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.remote.fetch import locate_bundle
-from dflash_aot.server.api_keys import Keys, make_keys, read_keys
+from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
 from dflash_aot.server.app import create_app
-from dflash_aot.server.limits import Limits
+from dflash_aot.server.limits import ServerLimits
 from dflash_aot.server.middleware import LOOPBACK
-from dflash_aot.server.served_model import Serving
-from dflash_aot.server.server_state import Service
+from dflash_aot.server.served_model import ServingConfig
+from dflash_aot.server.server_state import ServerState
 
-GRACE = 10.0  # seconds, behind the drain: for the engine's thread to end
-HEALTH_SECONDS = 5.0  # between checks; Ray replaces a replica after three that fail in a row
+GRACE_SECONDS = 10.0  # after draining, for the engine's thread to end
+HEALTH_SECONDS = 5.0  # between health checks; Ray replaces a replica after three failures in a row
 
 
 class Options(BaseModel):
-    """What `serve run` takes as name=value, and a file of `serve build` under `args`.
-
-    bundle: a URL, or a directory that all nodes see. actor: what one replica takes of a node, as Ray says it: one slice
-    is `{"resources": {"TPU": 4}}`. api_keys: a file of keys, read where the application is built; without_keys: there
-    are to be none. max_waiting: requests in line at each replica behind those in slots; max_queued: at each proxy,
-    behind those.
-    """
+    """Arguments of `serve run` as name=value, or of `serve build` under `args`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    bundle: str
+    bundle: str  # a URL, or a directory that all nodes can read
     target: str | None = None
     draft: str | None = None
     k: int | Literal["auto"] = "auto"
     name: str | None = None
     temperature: float | None = None
     require_signature: Path | None = None
-    api_keys: Path | None = None
-    without_keys: bool = False
+    api_keys: Path | None = None  # a file of keys, read where the application is built
+    without_keys: bool = False  # confirms that no keys are wanted
     replicas: int = Field(1, ge=1)
-    actor: dict[str, Any] = {"num_cpus": 1}
-    max_waiting: int = Field(16, ge=1)
-    max_queued: int = Field(256, ge=1)
+    actor: dict[str, Any] = {"num_cpus": 1}  # Ray's resources of a replica; a TPU slice: {"resources": {"TPU": 4}}
+    max_waiting: int = Field(16, ge=1)  # requests in the queue of each replica
+    max_queued: int = Field(256, ge=1)  # requests that each proxy holds back beyond those
     drain_seconds: float = Field(30.0, ge=0)
 
 
 class Replica:
-    """One engine: Ray's methods of a deployment, around the application that dflash-serve serves."""
+    """One engine with the application of dflash-serve, and the methods that Ray calls on a deployment."""
 
-    def __init__(self, serving: Serving, limits: Limits, keys: Keys):
-        self._service = Service(serving, limits, keys)
-        self._service.open()
-        gc.freeze()  # of what comes with JAX nothing is ever garbage, and looking through it stalls everything
+    def __init__(self, config: ServingConfig, limits: ServerLimits, keys: ApiKeys):
+        self._state = ServerState(config, limits, keys)
+        self._state.open()
+        gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Without keys it answers to this machine's own names only."""
-        return create_app(self._service, None if self._service.keys else LOOPBACK)
+        """The application. Without keys it answers to the names of this machine only."""
+        return create_app(self._state, None if self._state.keys else LOOPBACK)
 
     async def check_health(self) -> None:
-        """Raises EngineFailed where a replica had better be replaced."""
-        if (status := self._service.status) in ("failed", "stalled"):
-            raise EngineFailed(f"the engine has {status}: {self._service.failure or 'its device does not answer'}")
+        """Raises EngineFailed if the replica should be replaced."""
+        if (status := self._state.status) in ("failed", "stalled"):
+            raise EngineFailed(f"the engine has {status}: {self._state.failure or 'its device does not answer'}")
 
     def stats(self) -> dict[str, Any]:
-        """Of whichever replica a handle asks: who it is, and what its engine does."""
-        stats = self._service.model.engine.stats()
+        """The id and counters of the replica that the handle chose."""
+        stats = self._state.model.engine.stats()
         return {
             "replica": serve.get_replica_context().replica_id.unique_id,
             "running": stats.running,
@@ -81,18 +75,18 @@ class Replica:
         }
 
     def __del__(self) -> None:
-        """Called by Ray, which has waited for the requests that it knows of."""
-        self._service.close()
+        """Closes the engine. Ray calls this after the requests that it knows of."""
+        self._state.close()
 
 
 def build(options: Options) -> serve.Application:
     """The application that Ray runs.
 
-    Raises what opening a bundle's manifest raises, BadInput for a file of keys that is none.
+    Raises what reading a bundle's manifest raises, and BadInput for an invalid file of keys.
     """
     signed_by = options.require_signature
     slots = read_manifest(locate_bundle(options.bundle, signed_by), signed_by).grid.batch[-1]
-    serving = Serving(
+    config = ServingConfig(
         bundle=options.bundle,
         target=options.target,
         draft=options.draft,
@@ -104,15 +98,16 @@ def build(options: Options) -> serve.Application:
     )
     if not (options.api_keys or options.without_keys):
         raise BadInput(
-            "whoever reaches Ray's proxy could ask: give api_keys, a file with one a line, or say without_keys=true "
-            "where the proxy listens to its own machine alone"
+            "the server would be open to everyone who can reach Ray's proxy: give api_keys, a file with one key per "
+            "line, or without_keys=true if the proxy listens to its own machine only"
         )
-    keys = make_keys(read_keys(options.api_keys), str(options.api_keys)) if options.api_keys else Keys()
-    return describe_deployment(options, slots).bind(serving, Limits(drain_seconds=options.drain_seconds), keys)
+    keys = make_keys(read_keys(options.api_keys), str(options.api_keys)) if options.api_keys else ApiKeys()
+    limits = ServerLimits(drain_seconds=options.drain_seconds)
+    return make_deployment(options, slots).bind(config, limits, keys)
 
 
-def describe_deployment(options: Options, slots: int) -> serve.Deployment:
-    """A replica takes what fills its slots and its line; Ray keeps the rest, and asks the shorter queue."""
+def make_deployment(options: Options, slots: int) -> serve.Deployment:
+    """A deployment where each replica takes what fills its slots and its queue; Ray queues the rest."""
     deploy = serve.deployment(
         name="dflash",
         num_replicas=options.replicas,
@@ -120,7 +115,7 @@ def describe_deployment(options: Options, slots: int) -> serve.Deployment:
         max_ongoing_requests=slots + options.max_waiting,
         max_queued_requests=options.max_queued,
         health_check_period_s=HEALTH_SECONDS,
-        graceful_shutdown_timeout_s=options.drain_seconds + GRACE,
+        graceful_shutdown_timeout_s=options.drain_seconds + GRACE_SECONDS,
         max_constructor_retry_count=3,
     )
     return deploy(serve.ingress()(Replica))

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's two forms, whole and in chunks: from deltas to what is written as JSON."""
+"""Response formats: choices, chunks and usage of completions and chat completions, as OpenAI's interface has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,78 +6,120 @@ from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.logprobs import TokenLogprob
 from dflash_aot.runtime.requests.request import Delta
-from dflash_aot.server.token_formatting import Speller
-from dflash_aot.server.usage import Choice
+from dflash_aot.server.token_formatting import TokenFormatter
 
-Fields = Mapping[str, Any]
+JsonFields = Mapping[str, Any]
 
 
-class Format(Protocol):
-    """Of one kind of request. `opening`: of a choice, before anything is there of it."""
+@dataclass
+class ChoiceOutput:
+    """What one choice has generated so far."""
 
-    speller: Speller
-    prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    deltas: list[Delta] = field(default_factory=list)
 
-    def opening(self, index: int) -> Fields | None: ...
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
 
-    def describe_chunk(self, index: int, delta: Delta) -> Fields: ...
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [logprob for delta in self.deltas for logprob in delta.logprobs]
 
-    def describe_choice(self, index: int, choice: Choice) -> Fields: ...
+    @property
+    def finish_reason(self) -> str | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+
+class ResponseFormat(Protocol):
+    """The format of one kind of request, with a format's own state for one response."""
+
+    tokens: TokenFormatter
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+
+    def format_first_chunk(self, index: int) -> JsonFields | None:
+        """A chunk of a choice before anything is generated; None if the format has none."""
+
+    def format_chunk(self, index: int, delta: Delta) -> JsonFields: ...
+
+    def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields: ...
 
 
 @dataclass
 class CompletionFormat:
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
-    speller: Speller
+    tokens: TokenFormatter
     logprobs: bool
-    offsets: dict[int, int] = field(default_factory=dict)
-    prefix: ClassVar[str] = "cmpl"
-    whole_object: ClassVar[str] = "text_completion"
-    chunk_object: ClassVar[str] = "text_completion"
+    offsets: dict[int, int] = field(default_factory=dict)  # characters so far, by index of the choice
+    id_prefix: ClassVar[str] = "cmpl"
+    object_name: ClassVar[str] = "text_completion"
+    chunk_object_name: ClassVar[str] = "text_completion"
 
-    def opening(self, index: int) -> Fields | None:
+    def format_first_chunk(self, index: int) -> JsonFields | None:
         return None
 
-    def describe_chunk(self, index: int, delta: Delta) -> Fields:
-        return self._describe(index, delta.text, delta.logprobs, delta.finish_reason)
+    def format_chunk(self, index: int, delta: Delta) -> JsonFields:
+        return self._format(index, delta.text, delta.logprobs, delta.finish_reason)
 
-    def describe_choice(self, index: int, choice: Choice) -> Fields:
-        return self._describe(index, choice.text, choice.logprobs, choice.finish_reason)
+    def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
+        return self._format(index, choice.text, choice.logprobs, choice.finish_reason)
 
-    def _describe(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> Fields:
-        told = None
+    def _format(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> JsonFields:
+        formatted = None
         if self.logprobs:
-            told = self.speller.describe_completion(logprobs, self.offsets.get(index, 0))
-            shown = (self.speller.show(one.token_id) for one in logprobs)
-            self.offsets[index] = self.offsets.get(index, 0) + sum(map(len, shown))
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+            offset = self.offsets.get(index, 0)
+            formatted = self.tokens.format_completion_logprobs(logprobs, offset)
+            self.offsets[index] = offset + sum(len(self.tokens.to_text(chosen.token_id)) for chosen in logprobs)
+        return {"index": index, "text": text, "logprobs": formatted, "finish_reason": reason}
 
 
 @dataclass
 class ChatFormat:
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
-    speller: Speller
+    tokens: TokenFormatter
     logprobs: bool
-    prefix: ClassVar[str] = "chatcmpl"
-    whole_object: ClassVar[str] = "chat.completion"
-    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    id_prefix: ClassVar[str] = "chatcmpl"
+    object_name: ClassVar[str] = "chat.completion"
+    chunk_object_name: ClassVar[str] = "chat.completion.chunk"
 
-    def opening(self, index: int) -> Fields | None:
+    def format_first_chunk(self, index: int) -> JsonFields | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def describe_chunk(self, index: int, delta: Delta) -> Fields:
-        told = self.speller.describe_chat(delta.logprobs) if self.logprobs else None
+    def format_chunk(self, index: int, delta: Delta) -> JsonFields:
+        formatted = self.tokens.format_chat_logprobs(delta.logprobs) if self.logprobs else None
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-        return {"index": index, "delta": content, "logprobs": told, "finish_reason": delta.finish_reason}
+        return {"index": index, "delta": content, "logprobs": formatted, "finish_reason": delta.finish_reason}
 
-    def describe_choice(self, index: int, choice: Choice) -> Fields:
+    def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self.speller.describe_chat(choice.logprobs) if self.logprobs else None,
+            "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
+
+
+def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput]) -> JsonFields:
+    """`usage` of a response: OpenAI's counts, and those of speculation; tau is committed tokens per round."""
+    deltas = [delta for choice in choices for delta in choice.deltas]
+    tokens = sum(len(delta.token_ids) for delta in deltas)
+    rounds = [outcome for delta in deltas for outcome in delta.rounds]
+    drafted, accepted = sum(outcome.k for outcome in rounds), sum(outcome.accepted for outcome in rounds)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "speculative": {
+            "rounds": len(rounds),
+            "drafted": drafted,
+            "accepted": accepted,
+            "tau": 1 + accepted / len(rounds) if rounds else None,
+        },
+    }

@@ -1,4 +1,4 @@
-"""What is answered, as pydantic models: for the published OpenAPI only. The answers are made in `formats`."""
+"""Response schema: pydantic models for the published OpenAPI only. `response_formats` makes the responses."""
 
 from typing import Any, Literal
 
@@ -52,10 +52,10 @@ class Round(BaseModel):
 
 
 class Trace(BaseModel):
-    """With `trace` only. seconds: since the request came."""
+    """Only with `trace`."""
 
     rounds: list[Round]
-    seconds: float
+    seconds: float  # since the request arrived
 
 
 class CompletionLogprobs(BaseModel):
@@ -123,14 +123,12 @@ class ChatCompletion(BaseModel):
 
 
 class Model(BaseModel):
-    """dflash: what was built, and what requests get that do not say."""
-
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
-    dflash: dict[str, Any]
+    dflash: dict[str, Any]  # see `ServedModel.list_properties`
 
 
 class Models(BaseModel):

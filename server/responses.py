@@ -1,4 +1,4 @@
-"""From an answer on its way to what is sent: one JSON object, or server-sent events as rounds are committed."""
+"""Response building: one JSON object or server-sent events, from the deltas of a generation."""
 
 import logging
 import time
@@ -10,100 +10,102 @@ from typing import Any
 import msgspec
 
 from dflash_aot.runtime.requests.request import Delta
-from dflash_aot.server.api_errors import Problem, inside, report_error, shutting_down
-from dflash_aot.server.generation import Answer
-from dflash_aot.server.response_formats import Fields, Format
-from dflash_aot.server.served_model import Model
-from dflash_aot.server.server_state import Service
-from dflash_aot.server.usage import Choice, describe_usage
+from dflash_aot.server.api_errors import ApiError, internal_error, shutting_down, to_api_error
+from dflash_aot.server.response_formats import ChoiceOutput, JsonFields, ResponseFormat, format_usage
+from dflash_aot.server.served_model import ServedModel
+from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.streaming import Generation
 
 logger = logging.getLogger(__name__)
 END = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Reply:
-    """To one request, which came at `began`, a monotonic time."""
+class ResponseBuilder:
+    """Builds the response to one request, which arrived at `began` in monotonic seconds."""
 
-    service: Service
-    model: Model
-    answer: Answer
-    format: Format
+    state: ServerState
+    model: ServedModel
+    generation: Generation
+    format: ResponseFormat
     request_id: str
     began: float
-    include_usage: bool = False
+    include_usage: bool = False  # in a stream; other responses always have it
     created: int = field(default_factory=lambda: int(time.time()))
-    choices: list[Choice] = field(init=False)
+    choices: list[ChoiceOutput] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [Choice() for _ in range(self.answer.asking.choices)]
+        self.choices = [ChoiceOutput() for _ in range(self.generation.request.choice_count)]
 
-    async def whole(self) -> bytes:
-        """When all of it is there. Raises Problem."""
-        async with aclosing(self.answer.deltas()) as deltas:
+    async def build(self) -> bytes:
+        """The whole response as JSON, when all choices are complete. Raises ApiError."""
+        async with aclosing(self.generation.deltas()) as deltas:
             traces: list[list[Any]] = [[] for _ in self.choices]
             async for index, delta in deltas:
-                self._take(index, delta)
-                traces[index] += self._describe_rounds(delta)
-        told = [
-            {**self.format.describe_choice(index, choice), **self._trace(trace)}
+                self._add(index, delta)
+                traces[index] += self._format_rounds(delta)
+        formatted = [
+            {**self.format.format_choice(index, choice), **self._format_trace(trace)}
             for index, (choice, trace) in enumerate(zip(self.choices, traces, strict=True))
         ]
-        return msgspec.json.encode({**self._frame(self.format.whole_object, told), "usage": self._usage()})
+        return msgspec.json.encode({**self._frame(self.format.object_name, formatted), "usage": self._format_usage()})
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """What goes wrong on the way is the last event but [DONE]."""
+        """Server-sent events, one per delta. An error becomes the last event before [DONE]."""
         try:
             for index in range(len(self.choices)):
-                if opening := self.format.opening(index):
-                    yield self._chunk([opening])
-            async with aclosing(self.answer.deltas()) as deltas:
+                if first := self.format.format_first_chunk(index):
+                    yield self._make_chunk([first])
+            async with aclosing(self.generation.deltas()) as deltas:
                 async for index, delta in deltas:
-                    self._take(index, delta)
-                    if self._says_something(delta):
-                        trace = self._trace(self._describe_rounds(delta))
-                        yield self._chunk([{**self.format.describe_chunk(index, delta), **trace}])
+                    self._add(index, delta)
+                    if self._is_shown(delta):
+                        trace = self._format_trace(self._format_rounds(delta))
+                        yield self._make_chunk([{**self.format.format_chunk(index, delta), **trace}])
             if self.include_usage:
-                yield self._chunk([], self._usage())
+                yield self._make_chunk([], self._format_usage())
         except Exception as error:
-            yield _event(report_error(error, self.request_id).body)
+            yield _make_event(to_api_error(error, self.request_id).body)
         yield END
 
-    def _take(self, index: int, delta: Delta) -> None:
-        """Raises Problem for one that did not end as it should."""
+    def _add(self, index: int, delta: Delta) -> None:
+        """Raises ApiError for a choice that was cancelled or failed."""
         self.choices[index].deltas.append(delta)
         if delta.finish_reason == "cancelled":
-            limit = self.service.limits.request_seconds
-            raise Problem(504, f"this took longer than {limit:g} s, as long as a request may", "timeout")
+            limit = self.state.limits.request_seconds
+            raise ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
         if delta.finish_reason == "error":
-            if self.service.draining:
+            if self.state.draining:
                 raise shutting_down()
             logger.error("%s ended in an error: %s", self.request_id, delta.error)
-            raise inside(self.request_id, "engine_failed")
+            raise internal_error(self.request_id, "engine_failed")
 
-    def _says_something(self, delta: Delta) -> bool:
-        """A part of a character, or what may begin a stop text, is not shown yet."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or self.answer.asking.params.trace)
+    @property
+    def _traced(self) -> bool:
+        return self.generation.request.params.trace
 
-    def _describe_rounds(self, delta: Delta) -> Sequence[Any]:
-        return self.format.speller.describe_rounds(delta) if self.answer.asking.params.trace else []
+    def _is_shown(self, delta: Delta) -> bool:
+        """Incomplete characters, and what may be the beginning of a stop text, are held back: such deltas are empty."""
+        return bool(delta.text or delta.finish_reason or delta.logprobs or self._traced)
 
-    def _trace(self, rounds: Sequence[Any]) -> Fields:
-        if not self.answer.asking.params.trace:
-            return {}
-        return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}}
+    def _format_rounds(self, delta: Delta) -> Sequence[Any]:
+        return self.format.tokens.format_rounds(delta) if self._traced else []
 
-    def _usage(self) -> Fields:
-        return describe_usage(self.answer.asking.prompt_tokens, self.choices)
+    def _format_trace(self, rounds: Sequence[Any]) -> JsonFields:
+        return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}} if self._traced else {}
 
-    def _chunk(self, choices: Sequence[Fields], usage: Fields | None = None) -> bytes:
-        told = {"usage": usage} if self.include_usage else {}
-        return _event(msgspec.json.encode({**self._frame(self.format.chunk_object, choices), **told}))
+    def _format_usage(self) -> JsonFields:
+        return format_usage(self.generation.request.prompt_tokens, self.choices)
 
-    def _frame(self, kind: str, choices: Sequence[Fields]) -> Fields:
+    def _make_chunk(self, choices: Sequence[JsonFields], usage: JsonFields | None = None) -> bytes:
+        usage_field = {"usage": usage} if self.include_usage else {}
+        frame = self._frame(self.format.chunk_object_name, choices)
+        return _make_event(msgspec.json.encode({**frame, **usage_field}))
+
+    def _frame(self, object_name: str, choices: Sequence[JsonFields]) -> JsonFields:
         return {
-            "id": f"{self.format.prefix}-{self.request_id}",
-            "object": kind,
+            "id": f"{self.format.id_prefix}-{self.request_id}",
+            "object": object_name,
             "created": self.created,
             "model": self.model.name,
             "system_fingerprint": self.model.fingerprint,
@@ -111,5 +113,5 @@ class Reply:
         }
 
 
-def _event(data: bytes) -> bytes:
+def _make_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"

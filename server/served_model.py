@@ -1,4 +1,4 @@
-"""What is served: an opened engine with its name, its texts and what requests get that do not say."""
+"""The served model: an engine with its name, tokenizer, chat template and defaults for requests."""
 
 import hashlib
 import logging
@@ -16,19 +16,15 @@ from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
-from dflash_aot.server.token_formatting import Speller
+from dflash_aot.server.token_formatting import TokenFormatter
 
 logger = logging.getLogger(__name__)
-SHORTENING = 4  # times at most that normalizers make a text shorter: NFC joins up to so many characters
+MAX_NORMALIZED_CHARACTERS = 4  # that a tokenizer's normalizer joins into one (NFC)
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What is to be served, see `Engine.open`. name: of the model, by default the target's as the bundle has it.
-
-    temperature: of requests that say none; None: 1 as OpenAI has it, 0 where the bundle cannot sample. prompt_tokens:
-    of one prompt at most; None: what the grid holds.
-    """
+class ServingConfig:
+    """What to serve. Fields without a comment are arguments of `Engine.open`."""
 
     bundle: str
     target: str | None = None
@@ -37,43 +33,41 @@ class Serving:
     max_waiting: int = MAX_WAITING
     require_signature: Path | None = None
     preload: bool = True
-    name: str | None = None
-    temperature: float | None = None
-    prompt_tokens: int | None = None
+    name: str | None = None  # of the model; None: the target's name in the bundle
+    temperature: float | None = None  # default for requests; None: 1, or 0 if the bundle cannot sample
+    prompt_tokens: int | None = None  # limit for one prompt; None: what the grid holds
 
 
 @dataclass(frozen=True)
-class Model:
-    """chats: whether the target has a template for them. fingerprint: of what was built; another one may give other
-    texts to the same request. registry: the engine's metrics. most_characters: a longer text is no prompt of
-    `most_prompt_tokens`, whatever its tokens."""
+class ServedModel:
+    """An opened model."""
 
     engine: Engine
     name: str
-    temperature: float
-    most_prompt_tokens: int
-    most_characters: int
-    chats: bool
-    speller: Speller
-    fingerprint: str
-    registry: CollectorRegistry
+    temperature: float  # default for requests
+    max_prompt_tokens: int
+    max_prompt_characters: int  # a longer text always has more than `max_prompt_tokens`
+    has_chat_template: bool
+    token_formatter: TokenFormatter
+    fingerprint: str  # of the bundle; with another fingerprint the same request may get another text
+    registry: CollectorRegistry  # the engine's metrics
 
     @property
     def capacity(self) -> int:
-        """Positions of a slot: prompt and answer, but for the last token."""
+        """Positions of a slot, for the prompt and all generated tokens but the last."""
         return self.engine.manifest.grid.capacity
 
     @property
     def ks(self) -> Sequence[int]:
-        """What may be verified per round."""
+        """The values of K that requests may choose."""
         return [k for k in self.engine.manifest.grid.k if k <= self.engine.k]
 
     @property
-    def samples(self) -> bool:
-        return _samples(self.engine)
+    def can_sample(self) -> bool:
+        return _can_sample(self.engine)
 
-    def describe(self) -> Mapping[str, Any]:
-        """What was built, for /v1/models."""
+    def list_properties(self) -> Mapping[str, Any]:
+        """`dflash` of /v1/models: what the bundle was built for, and defaults."""
         manifest = self.engine.manifest
         return {
             "k": self.ks,
@@ -81,76 +75,81 @@ class Model:
             "batch": manifest.grid.batch,
             "sampling": manifest.sampling,
             "temperature": self.temperature,
-            "chat": self.chats,
+            "chat": self.has_chat_template,
         }
 
 
-def open_model(serving: Serving, on_phase: Callable[[str], None]) -> Model:
-    """Takes long; `on_phase` is told what begins. Raises what `Engine.open` raises."""
-    if is_url(serving.bundle):
+def open_model(config: ServingConfig, on_phase: Callable[[str], None]) -> ServedModel:
+    """Opens the engine and reads what requests need. `on_phase` is called with the name of each phase when it begins.
+
+    Raises what `Engine.open` raises.
+    """
+    if is_url(config.bundle):
         on_phase("fetch")
-    bundle = locate_bundle(serving.bundle, serving.require_signature)
-    select_jax_platforms(read_manifest(bundle, serving.require_signature).environment.platform)
+    bundle = locate_bundle(config.bundle, config.require_signature)
+    select_jax_platforms(read_manifest(bundle, config.require_signature).environment.platform)
     engine = Engine.open(
         bundle,
-        serving.target,
-        serving.draft,
-        k=serving.k,
-        max_waiting=serving.max_waiting,
-        require_signature=serving.require_signature,
-        preload=serving.preload,
+        config.target,
+        config.draft,
+        k=config.k,
+        max_waiting=config.max_waiting,
+        require_signature=config.require_signature,
+        preload=config.preload,
         on_phase=on_phase,
     )
     try:
         on_phase("tokenizer")
-        return _describe_model(serving, engine)
+        return _make_model(config, engine)
     except BaseException:
         engine.close()
         raise
 
 
-def _describe_model(serving: Serving, engine: Engine) -> Model:
-    """Reads what the first request would wait for. Raises BadCheckpoint, BadInput."""
-    name, speaks = _choose_name(serving, engine), (engine.target / "tokenizer.json").exists()
-    most = min(capacity := engine.manifest.grid.capacity, serving.prompt_tokens or capacity)
-    chats = speaks and read_chat_template(engine.target) is not None
-    if chats:
+def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
+    """Loads what the first request would otherwise wait for. Raises BadCheckpoint, BadInput."""
+    name, has_tokenizer = _choose_name(config, engine), (engine.target / "tokenizer.json").exists()
+    limit = min(capacity := engine.manifest.grid.capacity, config.prompt_tokens or capacity)
+    has_chat_template = has_tokenizer and read_chat_template(engine.target) is not None
+    if has_chat_template:
         _render_once(engine.target)
-    default = 1.0 if _samples(engine) else 0.0
-    if serving.temperature and not _samples(engine):
+    default = 1.0 if _can_sample(engine) else 0.0
+    if config.temperature and not _can_sample(engine):
         raise BadInput(
-            f"requests are to have a temperature of {serving.temperature:g} by default, and the bundle has greedy "
-            "executables only: let it be 0, or build with --sampling greedy,sample"
+            f"the default temperature is {config.temperature:g}, and the bundle has greedy executables only: set it to "
+            "0, or build with --sampling greedy,sample"
         )
-    return Model(
+    return ServedModel(
         engine=engine,
         name=name,
-        temperature=default if serving.temperature is None else serving.temperature,
-        most_prompt_tokens=most,
-        most_characters=SHORTENING * most * engine.tokenizer.max_token_chars if speaks else 0,
-        chats=chats,
-        speller=Speller(engine.tokenizer if speaks else None),
+        temperature=default if config.temperature is None else config.temperature,
+        max_prompt_tokens=limit,
+        max_prompt_characters=MAX_NORMALIZED_CHARACTERS * limit * engine.tokenizer.max_token_chars
+        if has_tokenizer
+        else 0,
+        has_chat_template=has_chat_template,
+        token_formatter=TokenFormatter(engine.tokenizer if has_tokenizer else None),
         fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",
         registry=engine.metrics(name),
     )
 
 
 def _render_once(target: Path) -> None:
-    """What it takes stays loaded. Raises BadCheckpoint for a template that is broken."""
+    """Loads the template engine and compiles the template. Raises BadCheckpoint for an invalid template."""
     try:
         render_chat(target, [{"role": "user", "content": "a"}])
     except BadCheckpoint:
         raise
-    except BadInput as reason:  # the template wants other messages than this one
+    except BadInput as reason:  # the template refuses this message
         logger.debug("%s", reason)
 
 
-def _choose_name(serving: Serving, engine: Engine) -> str:
-    """A directory is known by its own name alone: where it lies is nobody's business."""
-    reference = engine.manifest.target.reference if serving.target is None else serving.target
+def _choose_name(config: ServingConfig, engine: Engine) -> str:
+    """The name for clients; of a directory its last part only, because clients must not see paths."""
+    reference = engine.manifest.target.reference if config.target is None else config.target
     place = Path(reference).expanduser()
-    return serving.name or (place.resolve().name if place.is_dir() else reference)
+    return config.name or (place.resolve().name if place.is_dir() else reference)
 
 
-def _samples(engine: Engine) -> bool:
+def _can_sample(engine: Engine) -> bool:
     return "sample" in engine.manifest.sampling

@@ -1,46 +1,63 @@
-"""Whether the server can be asked, from its start to its end."""
+"""Server state: loading, ready, draining, failed, or stalled, as the watchdog of the device finds."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dflash_aot.server.api_errors import Problem, shutting_down
-from dflash_aot.server.api_keys import Keys
-from dflash_aot.server.limits import Limits
-from dflash_aot.server.served_model import Model, Serving, open_model
-from dflash_aot.server.watchdog import StallWatch
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.server.api_errors import ApiError, shutting_down
+from dflash_aot.server.api_keys import ApiKeys
+from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.served_model import ServedModel, ServingConfig, open_model
 
 Status = Literal["loading", "ready", "draining", "stalled", "failed"]
+STALL_SECONDS = 60.0
 
 
 @dataclass
-class Service:
-    """Made before anything is opened, so that a health check can be answered meanwhile.
+class Watchdog:
+    """Detects a device that hangs, which raises nothing, by counters that no longer change."""
 
-    phase: of opening. draining: nothing new is taken any more. opened: what is served, whatever its state.
-    """
+    stall_seconds: float = STALL_SECONDS
+    _work: int = -1
+    _since: float = 0.0
 
-    serving: Serving
-    limits: Limits = field(default_factory=Limits)
-    keys: Keys = field(default_factory=Keys)
-    phase: str = "start"
-    draining: bool = False
+    def is_stalled(self, stats: Counters, now: float) -> bool:
+        """Whether requests have run without any progress for longer than `stall_seconds`; `now` in monotonic seconds.
+
+        To be called now and then: progress is measured from call to call.
+        """
+        work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
+        if work != self._work or not stats.running:
+            self._work, self._since = work, now
+        return now - self._since > self.stall_seconds
+
+
+@dataclass
+class ServerState:
+    """The state of one server. Created before the model is opened, so that /health answers meanwhile."""
+
+    config: ServingConfig
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    phase: str = "start"  # of opening the model
+    draining: bool = False  # whether new requests are refused
     started: float = field(default_factory=time.time)
-    opened: Model | None = None
-    stall: StallWatch = field(default_factory=StallWatch)
+    opened: ServedModel | None = None  # whatever the status
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     def open(self, on_phase: Callable[[str], None] = lambda _: None) -> None:
-        """In a thread of its own. Raises what `Engine.open` raises."""
+        """Opens the model; to be called in another thread. Raises what `Engine.open` raises."""
 
         def follow(phase: str) -> None:
             self.phase = phase
             on_phase(phase)
 
-        self.opened = open_model(self.serving, follow)
+        self.opened = open_model(self.config, follow)
 
     def close(self) -> None:
-        """Takes nothing more; what is under way has its time. Returns when the engine has ended."""
+        """Refuses new requests, waits up to `drain_seconds` for open ones, returns when the engine has ended."""
         self.draining = True
         if self.opened:
             self.opened.engine.close(drain_seconds=self.limits.drain_seconds)
@@ -53,20 +70,20 @@ class Service:
             return "loading"
         if self.failure is not None:
             return "failed"
-        return "stalled" if self.stall.is_stalled(self.opened.engine.stats(), time.monotonic()) else "ready"
+        return "stalled" if self.watchdog.is_stalled(self.opened.engine.stats(), time.monotonic()) else "ready"
 
     @property
     def failure(self) -> str | None:
-        """Why the engine takes nothing any more, though nobody has closed it."""
+        """Why the engine ended by itself; None while it serves, or after `close`."""
         return self.opened.engine.failure if self.opened and not self.draining else None
 
     @property
-    def model(self) -> Model:
-        """Raises Problem while nothing can be asked of it."""
+    def model(self) -> ServedModel:
+        """The model, while it serves. Raises ApiError otherwise."""
         if self.draining:
             raise shutting_down()
         if self.opened is None:
-            raise Problem(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
+            raise ApiError(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
         if self.failure is not None:
-            raise Problem(503, "the engine has failed, and this server is about to end", "failed", retry=True)
+            raise ApiError(503, "the engine has failed, and this server is about to exit", "failed", retry=True)
         return self.opened

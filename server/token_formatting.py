@@ -1,4 +1,4 @@
-"""Tokens as clients see them: in log-probabilities, and in what is told of rounds."""
+"""Token formatting: tokens as text and bytes in log-probabilities and in the trace of rounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice
@@ -9,77 +9,81 @@ from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 
-class Speller:
-    """Of a target's tokens; without a tokenizer by their ids."""
+class TokenFormatter:
+    """Formats the tokens of a target; without a tokenizer by their ids."""
 
     def __init__(self, tokenizer: Tokenizer | None = None):
         self._tokenizer = tokenizer
 
-    def spell(self, token: int) -> bytes:
+    def to_bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
 
-    def show(self, token: int) -> str:
-        """Broken characters are U+FFFD."""
-        return self.spell(token).decode(errors="replace")
+    def to_text(self, token: int) -> str:
+        """The token's text, with U+FFFD for incomplete characters."""
+        return self.to_bytes(token).decode(errors="replace")
 
-    def name(self, token: int) -> str:
-        """What is no whole character by its bytes, so that no two have one name."""
-        spelled = self.spell(token)
+    def to_unique_text(self, token: int) -> str:
+        """The token's text; its bytes in hexadecimal where characters are incomplete, so that texts stay distinct."""
+        data = self.to_bytes(token)
         try:
-            return spelled.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     # -- log-probabilities
 
-    def describe_chat(self, logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-        """As /v1/chat/completions has them."""
+    def format_chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+        """`logprobs` of a choice of /v1/chat/completions."""
         return {
             "content": [
-                {**self._describe(one.token_id, one.logprob), "top_logprobs": [self._describe(*top) for top in one.top]}
-                for one in logprobs
+                {
+                    **self._format_logprob(chosen.token_id, chosen.logprob),
+                    "top_logprobs": [self._format_logprob(*top) for top in chosen.top],
+                }
+                for chosen in logprobs
             ],
             "refusal": None,
         }
 
-    def describe_completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> Mapping[str, Any]:
-        """As /v1/completions has them, the chosen token among the likeliest, too.
+    def format_completion_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Mapping[str, Any]:
+        """`logprobs` of a choice of /v1/completions; the likeliest tokens include the chosen token.
 
         offset: of the first token's text, in characters.
         """
-        lengths = accumulate((len(self.show(one.token_id)) for one in logprobs), initial=offset)
+        lengths = accumulate((len(self.to_text(chosen.token_id)) for chosen in logprobs), initial=offset)
         return {
-            "tokens": [self.name(one.token_id) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
+            "tokens": [self.to_unique_text(chosen.token_id) for chosen in logprobs],
+            "token_logprobs": [chosen.logprob for chosen in logprobs],
             "top_logprobs": [
-                {self.name(token): value for token, value in (*one.top, (one.token_id, one.logprob))}
-                for one in logprobs
+                {self.to_unique_text(token): value for token, value in (*chosen.top, (chosen.token_id, chosen.logprob))}
+                for chosen in logprobs
             ],
             "text_offset": list(lengths)[:-1],
         }
 
-    def _describe(self, token: int, logprob: float) -> Mapping[str, Any]:
-        return {"token": self.show(token), "logprob": logprob, "bytes": list(self.spell(token))}
+    def _format_logprob(self, token: int, logprob: float) -> Mapping[str, Any]:
+        return {"token": self.to_text(token), "logprob": logprob, "bytes": list(self.to_bytes(token))}
 
     # -- rounds
 
-    def describe_rounds(self, delta: Delta) -> list[Mapping[str, Any]]:
-        """Each round's draft, how much of it was accepted, and what it committed: less where an end cut it.
+    def format_rounds(self, delta: Delta) -> list[Mapping[str, Any]]:
+        """The rounds of a delta: drafted tokens, how many were accepted, and the committed tokens.
 
-        A token that came by itself, before all rounds, is the one that the prompt gives.
+        A stop can leave fewer committed tokens than accepted + 1. A delta without rounds is the first token, which
+        prefill produces.
         """
         left = iter(delta.token_ids)
         if delta.token_ids and not delta.rounds:
-            return [{"k": 0, "accepted": 0, "drafted": [], "committed": self._show_all(left), "prefill": True}]
+            return [{"k": 0, "accepted": 0, "drafted": [], "committed": self._format_tokens(left), "prefill": True}]
         return [
             {
-                "k": one.k,
-                "accepted": one.accepted,
-                "drafted": self._show_all(one.drafted),
-                "committed": self._show_all(islice(left, one.accepted + 1)),
+                "k": outcome.k,
+                "accepted": outcome.accepted,
+                "drafted": self._format_tokens(outcome.drafted),
+                "committed": self._format_tokens(islice(left, outcome.accepted + 1)),
             }
-            for one in delta.rounds
+            for outcome in delta.rounds
         ]
 
-    def _show_all(self, tokens: Iterable[int]) -> list[Mapping[str, Any]]:
-        return [{"id": token, "text": self.show(token)} for token in tokens]
+    def _format_tokens(self, tokens: Iterable[int]) -> list[Mapping[str, Any]]:
+        return [{"id": token, "text": self.to_text(token)} for token in tokens]

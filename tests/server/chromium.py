@@ -1,4 +1,4 @@
-"""Chromium without a window, for the page's tests; and its picture, of a server that is ready:
+"""Headless Chromium for the tests of the demo page. As a script it takes the page's screenshot from a running server:
 
 python -m tests.server.chromium http://127.0.0.1:8000 docs/page.png
 """
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from playwright.sync_api import Browser, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ALONE = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-sync", *ALONE)
-MISSING = "there is no Chromium here: apt-get install chromium"
+OFFLINE = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-sync", *OFFLINE)
+MISSING = "Chromium is not installed: apt-get install chromium"
 
 
 def find_chromium() -> str | None:
@@ -28,15 +28,15 @@ def launch(path: str) -> Iterator[Browser]:
         browser.close()
 
 
-def picture(url: str, file: str) -> None:
-    """Of the page at its end, with the prompt that it has by itself; K is fixed, so that the tokens are the same."""
+def take_screenshot(url: str, file: str) -> None:
+    """Saves the page after a generation from its default prompt; with a fixed K each run has the same tokens."""
     path = find_chromium()
     if path is None:
         sys.exit(MISSING)
     with launch(path) as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         page.goto(url)
-        for _ in range(2):  # the first one wakes the machine up
+        for _ in range(2):  # the first run warms up
             page.get_by_label("Max tokens").fill("192")
             page.get_by_label("K, drafted per round").select_option("7")
             page.get_by_role("button", name="Generate").click()
@@ -45,4 +45,4 @@ def picture(url: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    picture(*sys.argv[1:])
+    take_screenshot(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A real server: dflash-serve in a process of its own, on the embedded pair."""
+"""Fixtures: dflash-serve in its own process, on the embedded pair."""
 
 import os
 import re
@@ -15,13 +15,13 @@ import pytest
 
 from dflash_aot.runtime.engine import Engine
 
-PATIENCE = 120  # seconds, of a machine with much else to do
+PATIENCE = 120  # seconds, for a busy machine
 KEY = "sk-the-key-of-these-tests"
 
 
 @dataclass
 class Server:
-    """Started with `flags`; `lines` are what it said until it listened, and after `wait` all of it."""
+    """A server process. `lines`: standard error as far as it was read, after `wait` all of it."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
@@ -29,8 +29,8 @@ class Server:
 
     @classmethod
     def start(cls, bundle: Path, *flags: str, key: str | None = None) -> Self:
-        """Returns when it listens, which is before it is ready. Executables are loaded when they are needed, unless
-        the flags say otherwise: that is sooner."""
+        """Returns when the server listens, before it is ready. Without --preload in the flags, executables are loaded
+        at their first use, so that the server is ready sooner."""
         fixed = (f"--bundle={bundle}", "--port=0", "--nopreload")
         command = [sys.executable, "-m", "dflash_aot.bin.serve", *fixed, *flags]
         environment = {name: value for name, value in os.environ.items() if name != "DFLASH_API_KEY"}
@@ -41,7 +41,7 @@ class Server:
         return server
 
     def read_until(self, pattern: str) -> str:
-        """The first group of the first line that has it."""
+        """The first group of the pattern in the first line that matches."""
         assert self.process.stderr
         for line in self.process.stderr:
             self.lines.append(line)
@@ -54,7 +54,7 @@ class Server:
         return self
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """The exit code."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -74,7 +74,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def served(bundle: Callable[[str], Path]) -> Iterator[Server]:
-    """One without keys that all tests of a process share; whoever breaks it starts one of their own."""
+    """A server without keys, shared by all tests of a process; a test that would break it starts its own."""
     server = Server.start(bundle("served")).wait_until_ready()
     yield server
     assert server.stop() == 0, "".join(server.lines)
@@ -83,7 +83,7 @@ def served(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 @pytest.fixture
 def start_server(bundle: Callable[[str], Path]) -> Iterator[Callable[..., Server]]:
-    """Flags → one of a test's own, killed at its end if it is there still."""
+    """Starts servers for one test; they are killed at its end."""
     started: list[Server] = []
 
     def start(*flags: str, key: str | None = None, name: str = "served") -> Server:
@@ -97,6 +97,6 @@ def start_server(bundle: Callable[[str], Path]) -> Iterator[Callable[..., Server
 
 @pytest.fixture(scope="session")
 def engine(bundle: Callable[[str], Path]) -> Iterator[Engine]:
-    """What the server's answers are compared with."""
+    """An engine of the same bundle, for the expected responses."""
     with Engine.open(bundle("served")) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""Clients that misbehave, and what a server tells of itself meanwhile; not collected by pytest."""
+"""A client that sends raw bytes, and readers of a server's metrics and errors, for the tests of this directory."""
 
 import http.client
 import socket
@@ -14,19 +14,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.runtime.stepper import LONG, wait_until
 from tests.server.conftest import Server
 
-# Seconds of work: nothing that ends by itself while a test looks.
+# Takes seconds: longer than the tests look.
 ENDLESS = {"prompt": "import os", "max_tokens": 240, "temperature": 0, "stop_token_ids": [], "k": 0, "n": 16}
 
 
 @dataclass(frozen=True)
-class Answer:
+class RawResponse:
     status: int
     headers: Message
     body: bytes
 
 
 class RawClient:
-    """One connection, over which bytes go as they are. receive_bytes: what the kernel keeps of what nobody reads."""
+    """One connection for raw bytes. receive_bytes: size of the kernel's receive buffer."""
 
     def __init__(self, server: Server, receive_bytes: int | None = None):
         self.socket = socket.socket()
@@ -47,17 +47,17 @@ class RawClient:
         self.socket.sendall(data)
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
-        """A whole request; with a `content_length` of one's own it may be a lie."""
+        """Sends a whole request; a given `content_length` may be wrong."""
         self.send(head(method, path, **{"content_length": str(len(body)), **headers}) + body)
 
-    def read_answer(self) -> Answer:
-        """The next one that says its length."""
+    def read_answer(self) -> RawResponse:
+        """The next response, which must have a content-length."""
         _, status, _ = self.file.readline().decode().split(" ", 2)
         headers = http.client.parse_headers(self.file)
-        return Answer(int(status), headers, self.file.read(int(headers["content-length"])))
+        return RawResponse(int(status), headers, self.file.read(int(headers["content-length"])))
 
     def read_until_closed(self) -> bytes:
-        """Fails where the server keeps the connection."""
+        """All bytes until the server closes. Times out if it keeps the connection open."""
         read = b""
         try:
             while part := self.file.read1():
@@ -68,32 +68,32 @@ class RawClient:
 
 
 def locate(server: Server) -> tuple[str, int]:
-    """What a socket connects to."""
+    """The server's address for a socket."""
     address = urlsplit(server.url)
     assert address.hostname and address.port
     return address.hostname, address.port
 
 
 def head(method: str, path: str, **headers: str) -> bytes:
-    """Of a request for JSON to this machine."""
+    """The head of a request with JSON to localhost."""
     fields = {"host": "localhost", "content_type": "application/json", **headers}
     lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items()]
     return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
 
 
 def read_sample(server: Server, name: str, key: str | None = None, **labels: str) -> float:
-    """One number of /metrics."""
+    """A number of /metrics: the sum of the samples with these labels."""
     with RawClient(server) as client:
         client.ask("GET", "/metrics", **({} if key is None else {"authorization": f"Bearer {key}"}))
         answer = client.read_answer()
     assert answer.status == 200, answer.body
     families = text_string_to_metric_families(answer.body.decode())
-    samples = (one for family in families for one in family.samples if one.name == name)
-    return sum(one.value for one in samples if labels.items() <= one.labels.items())
+    samples = (sample for family in families for sample in family.samples if sample.name == name)
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def count_requests(server: Server, key: str | None = None) -> tuple[int, int]:
-    """(in slots, in line)."""
+    """(running, waiting)."""
     running, waiting = (read_sample(server, f"vllm:num_requests_{state}", key) for state in ("running", "waiting"))
     return int(running), int(waiting)
 
@@ -107,7 +107,7 @@ def wait_until_busy(server: Server, running: int, waiting: int = 0, key: str | N
 
 
 def read_error(answer: httpx.Response, status: int, code: str | None) -> str:
-    """The message of an error in OpenAI's form, of this status and code."""
+    """The message of an error in OpenAI's form; checks status and code."""
     assert answer.status_code == status, answer.text
     (name, fields), *others = answer.json().items()
     assert (name, others) == ("error", [])

@@ -1,4 +1,4 @@
-"""The page at `/`, in Chromium: what it shows beside what the engine says of the same request."""
+"""Demo page in Chromium: what it shows is compared with the engine's result for the same request."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.server.conftest import KEY, PATIENCE
 
 PROMPT = "def main():\n    import argparse\n    parser = "
 TOKENS, K = 96, 7
-SPACES = str.maketrans({" ": "·", "\n": "⏎"})
+VISIBLE_SPACES = str.maketrans({" ": "·", "\n": "⏎"})
 CHIPS = "rows => rows.map(row => [...row.querySelectorAll('.chip')].map(chip => [chip.classList[1], chip.textContent]))"
 PIECES = "spans => spans.map(span => [span.className, span.textContent])"
 OWN, DRAFT = {"id": 1, "text": "own"}, {"id": 2, "text": "<b>draft</b>"}
@@ -36,28 +36,29 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser, served) -> Callable:
-    """A context with a page that was opened; `complaints` are all that its console may say."""
+    """Opens a page in a context; `complaints` are the only messages that its console may have."""
 
     @contextmanager
     def open_page(
-        *complaints: str, url: str = served.url, before: Callable = lambda page: None, **how
+        *complaints: str, url: str = served.url, before: Callable = lambda page: None, **options
     ) -> Iterator[Page]:
-        said: list[str] = []
-        page = browser.new_page(**how)
+        messages: list[str] = []
+        page = browser.new_page(**options)
         page.set_default_timeout(PATIENCE * 1000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
         before(page)
         page.goto(url)
         yield page
         page.close()
-        assert len(said) == len(complaints), said
-        assert all(complaint in words for complaint, words in zip(complaints, said, strict=True)), said
+        assert len(messages) == len(complaints), messages
+        pairs = zip(complaints, messages, strict=True)
+        assert all(complaint in message for complaint, message in pairs), messages
 
     return open_page
 
 
-def ask(page: Page, prompt: str = PROMPT, tokens: int = TOKENS, k: int | None = K) -> None:
+def generate(page: Page, prompt: str = PROMPT, tokens: int = TOKENS, k: int | None = K) -> None:
     page.get_by_label("Prompt").fill(prompt)
     page.get_by_label("Max tokens").fill(str(tokens))
     page.get_by_label("K, drafted per round").select_option("" if k is None else str(k))
@@ -65,7 +66,7 @@ def ask(page: Page, prompt: str = PROMPT, tokens: int = TOKENS, k: int | None = 
 
 
 def expect_end(page: Page, status: str | re.Pattern, error: str | re.Pattern | None = None) -> None:
-    """And that one may ask again."""
+    """Checks the final status and error, and that Generate is enabled again."""
     expect(page.locator("#status")).to_have_text(status)
     if error is None:
         expect(page.get_by_role("alert")).to_be_hidden()
@@ -75,19 +76,19 @@ def expect_end(page: Page, status: str | re.Pattern, error: str | re.Pattern | N
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
 
 
-def answer_with(*events: dict, end: str = "data: [DONE]\n\n", status: int = 200) -> Callable[[Page], None]:
-    """Completions of one's own, for what the embedded pair never says."""
+def respond_with(*events: dict, end: str = "data: [DONE]\n\n", status: int = 200) -> Callable[[Page], None]:
+    """Replaces the server's completions, for texts that the embedded pair never generates."""
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + end
 
-    def answer(page: Page) -> None:
+    def respond(page: Page) -> None:
         page.route("**/v1/completions", lambda route: route.fulfill(status=status, body=body))
 
-    return answer
+    return respond
 
 
 def make_chunk(text: str, seconds: float, rounds: Sequence[dict], reason: str | None = None) -> dict:
-    told = {"seconds": seconds, "rounds": rounds}
-    return {"choices": [{"index": 0, "text": text, "finish_reason": reason, "dflash": told}]}
+    trace = {"seconds": seconds, "rounds": rounds}
+    return {"choices": [{"index": 0, "text": text, "finish_reason": reason, "dflash": trace}]}
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,9 @@ def expected(engine: Engine):
     return engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, k=K, trace=True))
 
 
-def test_the_text_and_the_rounds_are_the_engines(visit, engine, expected):
-    spell = [engine.tokenizer.token_bytes(token).decode() for token in expected.token_ids]
-    origins, rows, left = ["own"], [[["own", spell[0]]]], spell[1:]
+def test_text_and_rounds_equal_the_engines(visit, engine, expected):
+    token_texts = [engine.tokenizer.token_bytes(token).decode() for token in expected.token_ids]
+    origins, rows, left = ["own"], [[["own", token_texts[0]]]], token_texts[1:]
     for accepted, drafted in zip(expected.accepted, expected.drafted, strict=True):
         chips = [["accepted", engine.tokenizer.token_bytes(token).decode()] for token in drafted]
         chips[accepted:] = [["rejected", text] for _, text in chips[accepted:]]
@@ -105,20 +106,20 @@ def test_the_text_and_the_rounds_are_the_engines(visit, engine, expected):
         origins += ["accepted"] * accepted + ["own"]
         left = left[accepted + 1 :]
     with visit() as page:
-        ask(page)
+        generate(page)
         expect_end(page, "ended at its token limit")
         assert page.locator("#text").text_content() == PROMPT + expected.text
         pieces = page.locator("#text span").evaluate_all(PIECES)
-        assert pieces == [["prompt", PROMPT], *map(list, zip(origins[:TOKENS], spell, strict=True))]
+        assert pieces == [["prompt", PROMPT], *map(list, zip(origins[:TOKENS], token_texts, strict=True))]
         shown = page.locator("#rounds li").evaluate_all(CHIPS)
-        assert shown == [[[origin, text.translate(SPACES)] for origin, text in row] for row in rows]
+        assert shown == [[[origin, text.translate(VISIBLE_SPACES)] for origin, text in row] for row in rows]
         assert page.locator("#rounds s").count() == sum(K - accepted for accepted in expected.accepted) > 0
 
 
-def test_the_numbers_are_those_of_the_rounds(visit, expected):
+def test_figures_equal_those_of_the_rounds(visit, expected):
     accepted, rounds = sum(expected.accepted), len(expected.accepted)
     with visit() as page:
-        ask(page)
+        generate(page)
         expect_end(page, "ended at its token limit")
         assert page.locator("#tau").text_content() == f"{(accepted + rounds) / rounds:.2f}"
         assert page.locator("#accepted-share").text_content().startswith(f"{accepted} of {K * rounds} accepted")
@@ -126,14 +127,14 @@ def test_the_numbers_are_those_of_the_rounds(visit, expected):
         assert page.locator("#prompt-tokens").text_content() == f"after {expected.prompt_tokens} prompt tokens"
         assert page.locator("#tokens").text_content() == str(TOKENS)
         verdicts = page.locator("#rounds .verdict").all_text_contents()
-        assert verdicts == ["prompt", *(f"{one}/{K}" for one in expected.accepted)]
+        assert verdicts == ["prompt", *(f"{accepted}/{K}" for accepted in expected.accepted)]
         heights = page.locator("#bars .accepted").evaluate_all("bars => bars.map(bar => bar.height.baseVal.value)")
         assert heights == expected.accepted
-        for clock in ("#token-time", "#first-token"):
-            assert re.fullmatch(r"\d+\.\d+ ms", page.locator(clock).text_content())
+        for element in ("#token-time", "#first-token"):
+            assert re.fullmatch(r"\d+\.\d+ ms", page.locator(element).text_content())
 
 
-def test_k_and_the_keyboard_are_the_readers_choice(visit):
+def test_k_can_be_chosen_and_control_enter_generates(visit):
     with visit() as page:
         options = page.get_by_label("K, drafted per round").locator("option")
         expect(options).to_have_text(["auto", "0", "7"])
@@ -145,41 +146,41 @@ def test_k_and_the_keyboard_are_the_readers_choice(visit):
         assert page.locator("#tau").text_content() == "1.00"
 
 
-def test_a_seed_repeats_a_sampled_text(visit):
+def test_seed_repeats_a_sampled_text(visit):
     with visit() as page:
         page.get_by_label("Temperature").fill("1.5")
         texts = []
         for seed in ("5", "5", "6"):
             page.get_by_label("Seed").fill(seed)
-            ask(page, tokens=32)
+            generate(page, tokens=32)
             expect_end(page, re.compile("ended"))
             texts.append(page.locator("#text").text_content())
         assert texts[0] == texts[1] != texts[2]
 
 
-def test_stop_ends_it_where_it_is(visit):
+def test_stop_button_ends_the_generation(visit):
     with visit() as page:
         page.evaluate("""() => new MutationObserver(() => document.getElementById("stop").click())
             .observe(document.getElementById("rounds"), { childList: true })""")
-        ask(page, tokens=200, k=0)
+        generate(page, tokens=200, k=0)
         expect_end(page, re.compile(r"^stopped after \d+ tokens?$"))
         assert 1 <= page.locator("#rounds li").count() < 200
         page.reload()
-        ask(page, tokens=8)
+        generate(page, tokens=8)
         expect_end(page, "ended at its token limit")
 
 
-def test_what_the_server_refuses_is_shown_in_its_words(visit, served):
+def test_error_of_the_server_is_shown(visit, served):
     body = {"prompt": PROMPT * 40, "max_tokens": TOKENS, "temperature": 0}
     refusal = httpx.post(f"{served.url}/v1/completions", json=body).json()["error"]["message"]
     with visit("400 (Bad Request)") as page:
-        ask(page, prompt=body["prompt"])
+        generate(page, prompt=body["prompt"])
         expect_end(page, "failed", refusal)
-        ask(page)
+        generate(page)
         expect_end(page, "ended at its token limit")
 
 
-def test_a_key_is_asked_for_and_kept_nowhere(visit, start_server):
+def test_api_key_is_requested_and_not_stored(visit, start_server):
     server = start_server(key=KEY).wait_until_ready()
     with visit("401 (Unauthorized)", "401 (Unauthorized)", url=server.url) as page:
         expect(page.locator("#status")).to_have_text("needs an API key")
@@ -187,17 +188,17 @@ def test_a_key_is_asked_for_and_kept_nowhere(visit, start_server):
         expect(page.get_by_role("button", name="Generate")).to_be_disabled()
         page.get_by_label("API key").fill("sk-somebody-elses")
         page.get_by_role("button", name="Connect").click()
-        expect(page.get_by_role("alert")).to_contain_text("no API key of this server's")
+        expect(page.get_by_role("alert")).to_contain_text("the API key is unknown")
         page.get_by_label("API key").fill(KEY)
         page.get_by_label("API key").press("Enter")
         expect(page.get_by_label("API key")).to_be_hidden()
-        ask(page, tokens=8)
+        generate(page, tokens=8)
         expect_end(page, "ended at its token limit")
-        kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
-        assert KEY not in kept
+        stored = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
+        assert KEY not in stored
 
 
-def test_a_server_that_starts_is_waited_for(visit):
+def test_page_waits_for_a_server_that_is_starting(visit):
     def start(page: Page) -> None:
         refusal = json.dumps({"error": {"message": "the server is starting (weights)"}})
         refused = []
@@ -215,9 +216,11 @@ def test_a_server_that_starts_is_waited_for(visit):
         expect_end(page, "ready")
 
 
-def test_a_server_that_has_gone_is_said(visit):
-    with visit("net::ERR_FAILED", before=lambda page: page.route("**/v1/completions", lambda it: it.abort())) as page:
-        ask(page)
+def test_unreachable_server_is_reported(visit):
+    with visit(
+        "net::ERR_FAILED", before=lambda page: page.route("**/v1/completions", lambda route: route.abort())
+    ) as page:
+        generate(page)
         expect_end(page, "failed", re.compile("no answer from the server"))
 
 
@@ -228,52 +231,52 @@ def test_a_server_that_has_gone_is_said(visit):
         ("", "the answer broke off before its end"),
     ],
 )
-def test_an_answer_that_ends_badly_keeps_what_there_is(visit, end, error):
-    with visit(before=answer_with(make_chunk("own", 0.5, [PREFILL]), end=end)) as page:
-        ask(page)
+def test_failed_response_keeps_its_beginning(visit, end, error):
+    with visit(before=respond_with(make_chunk("own", 0.5, [PREFILL]), end=end)) as page:
+        generate(page)
         expect_end(page, "failed", error)
         assert page.locator("#text").text_content() == PROMPT + "own"
         assert page.locator("#first-token").text_content() == "500.0 ms"
 
 
-def test_rounds_that_come_at_once_share_their_time(visit):
+def test_rounds_of_one_event_share_its_time(visit):
     chunks = make_chunk("own", 0.5, [PREFILL]), make_chunk("<b>draft</b>own" * 2, 0.52, [ROUND, ROUND], "stop")
-    with visit(before=answer_with(*chunks, USAGE)) as page:
-        ask(page)
+    with visit(before=respond_with(*chunks, USAGE)) as page:
+        generate(page)
         expect_end(page, "ended by the model")
         assert page.locator("#rounds .time").all_text_contents() == ["500.0 ms", "≈ 10.0 ms", "≈ 10.0 ms"]
         assert page.locator("#token-time").text_content() == "5.00 ms"
         assert page.locator("#tau").text_content() == "2.00"
 
 
-def test_text_is_never_markup(visit):
+def test_text_is_not_parsed_as_html(visit):
     chunks = make_chunk("own", 0.5, [PREFILL]), make_chunk("<b>draft</b>own", 0.6, [ROUND], "stop")
-    with visit(before=answer_with(*chunks, USAGE)) as page:
-        ask(page, prompt="<i>prompt</i>")
+    with visit(before=respond_with(*chunks, USAGE)) as page:
+        generate(page, prompt="<i>prompt</i>")
         expect_end(page, "ended by the model")
         assert page.locator("#text").text_content() == "<i>prompt</i>own<b>draft</b>own"
         assert page.locator("main b, main i").count() == 0
 
 
-def test_a_character_of_several_tokens_is_shown_once_it_is_whole(visit):
+def test_character_of_several_tokens_is_shown_when_complete(visit):
     half = {"id": 3, "text": "\ufffd"}
     first = {"k": 2, "accepted": 1, "drafted": [DRAFT, OWN], "committed": [DRAFT, half]}
     second = {"k": 2, "accepted": 2, "drafted": [half, DRAFT], "committed": [half, DRAFT, OWN]}
     chunks = make_chunk("<b>draft</b>", 0.5, [first]), make_chunk("é<b>draft</b>own", 0.6, [second], "stop")
-    with visit(before=answer_with(*chunks, USAGE)) as page:
-        ask(page, prompt="p")
+    with visit(before=respond_with(*chunks, USAGE)) as page:
+        generate(page, prompt="p")
         expect_end(page, "ended by the model")
         pieces = page.locator("#text span").evaluate_all(PIECES)
         draft = ["accepted", "<b>draft</b>"]
         assert pieces == [["prompt", "p"], draft, ["accepted", "é"], draft, ["own", "own"]]
 
 
-def test_a_long_answer_is_appended_to_and_its_end_is_seen(visit):
-    chunks = [make_chunk("<b>draft</b>own\n", 0.5 + at / 100, [ROUND]) for at in range(500)]
-    with visit(before=answer_with(*chunks, make_chunk("", 6, [], "length"), USAGE)) as page:
+def test_long_response_is_appended_and_scrolled_to_its_end(visit):
+    chunks = [make_chunk("<b>draft</b>own\n", 0.5 + index / 100, [ROUND]) for index in range(500)]
+    with visit(before=respond_with(*chunks, make_chunk("", 6, [], "length"), USAGE)) as page:
         page.evaluate("""() => { window.removed = 0; new MutationObserver((all) => all.forEach((one) => removed +=
             one.removedNodes.length)).observe(document.querySelector("main"), { childList: true, subtree: true }) }""")
-        ask(page, prompt="p")
+        generate(page, prompt="p")
         expect_end(page, "ended at its token limit")
         assert page.locator("#rounds li").count() == 500
         assert page.evaluate("removed") == 0
@@ -282,7 +285,7 @@ def test_a_long_answer_is_appended_to_and_its_end_is_seen(visit):
         expect(page.locator("#rounds li").first).not_to_be_in_viewport()
 
 
-def test_only_what_the_server_itself_gives_is_loaded(visit):
+def test_content_security_policy_blocks_inline_scripts_and_other_origins(visit):
     violated = """what => new Promise(resolve => {
         addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective), { once: true });
         if (what === "script") {
@@ -301,12 +304,12 @@ def test_only_what_the_server_itself_gives_is_loaded(visit):
 
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_legible_in_any_width_and_light(visit, width, scheme):
+def test_page_is_legible_in_each_width_and_color_scheme(visit, width, scheme):
     colours = """all => all.map(one => { const look = getComputedStyle(one); let behind = one;
         while (getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
         return [look.color, getComputedStyle(behind).backgroundColor]; })"""
     with visit(viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
-        ask(page, k=None)
+        generate(page, k=None)
         expect_end(page, "ended at its token limit")
         assert page.evaluate("document.documentElement.scrollWidth") == width
         pairs = page.locator("main span, main s, label, dt, dd, figcaption, h2, p, input").evaluate_all(colours)
@@ -315,7 +318,7 @@ def test_it_is_legible_in_any_width_and_light(visit, width, scheme):
 
 
 def contrast(front: str, behind: str) -> float:
-    """As WCAG 2.1 defines it, of two colours like "rgb(1, 2, 3)"."""
+    """The contrast ratio of WCAG 2.1 for two colours like "rgb(1, 2, 3)"."""
     light, dark = sorted((luminance(front), luminance(behind)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
@@ -326,6 +329,6 @@ def luminance(colour: str) -> float:
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
 
-def test_black_on_white_has_all_the_contrast_there_is():
+def test_contrast_of_black_and_white_is_21():
     assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
     assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.48, abs=0.01)

@@ -1,23 +1,27 @@
-"""How much one may take: of memory, of tokens, of each other's turns, of time."""
+"""Limits: choices per key, sizes of bodies and prompts, size of the queue, time of a request."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dflash_aot.server.api_errors import ApiError
+from dflash_aot.server.limits import PARSING_THREADS, KeyLimits
 from tests.server.conftest import KEY, Server
 from tests.server.raw_client import ENDLESS, RawClient, head, read_error, wait_until_busy, wait_until_idle
 
 BODY_BYTES, PROMPT_TOKENS = 4096, 8
-OTHER = "sk-the-key-of-somebody-else"
+OTHER = "sk-the-key-of-another-client"
 SMALL = {"prompt": [17], "max_tokens": 1, "temperature": 0}
 COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def strict(bundle: Callable[[str], Path]) -> Iterator[Server]:
-    """One that takes little, and ends everything soon."""
+def strict_server(bundle: Callable[[str], Path]) -> Iterator[Server]:
+    """A server with low limits of bodies, prompts, choices and time."""
     sizes = (f"--max_body_bytes={BODY_BYTES}", f"--max_prompt_tokens={PROMPT_TOKENS}")
     server = Server.start(bundle("served"), *sizes, "--max_per_key=8", "--request_seconds=0.5").wait_until_ready()
     yield server
@@ -26,8 +30,8 @@ def strict(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def crowded(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One with two keys, of which each may have 16 choices; there are 4 slots, and a line for 18."""
+def two_key_server(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two keys of at most 16 choices each, 4 slots, and a queue for 18 choices."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(OTHER)
     flags = (f"--api_keys={file}", "--max_per_key=16", "--max_waiting=18")
@@ -38,7 +42,7 @@ def crowded(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
 
 def pad(size: int) -> bytes:
-    """A request as a body of so many bytes."""
+    """A valid body of this size."""
     body = json.dumps(SMALL).encode()
     return body + b" " * (size - len(body))
 
@@ -47,53 +51,88 @@ def chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
+# -- per-key limits
+
+
+def test_key_limits_count_choices_per_key_until_they_end():
+    limits = KeyLimits(3)
+    with limits.admit(1, 2), limits.admit(2, 3):
+        with pytest.raises(ApiError, match="2 choices of this API key are in progress"):
+            limits.admit(1, 2).__enter__()
+        with limits.admit(1, 1):
+            pass
+    with limits.admit(1, 3):
+        pass
+
+
+def test_request_above_the_key_limit_is_refused_without_retry():
+    with pytest.raises(ApiError) as caught:
+        KeyLimits(3).admit(1, 4).__enter__()
+    assert (caught.value.status, caught.value.retry) == (400, False)
+
+
+def test_parsing_for_one_key_does_not_delay_other_keys():
+    """The first key has more slow requests than there are threads; a request of the second key is parsed meanwhile."""
+    release = threading.Event()
+
+    async def parse_all() -> list[str]:
+        limits = KeyLimits(10)
+        slow = [asyncio.create_task(limits.parse(1, lambda: release.wait(60))) for _ in range(PARSING_THREADS + 2)]
+        fast = await limits.parse(2, lambda: "parsed")
+        assert not any(task.done() for task in slow)
+        release.set()
+        return [fast, *map(str, await asyncio.gather(*slow))]
+
+    assert asyncio.run(parse_all()) == ["parsed", *["True"] * (PARSING_THREADS + 2)]
+
+
 # -- bodies
 
 
-def test_a_body_may_be_as_large_as_it_may_be(strict):
-    with RawClient(strict) as client:
+def test_body_of_exactly_the_limit_is_accepted(strict_server):
+    with RawClient(strict_server) as client:
         client.ask("POST", COMPLETIONS, pad(BODY_BYTES))
         assert client.read_answer().status == 200
 
 
 @pytest.mark.parametrize("size", [BODY_BYTES + 1, 4 * BODY_BYTES, 64 * BODY_BYTES])
-def test_a_larger_one_is_refused_and_whoever_sent_it_hears_so(strict, size):
-    with strict.client() as client:
+def test_larger_body_is_refused_and_the_client_receives_the_refusal(strict_server, size):
+    with strict_server.client() as client:
         answer = client.post(COMPLETIONS, content=pad(size), headers={"content-type": "application/json"})
         assert read_error(answer, 413, "body_too_large") == "the body is larger than 4096 bytes"
         assert client.post(COMPLETIONS, json=SMALL).status_code == 200
 
 
-def test_a_body_that_says_it_is_huge_is_refused_before_it_comes(strict):
+def test_huge_content_length_is_refused_before_the_body(strict_server):
     for length in ("10000000000", "99999999999999999999"):
-        with RawClient(strict) as client:
+        with RawClient(strict_server) as client:
             client.ask("POST", COMPLETIONS, content_length=length)
             assert client.read_answer().status == 413
             assert client.read_until_closed() == b""
 
 
-def test_a_body_without_a_length_is_counted(strict):
-    with RawClient(strict) as client:
+def test_chunked_body_is_limited(strict_server):
+    with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked"))
         client.send(chunk(pad(BODY_BYTES)) + chunk(b" ") + b"0\r\n\r\n")
         assert client.read_answer().status == 413
-    with RawClient(strict) as client:
+    with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked"))
         client.send(chunk(pad(BODY_BYTES - 1)) + chunk(b" ") + b"0\r\n\r\n")
         assert client.read_answer().status == 200
 
 
-def test_a_body_without_an_end_is_not_listened_to_for_ever(strict):
-    with RawClient(strict) as client:
+def test_endless_body_is_disconnected(strict_server):
+    with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked"))
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             while True:
                 client.send(chunk(b" " * 1024))
 
 
-def test_what_is_sent_beyond_the_length_is_another_request_and_no_http(strict):
+def test_bytes_after_content_length_are_a_malformed_request(strict_server):
     body = pad(200)
-    with RawClient(strict) as client:
+    with RawClient(strict_server) as client:
         client.ask("POST", COMPLETIONS, body + b"beyond\r\n\r\n", content_length="200")
         assert client.read_answer().status == 200
         answer = client.read_answer()
@@ -113,22 +152,22 @@ def test_what_is_sent_beyond_the_length_is_another_request_and_no_http(strict):
         {"transfer_encoding": "\x0bchunked"},
     ],
 )
-def test_lengths_that_two_servers_may_read_in_two_ways_are_refused(strict, lengths):
-    with RawClient(strict) as client:
+def test_ambiguous_lengths_are_refused(strict_server, lengths):
+    with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, **lengths) + pad(200))
         assert client.read_answer().status in (400, 501)
         assert client.read_until_closed() == b""
 
 
-def test_a_head_that_is_too_large_is_refused(strict):
-    with RawClient(strict) as client:
+def test_too_large_head_is_refused(strict_server):
+    with RawClient(strict_server) as client:
         client.ask("GET", "/health", padding="x" * (1 << 17))
         answer = client.read_answer()
         assert (answer.status, json.loads(answer.body)["error"]["code"]) == (400, "invalid_http")
 
 
-def test_checking_a_body_of_nothing_but_flaws_holds_nobody_up(served):
-    """Each of half a million is one more for pydantic to describe, and none of them is worth more than one message."""
+def test_body_with_many_errors_is_checked_quickly(served):
+    """pydantic would describe each of many errors; the check ends at the first of a list or map."""
     many, message = 150_000, {"role": "user", "content": "a"}
     bodies = [
         (COMPLETIONS, {"prompt": [1.5] * many}),
@@ -143,23 +182,23 @@ def test_checking_a_body_of_nothing_but_flaws_holds_nobody_up(served):
     with served.client() as client:
         for path, body in bodies:
             message = read_error(client.post(path, json=body), 400, "invalid_value")
-            assert "more)" not in message, "every flaw was described"
+            assert "more)" not in message, "every error was described"
 
 
 # -- tokens and choices
 
 
-def test_a_prompt_may_have_so_many_tokens_and_no_more(strict):
-    with strict.client() as client:
+def test_prompt_above_the_token_limit_is_refused(strict_server):
+    with strict_server.client() as client:
         fits = {**SMALL, "prompt": [17] * PROMPT_TOKENS}
         assert client.post(COMPLETIONS, json=fits).status_code == 200
         for prompt in ([17] * (PROMPT_TOKENS + 1), [[17], [17] * (PROMPT_TOKENS + 1)]):
             answer = client.post(COMPLETIONS, json={**SMALL, "prompt": prompt})
             message = read_error(answer, 400, "context_length_exceeded")
-            assert message == "the prompt has 9 tokens; this server takes up to 8"
+            assert message == "the prompt has 9 tokens; the limit of this server is 8"
         chat = {"messages": [{"role": "user", "content": "many words " * 20}]}
         answer = client.post("/v1/chat/completions", json=chat)
-        assert "this server takes up to 8" in read_error(answer, 400, "context_length_exceeded")
+        assert "the limit of this server is 8" in read_error(answer, 400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -177,97 +216,97 @@ def test_a_prompt_may_have_so_many_tokens_and_no_more(strict):
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
     ],
 )
-def test_what_is_too_many_is_refused_by_name(served, body, param):
+def test_values_above_their_limit_are_refused_by_name(served, body, param):
     with served.client() as client:
         answer = client.post(COMPLETIONS, json={**SMALL, **body})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
-def test_more_tokens_than_there_is_room_for_are_refused(served):
+def test_max_tokens_above_the_grid_is_refused(served):
     with served.client() as client:
         answer = client.post(COMPLETIONS, json={"prompt": [17] * 10, "max_tokens": 248})
         message = read_error(answer, 400, "context_length_exceeded")
         assert message == (
-            "the prompt has 10 tokens, and max_tokens is 248: there is room for 247 behind it (256 positions)"
+            "the prompt has 10 tokens, and max_tokens is 248: only 247 fit after the prompt (256 positions)"
         )
         answer = client.post(COMPLETIONS, json={"prompt": [17] * 257})
-        assert "the prompt has 257 tokens; this server takes up to 256" in answer.text
+        assert "the prompt has 257 tokens; the limit of this server is 256" in answer.text
 
 
-# -- turns
+# -- queue
 
 
-def test_a_key_has_so_many_choices_at_once_and_its_load_refuses_nobody_else(crowded):
-    wait_until_idle(crowded, KEY)
-    with crowded.client(KEY) as client, crowded.client(OTHER) as other:
+def test_key_at_its_limit_is_refused_and_other_keys_are_served(two_key_server):
+    wait_until_idle(two_key_server, KEY)
+    with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
         with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as answer:
             assert answer.status_code == 200
-            wait_until_busy(crowded, 4, 12, key=KEY)
-            refused = crowded.client(KEY).post(COMPLETIONS, json=SMALL)
+            wait_until_busy(two_key_server, 4, 12, key=KEY)
+            refused = two_key_server.client(KEY).post(COMPLETIONS, json=SMALL)
             message = read_error(refused, 429, "too_many_requests")
             assert message == (
-                "16 choices are under way for this API key, 1 more are asked for, and no more than 16 may be. Wait for "
-                "answers first"
+                "16 choices of this API key are in progress and 1 more are requested; the limit is 16. Wait for "
+                "responses first"
             )
             assert refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            with other.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as let_in:
-                assert let_in.status_code == 200
-                wait_until_busy(crowded, 4, 13, key=KEY)
+            with other.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as accepted:
+                assert accepted.status_code == 200
+                wait_until_busy(two_key_server, 4, 13, key=KEY)
                 answer.close()
-                assert [*let_in.iter_lines()][-2] == "data: [DONE]"
-        wait_until_idle(crowded, KEY)
+                assert [*accepted.iter_lines()][-2] == "data: [DONE]"
+        wait_until_idle(two_key_server, KEY)
         assert client.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
 
 
-def test_more_choices_than_anybody_may_have_are_refused_even_when_nothing_is_under_way(strict):
-    wait_until_idle(strict)
-    with strict.client() as client:
+def test_request_above_the_key_limit_is_refused_by_an_idle_server(strict_server):
+    wait_until_idle(strict_server)
+    with strict_server.client() as client:
         assert client.post(COMPLETIONS, json={**SMALL, "n": 8}).status_code == 200
         refused = client.post(COMPLETIONS, json={**SMALL, "n": 9})
-        assert "one caller may have 8" in read_error(refused, 400, "invalid_value")
+        assert "the limit of one API key is 8" in read_error(refused, 400, "invalid_value")
 
 
-def test_a_full_line_refuses_all_choices_of_a_request_or_none(crowded):
-    wait_until_idle(crowded, KEY)
-    with crowded.client(KEY) as client, crowded.client(OTHER) as other:
+def test_full_queue_refuses_all_choices_of_a_request(two_key_server):
+    wait_until_idle(two_key_server, KEY)
+    with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
         with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as answer:
             assert answer.status_code == 200
-            wait_until_busy(crowded, 4, 12, key=KEY)
+            wait_until_busy(two_key_server, 4, 12, key=KEY)
             for stream in (False, True):
                 refused = other.post(COMPLETIONS, json={**SMALL, "n": 7, "stream": stream})
                 message = read_error(refused, 503, "overloaded")
-                assert message == "too many requests are waiting. Try again a little later"
+                assert message == "too many requests are waiting. Try again later"
                 assert refused.headers["retry-after"] == "1"
-                wait_until_busy(crowded, 4, 12, key=KEY)  # those of the seven that had a place have left it
-        wait_until_idle(crowded, KEY)
+                wait_until_busy(two_key_server, 4, 12, key=KEY)  # none of the seven choices stays in the queue
+        wait_until_idle(two_key_server, KEY)
         assert other.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
 
 
 # -- time
 
 
-def test_a_request_that_takes_too_long_ends(strict):
-    with strict.client() as client:
+def test_request_above_the_time_limit_is_answered_504(strict_server):
+    with strict_server.client() as client:
         message = read_error(client.post(COMPLETIONS, json={**ENDLESS, "n": 8}), 504, "timeout")
-        assert message == "this took longer than 0.5 s, as long as a request may"
-        wait_until_idle(strict)
+        assert message == "the request took longer than the limit of 0.5 s"
+        wait_until_idle(strict_server)
         assert client.post(COMPLETIONS, json=SMALL).status_code == 200
 
 
-def test_a_stream_that_takes_too_long_ends_with_the_reason(strict):
+def test_stream_above_the_time_limit_ends_with_an_error(strict_server):
     with (
-        strict.client() as client,
+        strict_server.client() as client,
         client.stream("POST", COMPLETIONS, json={**ENDLESS, "n": 8, "stream": True}) as answer,
     ):
         assert answer.status_code == 200
         *texts, error, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert texts and done == "[DONE]"
     assert json.loads(error)["error"] == {
-        "message": "this took longer than 0.5 s, as long as a request may",
+        "message": "the request took longer than the limit of 0.5 s",
         "type": "server_error",
         "param": None,
         "code": "timeout",
     }
-    wait_until_idle(strict)
+    wait_until_idle(strict_server)

@@ -1,4 +1,4 @@
-"""What the official client makes of the server, beside what the engine itself says."""
+"""OpenAI's official client against a server; responses are compared with those of the engine."""
 
 import asyncio
 import subprocess
@@ -18,33 +18,33 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def client(served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client:
+        yield client
 
 
-def ask_async(served, use):
-    """What `use` returns, of an asynchronous client."""
+def run_async(served, use):
+    """The result of `use` with an asynchronous client."""
 
-    async def ask():
+    async def run():
         url = f"{served.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0) as client:
             return await use(client)
 
-    return asyncio.run(ask())
+    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine):
-    """The engine's own answer to PROMPT."""
+    """The engine's result for PROMPT."""
     return engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS))
 
 
-def read_chat(engine: Engine, params: SamplingParams):
+def generate_chat(engine: Engine, params: SamplingParams):
     prompt = engine.tokenizer.encode(render_chat(engine.target, MESSAGES), add_special_tokens=False)
     return engine.generate(prompt, params)
 
 
-def test_a_completion_is_the_engines(client, expected):
+def test_completion_equals_the_engines_result(client, expected):
     answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == (expected.text, "length", None)
@@ -54,27 +54,27 @@ def test_a_completion_is_the_engines(client, expected):
     assert answer.id.startswith("cmpl-") and answer.system_fingerprint.startswith("fp_")
 
 
-def test_token_ids_are_a_prompt_too(client, engine, expected):
+def test_prompt_may_be_token_ids(client, engine, expected):
     ids = engine.tokenizer.encode(PROMPT)
     answer = client.completions.create(model="embedded", prompt=ids, max_tokens=TOKENS, temperature=0)
     assert answer.choices[0].text == expected.text
 
 
-def test_usage_tells_of_speculation(client, engine):
+def test_usage_reports_speculation(client, engine):
     params = SamplingParams(max_tokens=TOKENS, k=7)
     expected = engine.generate(PROMPT, params)
     answer = client.completions.create(
         model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body={"k": 7}
     )
     rounds, accepted = len(expected.accepted), sum(expected.accepted)
-    told = answer.usage.speculative
-    assert told == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
+    speculative = answer.usage.speculative
+    assert speculative == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
     details = answer.usage.completion_tokens_details
     assert details.accepted_prediction_tokens == accepted > 0
     assert details.rejected_prediction_tokens == 7 * rounds - accepted
 
 
-def test_chunks_add_up_to_the_whole(client, expected):
+def test_chunks_of_a_completion_add_up_to_its_text(client, expected):
     chunks = list(
         client.completions.create(
             model="embedded",
@@ -86,43 +86,44 @@ def test_chunks_add_up_to_the_whole(client, expected):
         )
     )
     *parts, last = chunks
-    assert "".join(one.choices[0].text for one in parts) == expected.text
-    assert [one.choices[0].finish_reason for one in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert len(parts) > 1 and len({one.id for one in chunks}) == 1
-    assert all(one.usage is None for one in parts)
+    assert "".join(chunk.choices[0].text for chunk in parts) == expected.text
+    assert [chunk.choices[0].finish_reason for chunk in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert len(parts) > 1 and len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in parts)
     assert last.choices == [] and last.usage.completion_tokens == TOKENS
 
 
-def test_without_being_asked_for_no_chunk_has_usage(client):
+def test_chunks_have_no_usage_by_default(client):
     chunks = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
-    assert all(one.usage is None and one.choices for one in chunks)
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_an_asynchronous_stream(served, expected):
+def test_async_client_streams_a_completion(served, expected):
     async def use(client):
         stream = await client.completions.create(
             model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    assert ask_async(served, use) == expected.text
+    assert run_async(served, use) == expected.text
 
 
-def test_many_at_once_get_each_their_own(served, engine):
+def test_concurrent_requests_get_their_own_texts(served, engine):
     prompts = [PROMPT[:end] for end in range(3, 3 + 12)]
-    wanted = [engine.generate(one, SamplingParams(max_tokens=8)).text for one in prompts]
+    expected = [engine.generate(prompt, SamplingParams(max_tokens=8)).text for prompt in prompts]
 
     async def use(client):
-        asked = (
-            client.completions.create(model="embedded", prompt=one, max_tokens=8, temperature=0) for one in prompts
+        requests = (
+            client.completions.create(model="embedded", prompt=prompt, max_tokens=8, temperature=0)
+            for prompt in prompts
         )
-        return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+        return [answer.choices[0].text for answer in await asyncio.gather(*requests)]
 
-    assert ask_async(served, use) == wanted
+    assert run_async(served, use) == expected
 
 
-def test_a_chat_is_rendered_by_the_targets_template(client, engine):
-    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS))
+def test_chat_is_rendered_by_the_targets_template(client, engine):
+    expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
     answer = client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
@@ -131,7 +132,7 @@ def test_a_chat_is_rendered_by_the_targets_template(client, engine):
     assert answer.id.startswith("chatcmpl-")
 
 
-def test_an_answer_can_be_sent_back_as_it_is(client):
+def test_response_message_can_be_sent_back_in_a_conversation(client):
     first = client.chat.completions.create(model="embedded", messages=MESSAGES, max_completion_tokens=4, temperature=0)
     conversation = [
         *MESSAGES,
@@ -142,38 +143,41 @@ def test_an_answer_can_be_sent_back_as_it_is(client):
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-def test_chunks_of_a_chat_add_up_to_the_whole(client, engine):
-    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS))
+def test_chunks_of_a_chat_add_up_to_its_text(client, engine):
+    expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
     chunks = list(
         client.chat.completions.create(
             model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0, stream=True
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(one.choices[0].delta.content or "" for one in chunks) == expected.text
-    assert [one.choices[0].finish_reason for one in chunks if one.choices[0].finish_reason] == [expected.finish_reason]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason]
+    assert reasons == [expected.finish_reason]
 
 
-def test_the_clients_own_helper_for_chat_streams_takes_the_chunks(client, engine):
-    stop = read_chat(engine, SamplingParams(max_tokens=TOKENS)).text[-3:]  # it raises where "length" is the end
-    expected = read_chat(engine, SamplingParams(max_tokens=TOKENS, stop=[stop]))
-    asked = {"model": "embedded", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, "stop": stop}
-    with client.chat.completions.stream(**asked) as stream:
+def test_chat_stream_helper_of_the_client_accepts_the_chunks(client, engine):
+    stop = generate_chat(engine, SamplingParams(max_tokens=TOKENS)).text[
+        -3:
+    ]  # the helper raises for the finish reason "length"
+    expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS, stop=[stop]))
+    fields = {"model": "embedded", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, "stop": stop}
+    with client.chat.completions.stream(**fields) as stream:
         final = stream.get_final_completion()
     assert (final.choices[0].message.content, final.choices[0].finish_reason) == (expected.text, "stop")
 
 
-def test_an_asynchronous_chat(served, engine):
-    expected = read_chat(engine, SamplingParams(max_tokens=8))
+def test_async_client_gets_a_chat(served, engine):
+    expected = generate_chat(engine, SamplingParams(max_tokens=8))
 
     async def use(client):
         answer = await client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=8, temperature=0)
         return answer.choices[0].message.content
 
-    assert ask_async(served, use) == expected.text
+    assert run_async(served, use) == expected.text
 
 
-def test_choices_of_a_seed_are_those_of_the_seeds_behind_it(client, engine):
+def test_choices_have_consecutive_seeds(client, engine):
     answer = client.completions.create(
         model="embedded", prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=0.9, top_p=0.95
     )
@@ -181,19 +185,19 @@ def test_choices_of_a_seed_are_those_of_the_seeds_behind_it(client, engine):
         engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9, top_p=0.95)).text
         for seed in (5, 6, 7)
     ]
-    assert [(one.index, one.text) for one in answer.choices] == list(enumerate(each))
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(each))
     assert len(set(each)) > 1
     assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
 
 
-def test_choices_of_several_prompts_come_prompt_by_prompt(client, engine):
+def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
     prompts = ["import os", "class "]
     answer = client.completions.create(model="embedded", prompt=prompts, max_tokens=6, n=2, temperature=0)
-    each = [engine.generate(one, SamplingParams(max_tokens=6)).text for one in prompts]
-    assert [one.text for one in answer.choices] == [each[0], each[0], each[1], each[1]]
+    each = [engine.generate(prompt, SamplingParams(max_tokens=6)).text for prompt in prompts]
+    assert [choice.text for choice in answer.choices] == [each[0], each[0], each[1], each[1]]
 
 
-def test_choices_are_streamed_side_by_side(client, engine):
+def test_chunks_of_several_choices_add_up_to_their_texts(client, engine):
     texts = ["", ""]
     stream = client.completions.create(
         model="embedded", prompt=PROMPT, max_tokens=8, n=2, seed=5, temperature=0.9, stream=True
@@ -205,7 +209,7 @@ def test_choices_are_streamed_side_by_side(client, engine):
     ]
 
 
-def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(client, engine):
+def test_stop_text_ends_the_output_and_is_left_out(client, engine):
     stop = "\n"
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=[stop]))
     for given in (stop, [stop, "never"]):
@@ -214,56 +218,60 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(client, engine):
     assert stop not in expected.text
 
 
-def test_log_probabilities_of_a_completion(client, engine):
+def test_completion_logprobs_equal_the_engines(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
-    told = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
-    logprobs = told.choices[0].logprobs
-    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-5)
-    assert "".join(logprobs.tokens) == told.choices[0].text == expected.text
-    assert [told.choices[0].text[at:][:1] for at in logprobs.text_offset] == [one[:1] for one in logprobs.tokens]
+    (choice,) = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2
+    ).choices
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs == pytest.approx([chosen.logprob for chosen in expected.logprobs], abs=1e-5)
+    assert "".join(logprobs.tokens) == choice.text == expected.text
+    assert [choice.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
     for token, tops in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
-        assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy takes the likeliest
+        assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy decoding chooses the likeliest token
 
 
-def test_a_chosen_token_is_among_the_likeliest_that_are_told_even_if_it_is_none(client):
-    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
-    choice = client.completions.create(**asked).choices[0]
+def test_top_logprobs_include_the_chosen_token(client):
+    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
+    choice = client.completions.create(**fields).choices[0]
     tops = choice.logprobs.top_logprobs
-    assert all(token in told for token, told in zip(choice.logprobs.tokens, tops, strict=True))
+    assert all(token in top for token, top in zip(choice.logprobs.tokens, tops, strict=True))
     assert max(map(len, tops)) == 2
 
 
-def test_offsets_count_what_is_shown(client):
-    """At this temperature some tokens are parts of characters."""
-    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 48, "temperature": 9, "seed": 2, "logprobs": 0}
-    logprobs = client.completions.create(**asked).choices[0].logprobs
+def test_text_offsets_count_shown_characters(client):
+    """At this temperature some tokens are incomplete characters."""
+    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 48, "temperature": 9, "seed": 2, "logprobs": 0}
+    logprobs = client.completions.create(**fields).choices[0].logprobs
     assert any(token.startswith("bytes:") for token in logprobs.tokens)
     lengths = [1 if token.startswith("bytes:") else len(token) for token in logprobs.tokens]
-    assert logprobs.text_offset == [sum(lengths[:at]) for at in range(len(lengths))]
+    assert logprobs.text_offset == [sum(lengths[:index]) for index in range(len(lengths))]
 
 
-def test_log_probabilities_of_chunks_are_those_of_the_whole(client):
-    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
-    whole = client.completions.create(**asked).choices[0].logprobs
+def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):
+    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**fields).choices[0].logprobs
     tokens, offsets = [], []
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**fields, stream=True):
         tokens += chunk.choices[0].logprobs.tokens
         offsets += chunk.choices[0].logprobs.text_offset
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
-def test_log_probabilities_of_a_chat(client, engine):
-    expected = read_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
+def test_chat_logprobs_equal_the_engines(client, engine):
+    expected = generate_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
     answer = client.chat.completions.create(
         model="embedded", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
     )
     content = answer.choices[0].logprobs.content
-    assert [one.logprob for one in content] == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-5)
-    assert b"".join(bytes(one.bytes) for one in content).decode() == expected.text
-    assert all(len(one.top_logprobs) == 3 and one.top_logprobs[0].token == one.token for one in content)
+    assert [token.logprob for token in content] == pytest.approx(
+        [chosen.logprob for chosen in expected.logprobs], abs=1e-5
+    )
+    assert b"".join(bytes(token.bytes) for token in content).decode() == expected.text
+    assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in content)
 
 
-def test_a_bias_and_penalties_reach_the_engine(client, engine):
+def test_logit_bias_and_penalties_reach_the_engine(client, engine):
     banned = engine.generate(PROMPT, SamplingParams(max_tokens=1)).token_ids[0]
     params = SamplingParams(max_tokens=12, logit_bias={banned: -100}, presence_penalty=1.5, frequency_penalty=0.5)
     expected = engine.generate(PROMPT, params)
@@ -280,7 +288,7 @@ def test_a_bias_and_penalties_reach_the_engine(client, engine):
     assert expected.token_ids[0] != banned
 
 
-def test_what_openai_does_not_have_goes_in_the_extra_body(client, engine):
+def test_extra_body_parameters_reach_the_engine(client, engine):
     extra = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
     params = SamplingParams(max_tokens=8, seed=3, temperature=0.8, stop_token_ids=(), **extra)
     answer = client.completions.create(
@@ -294,52 +302,53 @@ def test_what_openai_does_not_have_goes_in_the_extra_body(client, engine):
     assert answer.choices[0].text == engine.generate(PROMPT, params).text
 
 
-def test_a_trace_tells_of_every_round(client, engine):
+def test_trace_has_every_round(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, k=7, trace=True))
-    asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-    whole = client.completions.create(**asked, extra_body={"trace": True, "k": 7}).choices[0]
-    streamed = client.completions.create(**asked, stream=True, extra_body={"trace": True, "k": 7})
-    for rounds in (whole.dflash["rounds"], [one for chunk in streamed for one in chunk.choices[0].dflash["rounds"]]):
+    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+    whole = client.completions.create(**fields, extra_body={"trace": True, "k": 7}).choices[0]
+    streamed = client.completions.create(**fields, stream=True, extra_body={"trace": True, "k": 7})
+    in_chunks = [outcome for chunk in streamed for outcome in chunk.choices[0].dflash["rounds"]]
+    for rounds in (whole.dflash["rounds"], in_chunks):
         first, *others = rounds
         assert first["prefill"] and first["committed"][0]["id"] == expected.token_ids[0]
-        assert [[token["id"] for token in one["drafted"]] for one in others] == expected.drafted
-        assert [one["accepted"] for one in others] == expected.accepted
-        committed = [token for one in rounds for token in one["committed"]]
+        assert [[token["id"] for token in outcome["drafted"]] for outcome in others] == expected.drafted
+        assert [outcome["accepted"] for outcome in others] == expected.accepted
+        committed = [token for outcome in rounds for token in outcome["committed"]]
         assert [token["id"] for token in committed] == expected.token_ids
         assert "".join(token["text"] for token in committed) == expected.text
 
 
-def test_models_are_listed_and_shown(client):
+def test_model_is_listed_and_retrieved(client):
     (model,) = client.models.list().data
     assert model == client.models.retrieve("embedded")
     assert (model.id, model.max_model_len, model.dflash["k"]) == ("embedded", 256, [0, 7])
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "code", "words"),
+    ("fields", "status", "code", "words"),
     [
         ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
-        ({"max_tokens": 1000}, 400, "context_length_exceeded", "there is room for 2"),
-        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "this server takes up to 256"),
+        ({"max_tokens": 1000}, 400, "context_length_exceeded", "fit after the prompt (256 positions)"),
+        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "the limit of this server is 256"),
         ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "800000 characters are more than 256 tokens"),
         ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
         ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
         ({"extra_body": {"echo": True}}, 400, "invalid_value", "echo"),
-        ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not known here"),
+        ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"n": 17}, 400, "invalid_value", "n: "),
         ({"prompt": ["a"] * 9, "n": 2}, 400, "invalid_value", "no more than 16 choices"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(client, asked, status, code, words):
+def test_invalid_completion_is_refused_with_the_reason(client, fields, status, code, words):
     with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **asked})
+        client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **fields})
     assert (caught.value.status_code, caught.value.code) == (status, code)
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("fields", "words"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
@@ -354,20 +363,20 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, asked, status, c
         ({"extra_body": {"chat_template_kwargs": {"__a": 1}}}, "chat_template_kwargs: Input should be a map of names"),
     ],
 )
-def test_what_chats_cannot_have_is_refused_by_its_name(client, asked, words):
+def test_unsupported_chat_field_is_refused_by_name(client, fields, words):
     with pytest.raises(openai.BadRequestError, match=words):
-        client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **asked})
+        client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **fields})
 
 
-def test_fields_that_ask_for_nothing_are_taken(served):
-    known = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
-    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
-    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **quiet, **dict.fromkeys(known)}
+def test_unsupported_fields_are_accepted_with_neutral_values(served):
+    unsupported = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
+    template = {"chat_template_kwargs": {"enable_thinking": False}}
+    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **template, **dict.fromkeys(unsupported)}
     with served.client() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_curl_gets_the_same(served, expected):
+def test_curl_gets_the_same_text(served, expected):
     body = f'{{"prompt": {PROMPT!r}, "max_tokens": {TOKENS}, "temperature": 0}}'.replace("'", '"')
     command = ["curl", "--silent", "--fail", "--no-buffer", f"{served.url}/v1/completions"]
     whole = subprocess.run(

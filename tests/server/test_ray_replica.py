@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: which one is asked, and what becomes of requests when one dies."""
+"""Ray Serve replicas: responses, routing, failures, options, and the example script."""
 
 import asyncio
 import http.client
@@ -24,9 +24,9 @@ from pydantic import ValidationError
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, MissingBundle
 from dflash_aot.runtime import SamplingParams
-from dflash_aot.server.api_keys import Keys
-from dflash_aot.server.limits import Limits
-from dflash_aot.server.served_model import Serving
+from dflash_aot.server.api_keys import ApiKeys
+from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.served_model import ServingConfig
 from tests.ray_processes import PATIENCE, wait_for_running
 
 pytestmark = [
@@ -35,23 +35,23 @@ pytestmark = [
 ]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICA = "ServeReplica"
-ASKS = 20
+CALLS = 20
 RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/pipeline/ray_cluster.py
-    # A proxy that takes longer than 5 s on a machine that is busy is killed, and whoever waits for it hears of that.
+    # By default a proxy that takes longer than 5 s, as on a busy machine, is killed.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
 }
-ASKED = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
+BODY = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
 
 
 @dataclass(frozen=True)
-class Served:
-    """Two replicas behind one proxy; `ask_handle` gives the statistics of the one that Ray chooses."""
+class ReplicaPair:
+    """Two replicas behind one proxy; `call_handle` returns the counters of the replica that Ray chooses."""
 
     port: int
-    ask_handle: Callable[[], dict[str, Any]]
-    ask_controller: Callable[[], Any]
+    call_handle: Callable[[], dict[str, Any]]
+    call_controller: Callable[[], Any]
 
     @property
     def url(self) -> str:
@@ -64,9 +64,9 @@ def find_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def replicas(bundle) -> Iterator[Served]:
+def replicas(bundle) -> Iterator[ReplicaPair]:
     os.environ.update(RAY)
-    import ray  # noqa: PLC0415  it takes a second
+    import ray  # noqa: PLC0415  its import takes a second
     from ray import serve  # noqa: PLC0415
 
     from dflash_aot.server.ray_replica import Options, build  # noqa: PLC0415
@@ -75,16 +75,16 @@ def replicas(bundle) -> Iterator[Served]:
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     handle = serve.run(build(Options(bundle=str(bundle("served")), replicas=2, without_keys=True)))
-    yield Served(port, lambda: handle.stats.remote().result(timeout_s=PATIENCE), serve.status)
+    yield ReplicaPair(port, lambda: handle.stats.remote().result(timeout_s=PATIENCE), serve.status)
     serve.shutdown()
     ray.shutdown()
     signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def half_asked(port: int) -> Iterator[Callable[[], tuple[int, dict[str, Any]]]]:
-    """A request that keeps its replica waiting, until the rest of it is sent: for the answer."""
-    body = json.dumps(ASKED).encode()
+def send_half(port: int) -> Iterator[Callable[[], tuple[int, dict[str, Any]]]]:
+    """Sends half of a request, which occupies its replica; yields a function that sends the rest for the response."""
+    body = json.dumps(BODY).encode()
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("content-type", "application/json")
@@ -99,20 +99,20 @@ def half_asked(port: int) -> Iterator[Callable[[], tuple[int, dict[str, Any]]]]:
         yield finish
 
 
-def count_chosen(served: Served) -> Counter[str]:
-    """How often each replica was, of `ASKS` that a handle asked one after the other."""
+def count_chosen(served: ReplicaPair) -> Counter[str]:
+    """How often each replica was chosen, in `CALLS` calls of the handle one after another."""
     chosen: Counter[str] = Counter()
-    for _ in range(ASKS):
-        chosen[served.ask_handle()["replica"]] += 1
-        served.ask_controller()  # meanwhile Ray's router learns that the one before is done
+    for _ in range(CALLS):
+        chosen[served.call_handle()["replica"]] += 1
+        served.call_controller()  # meanwhile Ray's router learns that the call before has ended
     return chosen
 
 
-def test_answers_are_those_of_one_server_whole_and_in_events(replicas, engine):
-    expected = engine.generate(ASKED["prompt"], SamplingParams(max_tokens=ASKED["max_tokens"])).text
-    whole = httpx.post(f"{replicas.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
+def test_responses_equal_the_engines_whole_and_streamed(replicas, engine):
+    expected = engine.generate(BODY["prompt"], SamplingParams(max_tokens=BODY["max_tokens"])).text
+    whole = httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=PATIENCE).json()
     with httpx.stream(
-        "POST", f"{replicas.url}/v1/completions", json={**ASKED, "stream": True}, timeout=PATIENCE
+        "POST", f"{replicas.url}/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE
     ) as events:
         assert events.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in events.iter_lines() if line]
@@ -121,39 +121,39 @@ def test_answers_are_those_of_one_server_whole_and_in_events(replicas, engine):
     assert "".join(parts) == whole["choices"][0]["text"] == expected
 
 
-def test_the_shorter_queue_is_chosen(replicas):
-    """With one request more in one of them nearly all go to the other: chance alone makes that of two in 10,000."""
+def test_replica_with_the_shorter_queue_is_chosen(replicas):
+    """With one more request at one replica, nearly all calls go to the other; by chance this has probability 0.0002."""
     wait_until(lambda: len(count_chosen(replicas)) == 2)
-    with half_asked(replicas.port) as finish:
-        wait_until(lambda: max(count_chosen(replicas).values()) >= ASKS - 2)
+    with send_half(replicas.port) as finish:
+        wait_until(lambda: max(count_chosen(replicas).values()) >= CALLS - 2)
         assert finish()[0] == 200
 
 
-def test_a_client_that_leaves_frees_its_slots(replicas):
-    asked = {**ASKED, "stream": True, "n": 4, "max_tokens": 200, "temperature": 1, "seed": 1}
-    with httpx.stream("POST", f"{replicas.url}/v1/completions", json=asked, timeout=PATIENCE) as events:
+def test_disconnect_frees_slots_of_a_replica(replicas):
+    body = {**BODY, "stream": True, "n": 4, "max_tokens": 200, "temperature": 1, "seed": 1}
+    with httpx.stream("POST", f"{replicas.url}/v1/completions", json=body, timeout=PATIENCE) as events:
         assert next(events.iter_lines())
-    ended = 'finished_reason="abort",model_name="embedded"} 4.0'  # of one of the two, and either may be asked
+    ended = 'finished_reason="abort",model_name="embedded"} 4.0'  # of one replica; /metrics may come from either
     wait_until(lambda: ended in httpx.get(f"{replicas.url}/metrics", timeout=PATIENCE).text)
 
 
-def test_who_asks_by_another_name_needs_a_key(replicas):
+def test_other_hosts_are_refused_without_keys(replicas):
     refused = httpx.get(f"{replicas.url}/v1/models", headers={"host": "elsewhere"})
     assert refused.status_code == 403
 
 
-def test_one_replica_dies_and_the_other_answers_until_a_new_one_comes(replicas):
+def test_killed_replica_is_replaced_while_the_other_serves(replicas):
     answers, stop = [], threading.Event()
 
-    def keep_asking() -> None:
+    def keep_requesting() -> None:
         while not stop.is_set():
             try:
-                answers.append(httpx.post(f"{replicas.url}/v1/completions", json=ASKED, timeout=PATIENCE).status_code)
+                answers.append(httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=PATIENCE).status_code)
             except httpx.HTTPError as error:
                 answers.append(repr(error))
 
     before = wait_for_running(REPLICA, count=2)
-    client = threading.Thread(target=keep_asking)
+    client = threading.Thread(target=keep_requesting)
     client.start()
     try:
         wait_until(lambda: len(answers) > 2)
@@ -165,8 +165,8 @@ def test_one_replica_dies_and_the_other_answers_until_a_new_one_comes(replicas):
     finally:
         stop.set()
         client.join()
-    assert sum(answer != 200 for answer in answers) <= 1, answers  # the one that it had
-    assert all(replicas.ask_handle()["compile_events"] == 0 for _ in range(10))
+    assert sum(answer != 200 for answer in answers) <= 1, answers  # the request of the killed replica
+    assert all(replicas.call_handle()["compile_events"] == 0 for _ in range(10))
 
 
 def wait_until(holds: Callable[[], Any]) -> None:
@@ -176,30 +176,30 @@ def wait_until(holds: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def test_a_replica_is_healthy_as_long_as_its_engine_serves(bundle):
+def test_health_check_fails_when_the_engine_has_failed(bundle):
     from dflash_aot.server.ray_replica import Replica  # noqa: PLC0415  it imports Ray
 
-    async def live() -> None:
-        replica = Replica(Serving(str(bundle("served")), preload=False), Limits(), Keys())
+    async def check() -> None:
+        replica = Replica(ServingConfig(str(bundle("served")), preload=False), ServerLimits(), ApiKeys())
         await replica.check_health()
         replica.__del__()
-        replica._service.draining = False
+        replica._state.draining = False
         with pytest.raises(EngineFailed, match="the engine has failed: the engine was closed"):
             await replica.check_health()
 
-    asyncio.run(live())
+    asyncio.run(check())
 
 
-def test_ray_is_told_what_a_replica_takes():
-    from dflash_aot.server.ray_replica import Options, describe_deployment  # noqa: PLC0415  it imports Ray
+def test_deployment_limits_requests_to_slots_and_queue():
+    from dflash_aot.server.ray_replica import Options, make_deployment  # noqa: PLC0415  it imports Ray
 
     options = Options(bundle="bundle", replicas=3, actor={"resources": {"TPU": 4}}, max_waiting=5)
-    deployment = describe_deployment(options, slots=4)
+    deployment = make_deployment(options, slots=4)
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (3, 9)
     assert deployment.ray_actor_options["resources"] == {"TPU": 4}
 
 
-def test_options_that_cannot_be_meant_are_refused(bundle, tmp_path):
+def test_invalid_options_are_refused(bundle, tmp_path):
     from dflash_aot.server.ray_replica import Options, build  # noqa: PLC0415  it imports Ray
 
     with pytest.raises(ValidationError, match="replica\n.*not permitted"):
@@ -208,11 +208,11 @@ def test_options_that_cannot_be_meant_are_refused(bundle, tmp_path):
         build(Options(bundle=str(tmp_path), without_keys=True))
     with pytest.raises(BadInput, match="cannot be read"):
         build(Options(bundle=str(bundle("served")), api_keys=tmp_path / "none"))
-    with pytest.raises(BadInput, match="whoever reaches Ray's proxy could ask: give api_keys"):
+    with pytest.raises(BadInput, match="open to everyone who can reach Ray's proxy: give api_keys"):
         build(Options(bundle=str(bundle("served"))))
 
 
-def test_the_example_answers_what_it_has_begun_before_it_ends(bundle):
+def test_example_answers_open_requests_before_exit(bundle):
     port = find_port()
     command = [sys.executable, str(EXAMPLE), str(bundle("served")), f"--port={port}"]
     environment = {**os.environ, **RAY}
@@ -220,7 +220,7 @@ def test_the_example_answers_what_it_has_begun_before_it_ends(bundle):
         assert process.stdout
         try:
             assert "serving at" in next(line for line in process.stdout if "serving" in line)
-            with half_asked(port) as finish:
+            with send_half(port) as finish:
                 process.send_signal(signal.SIGTERM)
                 wait_until(lambda: is_closed(port))
                 status, answer = finish()
@@ -231,7 +231,7 @@ def test_the_example_answers_what_it_has_begun_before_it_ends(bundle):
 
 
 def is_closed(port: int) -> bool:
-    """To new requests."""
+    """Whether new requests are refused."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health").status_code != 200
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""Bodies that are no requests: each is answered 400 in OpenAI's form, and nothing inside shows."""
+"""Invalid request bodies: each gets status 400 in OpenAI's form without internal details."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from tests.server.raw_client import read_error
 COMPLETION = {"prompt": [17], "max_tokens": 1, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
-OF_EACH_TYPE = {
+VALUE_OF_TYPE = {
     "null": None,
     "boolean": True,
     "integer": 7,
@@ -33,8 +33,8 @@ OF_EACH_TYPE = {
     "array": [{}],
     "object": {"a": {}},
 }
-LONE = "\ud800"
-INSIDE = (
+LONE_SURROGATE = "\ud800"
+INTERNALS = (
     *(str(Path(__file__).parents[2]), str(Path.home()), sys.prefix, ".py", "Traceback", "Error("),
     *("pydantic", "http://", "https://", "constrained", "function-", "ValidationError", "instance of", "NoneType"),
     *(model.__name__ for model in (CompletionRequest, ChatRequest, StreamOptions, TextPart, TextFormat, StrictModel)),
@@ -48,7 +48,7 @@ def client(served: Server) -> Iterator[httpx.Client]:
 
 
 def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
-    """Of any object, of what JSON only nearly has, or of bytes."""
+    """Posts bytes, or an object as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return client.post(path, content=content, headers={"content-type": "application/json"})
 
@@ -56,12 +56,12 @@ def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
 def check_refusal(answer: httpx.Response, code: str = "invalid_value") -> str:
     message = read_error(answer, 400, code)
     assert 0 < len(message) < 1100
-    assert not [word for word in INSIDE if word in answer.text], answer.text
+    assert not [word for word in INTERNALS if word in answer.text], answer.text
     return message
 
 
 def list_types(schema: dict[str, Any], defined: dict[str, Any]) -> set[str]:
-    """All that a published schema takes."""
+    """The JSON types that a published schema accepts."""
     if "$ref" in schema:
         return list_types(defined[schema["$ref"].rpartition("/")[2]], defined)
     if "anyOf" in schema:
@@ -71,15 +71,15 @@ def list_types(schema: dict[str, Any], defined: dict[str, Any]) -> set[str]:
 
 
 def list_wrong_types() -> Iterator[tuple[str, str, str]]:
-    """(path, field, a type it does not have) of all fields of both requests, and of a message's."""
+    """(path, field, a type that the field does not accept) of all fields of both requests and of messages."""
     for path, model in (*zip(PATHS, (CompletionRequest, ChatRequest), strict=True), ("message", Message)):
         schema = model.model_json_schema()
-        for field, described in schema["properties"].items():
-            for name in sorted(OF_EACH_TYPE.keys() - list_types(described, schema.get("$defs", {}))):
+        for field, field_schema in schema["properties"].items():
+            for name in sorted(VALUE_OF_TYPE.keys() - list_types(field_schema, schema.get("$defs", {}))):
                 yield path, field, name
 
 
-# -- what is no JSON
+# -- invalid JSON
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -105,8 +105,8 @@ def list_wrong_types() -> Iterator[tuple[str, str, str]]:
         b'{"prompt": "\\ud8"}',
     ],
 )
-def test_what_is_no_json_is_refused(client, path, body):
-    assert check_refusal(post(client, path, body), "invalid_json") == "the body is no JSON"
+def test_invalid_json_is_refused(client, path, body):
+    assert check_refusal(post(client, path, body), "invalid_json") == "the body is not JSON"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -121,7 +121,7 @@ def test_what_is_no_json_is_refused(client, path, body):
         b'{"n": ' + b"9" * 5_000 + b"}",
     ],
 )
-def test_what_a_reader_of_json_breaks_at_is_refused(client, path, body):
+def test_deep_or_badly_encoded_json_is_refused(client, path, body):
     answer = post(client, path, body)
     assert answer.status_code == 400
     check_refusal(answer, answer.json()["error"]["code"])
@@ -129,41 +129,41 @@ def test_what_a_reader_of_json_breaks_at_is_refused(client, path, body):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body", [b"", b"null", b"true", b"7", b'"a"', b"[]", b"[{}]", b"{}"])
-def test_what_is_no_object_or_an_empty_one_is_refused(client, path, body):
+def test_body_must_be_an_object_with_fields(client, path, body):
     check_refusal(post(client, path, body))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400, "1e-400"])
 @pytest.mark.parametrize("field", ["temperature", "n", "seed", "logit_bias"])
-def test_numbers_that_are_none_or_too_large_are_refused(client, path, number, field):
+def test_nan_infinity_and_too_large_numbers_are_refused(client, path, number, field):
     value = f'{{"17": {number}}}' if field == "logit_bias" else number
     body = json.dumps(PATHS[path])[:-1] + f', "{field}": {value}}}'
     answer = post(client, path, body.encode())
-    if (number, field) in {("1e-400", "temperature"), ("1e-400", "logit_bias")}:  # which is 0
+    if (number, field) in {("1e-400", "temperature"), ("1e-400", "logit_bias")}:  # equal to 0
         assert answer.status_code == 200
     else:
         check_refusal(answer)
 
 
-def test_of_two_fields_of_one_name_the_last_counts(client):
+def test_last_of_duplicate_fields_is_used(client):
     assert post(client, "/v1/completions", b'{"prompt": 1, "max_tokens": 1, "prompt": "a"}').status_code == 200
     check_refusal(post(client, "/v1/completions", b'{"prompt": "a", "max_tokens": 1, "prompt": 1}'))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-def test_other_encodings_are_understood(client, encoding):
-    """By the first bytes, as the older standards of JSON have it."""
+def test_utf_16_and_utf_32_are_accepted(client, encoding):
+    """The encoding is detected by the first bytes, as RFC 4627 describes."""
     answer = post(client, "/v1/completions", json.dumps({**COMPLETION, "prompt": "ü"}).encode(encoding))
     assert answer.status_code == 200
 
 
-# -- what is JSON, and no request
+# -- JSON that is not a request
 
 
 @pytest.mark.parametrize(("path", "field", "kind"), [*list_wrong_types()])
-def test_a_value_of_another_type_is_refused_by_the_field_s_name(client, path, field, kind):
-    value = OF_EACH_TYPE[kind]
+def test_wrong_type_is_refused_with_the_field_name(client, path, field, kind):
+    value = VALUE_OF_TYPE[kind]
     if path == "message":
         path, param = "/v1/chat/completions", f"messages.0.{field}"
         body = {**CHAT, "messages": [{"role": "user", "content": "a", field: value}]}
@@ -171,39 +171,41 @@ def test_a_value_of_another_type_is_refused_by_the_field_s_name(client, path, fi
         param, body = field, {**PATHS[path], field: value}
     answer = post(client, path, body)
     message = check_refusal(answer)
-    told = answer.json()["error"]["param"]
-    assert told == param or told.startswith(f"{param}.")
-    assert message.startswith(f"{told}: ")
+    named = answer.json()["error"]["param"]
+    assert named == param or named.startswith(f"{param}.")
+    assert message.startswith(f"{named}: ")
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("field", ["Prompt", "max_new_tokens", "", "__class__", "a" * 100_000, "\x00", "ü", LONE])
-def test_a_field_that_is_not_known_is_refused(client, path, field):
+@pytest.mark.parametrize(
+    "field", ["Prompt", "max_new_tokens", "", "__class__", "a" * 100_000, "\x00", "ü", LONE_SURROGATE]
+)
+def test_unknown_field_is_refused(client, path, field):
     answer = post(client, path, {**PATHS[path], field: 1})
-    check_refusal(answer, "invalid_value" if field == LONE else "unknown_parameter")
+    check_refusal(answer, "invalid_value" if field == LONE_SURROGATE else "unknown_parameter")
 
 
 @pytest.mark.parametrize(
     ("path", "given"),
     [
-        *(("/v1/completions", {field: LONE}) for field in ("prompt", "stop", "suffix")),
-        *(("/v1/completions", {field: ["a", f"a{LONE}"]}) for field in ("prompt", "stop")),
-        ("/v1/completions", {"logit_bias": {LONE: 1}}),
+        *(("/v1/completions", {field: LONE_SURROGATE}) for field in ("prompt", "stop", "suffix")),
+        *(("/v1/completions", {field: ["a", f"a{LONE_SURROGATE}"]}) for field in ("prompt", "stop")),
+        ("/v1/completions", {"logit_bias": {LONE_SURROGATE: 1}}),
         ("/v1/completions", {"prompt": "\udc00\ud800"}),
-        ("/v1/chat/completions", {"tool_choice": LONE}),
-        ("/v1/chat/completions", {"response_format": {"type": LONE}}),
+        ("/v1/chat/completions", {"tool_choice": LONE_SURROGATE}),
+        ("/v1/chat/completions", {"response_format": {"type": LONE_SURROGATE}}),
         *(
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", **message}]})
             for message in (
-                *({field: LONE} for field in ("role", "content", "refusal", LONE)),
-                {"content": [{"type": "text", "text": LONE}]},
-                {"content": [{"type": LONE, "text": "a"}]},
+                *({field: LONE_SURROGATE} for field in ("role", "content", "refusal", LONE_SURROGATE)),
+                {"content": [{"type": "text", "text": LONE_SURROGATE}]},
+                {"content": [{"type": LONE_SURROGATE, "text": "a"}]},
             )
         ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_a_character_is_refused_wherever_it_stands(client, path, given, stream):
+def test_lone_surrogate_is_refused_in_every_used_field(client, path, given, stream):
     answer = post(client, path, {**PATHS[path], **given, "stream": stream})
     assert answer.status_code == 400
     check_refusal(answer, answer.json()["error"]["code"])
@@ -212,16 +214,16 @@ def test_half_a_character_is_refused_wherever_it_stands(client, path, given, str
 @pytest.mark.parametrize(
     ("path", "given"),
     [
-        ("/v1/completions", {"user": LONE}),
-        ("/v1/chat/completions", {"metadata": {LONE: LONE}}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONE}]}),
+        ("/v1/completions", {"user": LONE_SURROGATE}),
+        ("/v1/chat/completions", {"metadata": {LONE_SURROGATE: LONE_SURROGATE}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONE_SURROGATE}]}),
     ],
 )
-def test_half_a_character_does_no_harm_where_nobody_looks(client, path, given):
+def test_lone_surrogate_is_accepted_in_ignored_fields(client, path, given):
     assert post(client, path, {**PATHS[path], **given}).status_code == 200
 
 
-def test_whole_characters_of_all_kinds_are_taken(client):
+def test_unusual_characters_are_accepted(client):
     texts = [
         "\x00",
         "\x00" * 50,
@@ -251,7 +253,7 @@ def test_whole_characters_of_all_kinds_are_taken(client):
         ([*CHAT["messages"], 7], "messages.1: Input should be an object"),
     ],
 )
-def test_what_is_wrong_with_messages_is_said_with_their_place(client, messages, words):
+def test_error_in_messages_names_its_path(client, messages, words):
     assert check_refusal(post(client, "/v1/chat/completions", {"messages": messages})).startswith(words)
 
 
@@ -269,21 +271,21 @@ def test_what_is_wrong_with_messages_is_said_with_their_place(client, messages, 
         ({"echo": True}, "invalid_value", "echo: Input should be False"),
         ({"k": 3}, "not_built", "k is 3: this server has 0, 7"),
         ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options without stream"),
-        ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x is not known here: leave it out"),
+        ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x is not a known field: leave it out"),
     ],
 )
-def test_what_cannot_be_done_is_said(client, given, code, words):
+def test_unsupported_value_is_refused_with_the_reason(client, given, code, words):
     assert words in check_refusal(post(client, "/v1/completions", {**COMPLETION, **given}), code)
 
 
-def test_a_model_that_is_not_there_is_named_and_not_at_length(client):
-    for model in ("gpt-4o", "a" * 500_000, "\x00", LONE, "../../etc/passwd", ""):
+def test_unknown_model_is_named_in_a_short_message(client):
+    for model in ("gpt-4o", "a" * 500_000, "\x00", LONE_SURROGATE, "../../etc/passwd", ""):
         message = read_error(post(client, "/v1/completions", {**COMPLETION, "model": model}), 404, "model_not_found")
         assert message.startswith("this server has the model 'embedded', not '") and len(message) < 1100
 
 
-def test_other_methods_and_paths_are_refused_in_the_same_form(client):
-    assert read_error(client.get("/v1/completions"), 405, None) == "/v1/completions takes no GET"
-    assert read_error(client.get("/v1/embeddings"), 404, None) == "there is nothing at /v1/embeddings"
+def test_unknown_paths_and_methods_are_refused_in_openai_form(client):
+    assert read_error(client.get("/v1/completions"), 405, None) == "/v1/completions does not accept GET"
+    assert read_error(client.get("/v1/embeddings"), 404, None) == "/v1/embeddings does not exist"
     assert read_error(client.get("/v1/models/"), 404, "model_not_found")
     assert client.get("/v1/completions").headers["allow"] == "POST"

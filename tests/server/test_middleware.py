@@ -1,4 +1,4 @@
-"""Who gets in: over real sockets, with keys, without, and with what only looks like one."""
+"""Middleware of a running server: API keys, Host header, content type, headers, TLS."""
 
 import datetime
 import ipaddress
@@ -18,38 +18,38 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.server.conftest import KEY, PATIENCE, Server
 from tests.server.raw_client import RawClient, read_error
 
-IN_FILE = "sk-another-one-from-a-file"
-WRONG = "sk-nobody-has-this-one-here"
-OPEN = ("/", "/page.js", "/page.css", "/health", "/openapi.json")
+FILE_KEY = "sk-another-key-from-a-file"
+UNKNOWN_KEY = "sk-this-key-is-not-in-any-list"
+OPEN_PATHS = ("/", "/page.js", "/page.css", "/health", "/openapi.json")
 BODY = {"prompt": "import os", "max_tokens": 2, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def guarded(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One with a key from the environment and one from a file, which tells of every request."""
+def keyed_server(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a key from the environment, a key from a file, and an access log."""
     file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text(f"# somebody's\n{IN_FILE}\n")
+    file.write_text(f"# a comment\n{FILE_KEY}\n")
     server = Server.start(bundle("served"), f"--api_keys={file}", "--access_log", key=KEY).wait_until_ready()
     yield server
-    with server.client(IN_FILE) as client:
+    with server.client(FILE_KEY) as client:
         assert client.get("/x%0aforged%1b[2J").status_code == 404
     assert server.stop() == 0
-    said = "".join(server.lines)
-    assert "2 API keys" in said and "GET /x%0Aforged%1B%5B2J key 2 404" in said
-    for secret in (KEY, IN_FILE, WRONG, "Traceback"):
-        assert secret not in said
+    log = "".join(server.lines)
+    assert "2 API keys" in log and "GET /x%0Aforged%1B%5B2J key 2 404" in log
+    for secret in (KEY, FILE_KEY, UNKNOWN_KEY, "Traceback"):
+        assert secret not in log
 
 
-def start_wrong(*flags: str, key: str | None = None) -> subprocess.CompletedProcess:
-    """One that refuses to start, before it looks at any bundle."""
+def run_refused(*flags: str, key: str | None = None) -> subprocess.CompletedProcess:
+    """Runs a server that refuses to start before it reads the bundle."""
     command = [sys.executable, "-m", "dflash_aot.bin.serve", "--bundle=none", "--port=0", *flags]
     environment = {} if key is None else {"DFLASH_API_KEY": key}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("key", [KEY, IN_FILE])
-def test_both_keys_are_let_in(guarded, key):
-    with guarded.client(key) as client:
+@pytest.mark.parametrize("key", [KEY, FILE_KEY])
+def test_keys_of_environment_and_file_are_accepted(keyed_server, key):
+    with keyed_server.client(key) as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
         assert client.get("/v1/models").status_code == 200
         assert client.get("/metrics").status_code == 200
@@ -60,48 +60,48 @@ def test_both_keys_are_let_in(guarded, key):
     [
         "",
         "Bearer",
-        f"Bearer {WRONG}",
+        f"Bearer {UNKNOWN_KEY}",
         f"Bearer {KEY[:-1]}",
         f"Bearer {KEY}x",
         f"Bearer {KEY.upper()}",
         f"Basic {KEY}",
         KEY,
-        f"Bearer {KEY} {IN_FILE}",
+        f"Bearer {KEY} {FILE_KEY}",
         b"Bearer \xff\xfe",
     ],
 )
-def test_what_is_no_key_of_this_server_is_refused_in_openai_form(guarded, header):
-    with guarded.client() as client:
+def test_unknown_key_is_refused_in_openai_form(keyed_server, header):
+    with keyed_server.client() as client:
         answer = client.post("/v1/completions", json=BODY, headers={"authorization": header})
-    fault = "this is no API key of this server's" if header else "an API key is needed"
+    fault = "the API key is unknown" if header else "an API key is needed"
     assert read_error(answer, 401, "invalid_api_key") == f"{fault}: Authorization: Bearer KEY"
     assert answer.json()["error"]["type"] == "authentication_error"
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_scheme_may_be_written_in_any_case(guarded):
-    with guarded.client() as client:
+def test_bearer_scheme_is_case_insensitive(keyed_server):
+    with keyed_server.client() as client:
         assert client.get("/v1/models", headers={"authorization": f"bEARER {KEY}"}).status_code == 200
 
 
-def test_a_key_elsewhere_than_in_its_header_is_none(guarded):
-    with guarded.client() as client:
+def test_key_outside_the_authorization_header_is_ignored(keyed_server):
+    with keyed_server.client() as client:
         assert client.get(f"/v1/models?api_key={KEY}", headers={"x-api-key": KEY}).status_code == 401
         assert client.get("/v1/models", headers={"cookie": f"authorization=Bearer {KEY}"}).status_code == 401
 
 
-@pytest.mark.parametrize("path", OPEN)
-def test_what_is_nobodys_needs_no_key(guarded, path):
-    with guarded.client() as client:
+@pytest.mark.parametrize("path", OPEN_PATHS)
+def test_open_path_needs_no_key(keyed_server, path):
+    with keyed_server.client() as client:
         assert client.get(path).status_code == 200
 
 
-def test_every_other_path_needs_one_whether_it_is_there_or_not(guarded):
-    with guarded.client() as client:
-        told = client.get("/openapi.json").json()["paths"]
-        asked = [path.replace("{model}", "embedded") for path in told if path not in OPEN]
-        assert len(asked) == 4
-        for path in (*asked, "/metrics", "/nothing", "/docs", "/redoc", "/page", "/page/index.html"):
+def test_all_other_paths_need_a_key_even_if_they_do_not_exist(keyed_server):
+    with keyed_server.client() as client:
+        published = client.get("/openapi.json").json()["paths"]
+        keyed = [path.replace("{model}", "embedded") for path in published if path not in OPEN_PATHS]
+        assert len(keyed) == 4
+        for path in (*keyed, "/metrics", "/nothing", "/docs", "/redoc", "/page", "/page/index.html"):
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"):
                 assert client.request(method, path).status_code == 401, (method, path)
 
@@ -124,44 +124,44 @@ def test_every_other_path_needs_one_whether_it_is_there_or_not(guarded):
         "*",
     ],
 )
-def test_what_only_looks_like_an_open_path_needs_one(guarded, path):
-    with RawClient(guarded) as client:
+def test_path_similar_to_an_open_path_needs_a_key(keyed_server, path):
+    with RawClient(keyed_server) as client:
         client.ask("GET", path)
         assert client.read_answer().status == 401
 
 
-def test_a_refusal_is_heard_by_who_is_still_sending(guarded):
-    with guarded.client(WRONG) as client:
+def test_client_that_is_still_sending_receives_the_refusal(keyed_server):
+    with keyed_server.client(UNKNOWN_KEY) as client:
         for size in (1 << 20, 6 << 20):
             answer = client.post("/v1/completions", content=b" " * size, headers={"content-type": "application/json"})
             assert answer.status_code == 401
 
 
-def test_all_addresses_are_served_with_a_key_and_the_network_is_warned_of(start_server):
+def test_server_on_all_addresses_warns_and_needs_a_key(start_server):
     server = start_server("--host=0.0.0.0", key="sk-short").wait_until_ready()
-    said = "".join(server.lines)
-    assert "keys and texts cross the network as they are" in said
-    assert "an API key has less than 16 characters" in said and "sk-short" not in said
+    log = "".join(server.lines)
+    assert "keys and texts cross the network unencrypted" in log
+    assert "an API key has less than 16 characters" in log and "sk-short" not in log
     url = server.url.replace("0.0.0.0", "127.0.0.1")
-    anybody = {"host": "served.example"}  # by whatever name it is known
-    assert httpx.get(f"{url}/v1/models", headers=anybody).status_code == 401
-    assert httpx.get(f"{url}/v1/models", headers={**anybody, "authorization": "Bearer sk-short"}).status_code == 200
+    any_host = {"host": "served.example"}  # with keys any Host header is accepted
+    assert httpx.get(f"{url}/v1/models", headers=any_host).status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers={**any_host, "authorization": "Bearer sk-short"}).status_code == 200
 
 
-# -- without keys: a page in somebody's browser
+# -- without keys: protection from pages of other sites in a browser
 
 
-def test_what_needs_no_key_takes_no_body(guarded):
-    with guarded.client() as client:
+def test_open_path_refuses_post(keyed_server):
+    with keyed_server.client() as client:
         for path in ("/", "/health", "/openapi.json"):
             refused = client.post(path, content=b" " * 100, headers={"content-type": "application/json"})
-            assert read_error(refused, 405, None) == f"{path} takes no POST"
+            assert read_error(refused, 405, None) == f"{path} does not accept POST"
             assert refused.headers["connection"] == "close"
         assert client.head("/health").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])
-def test_without_keys_this_machine_may_be_named(served, host):
+def test_without_keys_loopback_hosts_are_accepted(served, host):
     with served.client() as client:
         assert client.get("/v1/models", headers={"host": host}).status_code == 200
 
@@ -170,14 +170,14 @@ def test_without_keys_this_machine_may_be_named(served, host):
     "host", ["rebound.example", "localhost.rebound.example", "127.0.0.1.rebound.example:80", "127.0.0.1@x", "[::2]", ""]
 )
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/completions"])
-def test_without_keys_a_name_that_leads_here_is_refused(served, path, host):
+def test_without_keys_other_hosts_are_refused(served, path, host):
     with served.client() as client:
         method = "POST" if path.endswith("completions") else "GET"
         answer = client.request(method, path, json=BODY if method == "POST" else None, headers={"host": host})
     assert "answers to its own address only" in read_error(answer, 403, "wrong_host")
 
 
-def test_a_request_without_a_host_is_refused(served):
+def test_request_without_a_unique_host_header_is_refused(served):
     with RawClient(served) as client:
         client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert client.read_answer().status == 403
@@ -191,25 +191,25 @@ def test_a_request_without_a_host_is_refused(served):
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json", "", None],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_a_page_may_send_without_asking_is_refused(served, path, kind):
+def test_content_type_other_than_json_is_refused(served, path, kind):
     with served.client() as client:
         headers = {"origin": "http://evil.example"} | ({} if kind is None else {"content-type": kind})
         answer = client.post(path, content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
     assert read_error(answer, 415, "unsupported_media_type") == "content-type: application/json is needed"
 
 
-def test_a_content_type_may_have_parameters(served):
+def test_content_type_may_have_parameters(served):
     with served.client() as client:
         headers = {"content-type": "Application/JSON; charset=utf-8"}
         answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("path", [*OPEN, "/v1/models", "/v1/completions", "/metrics"])
-def test_no_other_origin_is_ever_allowed(served, path):
-    asked = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+@pytest.mark.parametrize("path", [*OPEN_PATHS, "/v1/models", "/v1/completions", "/metrics"])
+def test_cross_origin_requests_are_not_allowed(served, path):
+    preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     with served.client() as client:
-        answers = [client.options(path, headers=asked), client.get(path, headers=asked), client.head(path)]
+        answers = [client.options(path, headers=preflight), client.get(path, headers=preflight), client.head(path)]
     assert answers[0].status_code == 405
     for answer in answers:
         assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -222,7 +222,7 @@ def test_no_other_origin_is_ever_allowed(served, path):
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Of this machine by its address, signed by itself, and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     key, now = generate_private_key(SECP256R1()), datetime.datetime.now(datetime.UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dflash-aot tests")])
     address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
@@ -235,7 +235,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return paths
 
 
-def test_https_is_served_to_who_knows_the_certificate(start_server, certificate):
+def test_https_is_served_with_the_given_certificate(start_server, certificate):
     path, key = certificate
     server = start_server(f"--tls_certificate={path}", f"--tls_key={key}", key=KEY).wait_until_ready()
     assert server.url.startswith("https://127.0.0.1:")
@@ -254,9 +254,9 @@ def test_https_is_served_to_who_knows_the_certificate(start_server, certificate)
     assert "Traceback" not in "".join(server.lines) and "cross the network" not in "".join(server.lines)
 
 
-def test_a_key_of_another_certificate_is_refused(certificate):
+def test_private_key_of_another_certificate_is_refused(certificate):
     path, key = certificate
     key.write_bytes(generate_private_key(SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    done = start_wrong(f"--tls_certificate={path}", f"--tls_key={key}")
+    done = run_refused(f"--tls_certificate={path}", f"--tls_key={key}")
     assert done.returncode == 2
     assert "--tls_certificate" in done.stderr and "Traceback" not in done.stderr

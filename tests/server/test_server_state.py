@@ -1,0 +1,26 @@
+"""Watchdog: detection of a device that hangs."""
+
+from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.server.server_state import Watchdog
+
+
+def test_watchdog_detects_missing_rounds():
+    watchdog = Watchdog(stall_seconds=10)
+    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 100)
+    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 110)
+    assert watchdog.is_stalled(Counters(rounds=5, running=1), 110.1)
+    assert not watchdog.is_stalled(Counters(rounds=6, running=1), 111)  # progress
+    assert not watchdog.is_stalled(Counters(rounds=6, running=1), 121)
+
+
+def test_watchdog_counts_prefill_chunks_as_progress():
+    watchdog = Watchdog(stall_seconds=10)
+    for chunk in range(9):
+        assert not watchdog.is_stalled(Counters(prefill_chunks=chunk, running=1), 9.0 * chunk)
+
+
+def test_watchdog_ignores_an_idle_engine():
+    watchdog = Watchdog(stall_seconds=10)
+    assert not watchdog.is_stalled(Counters(rounds=5), 0)
+    assert not watchdog.is_stalled(Counters(rounds=5), 1000)
+    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 1005)
