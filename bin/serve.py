@@ -156,9 +156,9 @@ class _Announcer(LifecycleObserver):
 
 def _check_values() -> None:
     """Raises BadInput for values that absl's bounds accept."""
-    for flag in ("request_seconds", "drain_seconds"):
-        if not math.isfinite(value := FLAGS[flag].value):
-            raise BadInput(f"--{flag} {value}: a finite number is needed")
+    for flag in (_REQUEST_SECONDS, _DRAIN_SECONDS):
+        if not math.isfinite(flag.value):
+            raise BadInput(f"--{flag.name} {flag.value}: a finite number is needed")
     temperature = PARAMETERS["temperature"]
     if _TEMPERATURE.value is not None and not temperature.accepts(_TEMPERATURE.value):
         raise BadInput(f"--temperature {_TEMPERATURE.value}: {temperature.needed} is needed")

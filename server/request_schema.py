@@ -105,16 +105,12 @@ def _declare(name: str, hint: str = "", **more: Any) -> Any:
     return Field(None, description=parameter.meaning + hint, **more)
 
 
-# Every scalar parameter, also those that only the engine looks at.
-ScalarFields: Any = create_model(
-    "ScalarFields",
-    __base__=StrictModel,
-    **{
-        name: (parameter.type | None, _declare(name))
-        for name, parameter in PARAMETERS.items()
-        if parameter.type in (int, float, bool)
-    },
-)
+_SCALARS: dict[str, Any] = {
+    name: (parameter.type | None, _declare(name))
+    for name, parameter in PARAMETERS.items()
+    if parameter.type in (int, float, bool)
+}
+ScalarFields: Any = create_model("ScalarFields", __base__=StrictModel, **_SCALARS)
 
 
 class SampledRequest(ScalarFields):
