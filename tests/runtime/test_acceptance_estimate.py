@@ -1,4 +1,4 @@
-"""Running acceptance, by hand and against the slow way."""
+"""The acceptance estimate, by hand and against a slow computation."""
 
 import random
 
@@ -23,15 +23,15 @@ def decay(verdicts: list[tuple[int, int]], start: list[float], window: float) ->
     return shares
 
 
-def test_the_tokens_of_a_round_are_counted_by_hand():
+def test_expected_tokens_by_hand():
     assert AcceptanceEstimate([0.5, 0.5, 0.0]).expected_tokens(3) == [1.0, 1.5, 1.75, 1.75]
 
 
-def test_what_was_never_verified_is_thought_well_of():
+def test_unverified_position_has_the_optimistic_prior():
     assert AcceptanceEstimate().expected_tokens(2) == pytest.approx([1, 1 + PRIOR, 1 + PRIOR + PRIOR**2])
 
 
-def test_a_verdict_counts_up_to_the_first_token_that_falls():
+def test_outcome_counts_up_to_the_first_rejected_token():
     acceptance = AcceptanceEstimate([0.5, 0.5, 0.5])
     acceptance.update(3, 1)
     step = 0.5 / (MIN_PAST_WEIGHT + 1)
@@ -39,14 +39,14 @@ def test_a_verdict_counts_up_to_the_first_token_that_falls():
     assert acceptance.rounds == 1
 
 
-def test_without_drafts_nothing_is_learnt_and_nothing_forgotten():
+def test_round_without_drafts_changes_no_rate():
     acceptance = AcceptanceEstimate([0.25])
     for _ in range(1000):
         acceptance.update(0, 0)
     assert (acceptance.rates, acceptance.rounds) == ([0.25], 0)
 
 
-def test_what_was_long_ago_is_soon_overturned():
+def test_new_outcomes_overturn_an_old_rate():
     acceptance = AcceptanceEstimate([0.5])
     for _ in range(100):
         acceptance.update(1, 0)
@@ -62,7 +62,7 @@ def test_what_was_long_ago_is_soon_overturned():
 
 
 @given(st.lists(rounds, max_size=60), st.lists(st.floats(0, 1), min_size=5, max_size=5))
-def test_it_is_the_slow_way_and_a_share_stays_a_share(verdicts, start):
+def test_estimate_equals_the_slow_computation(verdicts, start):
     acceptance = AcceptanceEstimate([*start], window=8)
     for verdict in verdicts:
         acceptance.update(*verdict)
@@ -70,7 +70,7 @@ def test_it_is_the_slow_way_and_a_share_stays_a_share(verdicts, start):
     assert all(0 <= share <= 1 for share in acceptance.rates)
 
 
-def test_it_lasts():
+def test_estimate_survives_many_rounds():
     """Weights grow by a third each round: they are brought down many times here."""
     verdicts = [(2, turn % 3) for turn in range(3000)]
     acceptance = AcceptanceEstimate([0.5, 0.5], window=3)
@@ -79,7 +79,7 @@ def test_it_lasts():
     assert acceptance.rates == pytest.approx(decay(verdicts, [0.5, 0.5], 3))
 
 
-def test_it_finds_what_is_there():
+def test_estimate_converges_to_the_true_rates():
     rng, acceptance, found = random.Random(1), AcceptanceEstimate(), []
     for _ in range(2000):
         first, second = rng.random() < 0.7, rng.random() < 0.3

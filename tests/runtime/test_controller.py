@@ -1,4 +1,4 @@
-"""K by hand: batches whose acceptance is set, rounds whose times are round numbers."""
+"""The speculation controller by hand: given acceptance, round times that are round numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,17 +63,17 @@ def ask_often(
     ("wanted", "k"),
     [([None], 3), ([7], 7), ([0], 0), ([None, 7], 7), ([None, 0], 3), ([0, 0], 0), ([0, 7], 7)],
 )
-def test_rows_share_the_largest_k_that_one_of_them_wants(depth, wanted, k):
+def test_round_uses_the_largest_requested_k(depth, wanted, k):
     assert ask(depth, [row(FAIR, one) for one in wanted]) == k
 
 
 @pytest.mark.parametrize(("ks", "k"), [((0, 3, 7), 7), ((0, 3), 3), ((0,), 0)])
-def test_where_there_is_no_room_the_largest_k_below_is_taken(ks, k):
+def test_k_falls_to_the_next_smaller_bucket_without_room(ks, k):
     for depth, wanted in ((FixedK(7), None), (FixedK(0), 7), (AdaptiveK(make_times(TIMES)), 7)):
         assert ask(depth, [row(SURE, wanted)], ks) == k
 
 
-def test_a_k_of_its_own_decides_for_no_other_row():
+def test_requested_k_does_not_change_the_choice_for_others():
     """The sure row would take both to 3, and does where it is asked; the hopeless one alone wants none."""
     depth = AdaptiveK(make_times(TIMES))
     assert ask(depth, [row(SURE, 0), row(HOPELESS)]) == 0
@@ -93,11 +93,11 @@ def test_a_k_of_its_own_decides_for_no_other_row():
         ([HOPELESS, HOPELESS, HOPELESS, FAIR], 0),  # 4, 5.53/2, 6.14/4
     ],
 )
-def test_the_best_rate_by_hand(shares, k):
+def test_best_k_by_hand(shares, k):
     assert ask(AdaptiveK(make_times(TIMES)), [row(share) for share in shares]) == k
 
 
-def test_a_batch_has_times_of_its_own():
+def test_times_depend_on_the_batch():
     """Alone a row is worth drafting for; at four rows the device has its hands full."""
     times = make_times({0: 1.0, 7: 1.2}) | make_times({0: 2.0, 7: 12.0}, batch=4)
     depth = AdaptiveK(times)
@@ -105,7 +105,7 @@ def test_a_batch_has_times_of_its_own():
     assert [ask(depth, rows[:1], (0, 7)), ask(depth, rows, (0, 7), batch=4), ask(depth, rows[:1], (0, 7))] == [7, 0, 7]
 
 
-def test_rounds_that_are_served_correct_the_times():
+def test_served_rounds_correct_the_times():
     """K = 7 looked dear at load: it was a bad moment."""
     depth = AdaptiveK(make_times({0: 1.0, 7: 9.0}))
     one = row(SURE)
@@ -116,7 +116,7 @@ def test_rounds_that_are_served_correct_the_times():
     assert ask_often(depth, [one], 20, (0, 7)) == [7] * 20
 
 
-def test_so_have_longer_rows_and_sampled_ones():
+def test_times_depend_on_length_and_sampling():
     buckets = [Bucket(1, 256, 0), Bucket(1, 512, 7)]  # the larger K reaches into the longer bucket
     times = {(bucket, sampled): 1.0 for bucket in buckets for sampled in (False, True)}
     times[buckets[1], True] = 10.0
@@ -125,19 +125,19 @@ def test_so_have_longer_rows_and_sampled_ones():
     assert depth.choose_bucket(buckets, [row(FAIR)], True) == buckets[0]
 
 
-def test_a_bucket_without_times_is_not_guessed():
+def test_bucket_without_times_raises():
     with pytest.raises(KeyError):
         ask(AdaptiveK(make_times(TIMES)), [row(FAIR)], (0, 5))
 
 
-def test_near_the_capacity_the_best_of_what_is_left_is_taken():
+def test_best_remaining_k_near_the_capacity():
     depth = AdaptiveK(make_times({0: 1.0, 3: 1.2, 7: 1.3}))
     rows = [row(SURE)]
     assert [ask(depth, rows, ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
     assert [one.why for one in depth.decisions] == ["worth", "room", "room"]
 
 
-def test_a_new_request_begins_with_what_others_met():
+def test_new_request_starts_with_the_engine_acceptance():
     depth = AdaptiveK(make_times(TIMES))
     for _ in range(50):
         depth.note_outcome(depth.start_request(), 3, 0)
@@ -145,7 +145,7 @@ def test_a_new_request_begins_with_what_others_met():
     assert depth.start_request().rounds == 0
 
 
-def test_a_long_request_does_not_speak_for_all():
+def test_engine_acceptance_learns_from_first_rounds_only():
     depth = AdaptiveK(make_times(TIMES))
     talker = depth.start_request()
     for _ in range(1000):
@@ -159,7 +159,7 @@ def test_a_long_request_does_not_speak_for_all():
 # -- hysteresis
 
 
-def test_ks_of_nearly_equal_worth_do_not_alternate():
+def test_nearly_equal_ks_do_not_alternate():
     """K = 3 is worth 1 + s tokens per second of K = 0's 1, with s swinging around 0 within the margin."""
     depth = AdaptiveK(make_times({0: 1.0, 3: 2.0}))
     one = row(0.0)
@@ -174,7 +174,7 @@ def test_ks_of_nearly_equal_worth_do_not_alternate():
     assert len(trials) <= 400 / TRIAL_SPACING
 
 
-def test_beyond_the_margin_it_changes():
+def test_k_changes_beyond_the_margin():
     depth = AdaptiveK(make_times({0: 1.0, 3: 2.0}))
     one = row(0.0)
     ask(depth, [one], (0, 3))
@@ -185,7 +185,7 @@ def test_beyond_the_margin_it_changes():
 # -- trials
 
 
-def test_a_k_that_does_not_pay_is_tried_for_a_small_share_of_the_time():
+def test_trials_take_a_small_share_of_the_time():
     depth = AdaptiveK(make_times(TIMES))
     ks = ask_often(depth, [row(HOPELESS)], 2000)
     assert set(ks) == {0, 3}  # what K = 3 costs less of than K = 7
@@ -193,7 +193,7 @@ def test_a_k_that_does_not_pay_is_tried_for_a_small_share_of_the_time():
     assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + MAX_TRIAL_DEBT
 
 
-def test_a_k_that_costs_nothing_is_not_tried_all_the_time():
+def test_cheap_trials_keep_their_spacing():
     depth = AdaptiveK(make_times({0: 1.0, 3: 1.001}))
     ks = ask_often(depth, [row(HOPELESS)], 1600, (0, 3))
     assert 0 < ks.count(3) <= 1600 / TRIAL_SPACING
@@ -204,13 +204,13 @@ def trials(ks: Sequence[int]) -> list[int]:
     return [number for number, k in enumerate(ks) if k]
 
 
-def test_a_new_row_is_tried_at_once_then_at_distances_that_double():
+def test_new_request_is_tried_at_once_then_at_doubling_distances():
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     first = TRIAL_DISTANCE
     assert trials(ask_often(depth, [new], 16 * first))[:5] == [0, first, 3 * first, 7 * first, 15 * first]
 
 
-def test_rounds_that_repeat_a_choice_count_as_rounds():
+def test_repeated_rounds_count_towards_the_next_trial():
     """Trials come as early as they would one round at a time, and the time in between pays for them."""
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     spent: list[int] = []
@@ -226,7 +226,7 @@ def test_rounds_that_repeat_a_choice_count_as_rounds():
     assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + MAX_TRIAL_DEBT
 
 
-def test_a_new_row_does_not_inherit_debt():
+def test_new_request_starts_without_trial_debt():
     """Each is tried twice at once by its distances, which time has not nearly paid for."""
     depth = AdaptiveK(make_times(TIMES))
     for _ in range(20):
@@ -234,7 +234,7 @@ def test_a_new_row_does_not_inherit_debt():
         assert trials(ask_often(depth, [new], TRIAL_DISTANCE + 1)) == [0, TRIAL_DISTANCE]
 
 
-def test_debt_ends_somewhere():
+def test_trial_debt_is_limited():
     """Each takes 49 rounds' time, of which one round earns 0.015: a further one is paid for after 3000 rounds."""
     depth, new = AdaptiveK(make_times({0: 1.0, 3: 50.0})), Row(AcceptanceEstimate([HOPELESS] * 7))
     first = TRIAL_DISTANCE
@@ -242,7 +242,7 @@ def test_debt_ends_somewhere():
 
 
 @pytest.mark.parametrize(("stood", "then"), [(0, 0), (1, 3), (3, 3)])
-def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
+def test_paid_trial_is_repeated_at_once(stood, then):
     """K = 3 takes one second more than K = 0, which is one token's time."""
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     assert ask(depth, [new]) == 3
@@ -252,7 +252,7 @@ def test_a_trial_that_paid_for_itself_is_repeated_at_once(stood, then):
     assert depth.decisions[0].why == "trial"
 
 
-def test_text_that_becomes_easy_is_noticed():
+def test_easier_text_raises_k():
     depth = AdaptiveK(make_times(TIMES))
     one = row(HOPELESS)
     for stands in (0.0, 1.0):
@@ -279,7 +279,7 @@ class Shelf:
         self.asked.append(kind[0].k)
 
 
-def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
+def test_best_loaded_k_runs_while_a_better_one_loads():
     shelf = Shelf(0, 7)
     depth, one = AdaptiveK(make_times(TIMES), loaded=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
     assert ask_often(depth, [one], REPLAN_ROUNDS) == [0] * REPLAN_ROUNDS
@@ -289,17 +289,17 @@ def test_while_the_best_k_is_loaded_the_best_of_those_that_are_has_its_place():
     assert [decision.why for decision in depth.decisions] == ["loading", "worth"]
 
 
-def test_where_nothing_is_loaded_the_best_k_is_taken_and_waited_for():
+def test_best_k_is_chosen_where_nothing_is_loaded():
     shelf = Shelf()
     assert ask(AdaptiveK(make_times(TIMES), loaded=shelf), [row(FAIR)]) == 3
     assert shelf.asked == [3]
 
 
-def test_a_k_of_the_users_own_does_not_ask_what_is_loaded():
+def test_requested_k_ignores_what_is_loaded():
     assert ask(AdaptiveK(make_times(TIMES), loaded=Shelf(0)), [row(FAIR, 7)]) == 7
 
 
-def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
+def test_no_executable_is_loaded_for_a_trial_early():
     shelf = Shelf(0)
     depth, new = AdaptiveK(make_times(TIMES), loaded=shelf), Row(AcceptanceEstimate([HOPELESS] * 7))
     assert set(ask_often(depth, [new], ROUNDS_BEFORE_LOADING)) == {0}
@@ -309,7 +309,7 @@ def test_nothing_is_loaded_for_a_trial_before_the_engine_has_run_for_a_while():
 
 
 @pytest.mark.parametrize("truth", [1.0, 30.0])
-def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth):
+def test_guessed_k_is_tried_until_measured(truth):
     """K = 3 is thought to be worth a tenth less than K = 0, which is known; it is, or is far worse."""
     estimates = make_times({0: 1.0, 3: 4.4})
     depth, one = AdaptiveK(make_times({0: 1.0}), estimates), row(SURE)
@@ -322,7 +322,7 @@ def test_a_k_whose_time_is_a_guess_is_taken_in_good_hope_until_it_is_known(truth
     assert ks[-1] == (3 if truth == 1.0 else 0)
 
 
-def test_hope_ends_where_nothing_comes_of_it():
+def test_optimism_about_a_guess_ends():
     """Rounds that are never next to another one are not timed."""
     depth, one = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
     ks = ask_often(depth, [one], REPLAN_ROUNDS * (OPTIMISTIC_PLANS + 2), (0, 3))
@@ -333,7 +333,7 @@ def test_hope_ends_where_nothing_comes_of_it():
 # -- the trace
 
 
-def test_every_change_is_told_and_nothing_else():
+def test_decisions_record_every_change_of_k():
     depth = AdaptiveK(make_times(TIMES) | make_times(TIMES, batch=4))
     rows = [row(FAIR), row(FAIR, 7)]
     ask_often(depth, rows[:1], 3)
@@ -347,7 +347,7 @@ def test_every_change_is_told_and_nothing_else():
     assert (second.round, second.batch, second.before, second.after, second.why) == (4, 4, 3, 7, "request")
 
 
-def test_the_trace_ends_somewhere():
+def test_number_of_decisions_is_limited():
     depth = AdaptiveK(make_times(TIMES))
     ask_often(depth, [row(HOPELESS)], 60000)
     assert len(depth.decisions) == 512

@@ -1,4 +1,4 @@
-"""Times of rounds that follow what is served, by hand and against known truths."""
+"""The cost model follows served rounds, by hand and against known truths."""
 
 import math
 import random
@@ -11,12 +11,12 @@ from dflash_aot.runtime.speculation.cost_model import CostModel
 PLAIN, DEEP = (Bucket(1, 64, 0), False), (Bucket(1, 64, 7), False)
 
 
-def test_at_first_they_are_those_at_load():
+def test_times_start_as_measured_at_load():
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     assert (times[PLAIN], times[DEEP]) == (1.0, 3.0)
 
 
-def test_one_round_by_hand():
+def test_one_served_round_by_hand():
     """Half of the difference, as a ratio, is put down to the kind, a sixteenth to the pace of all kinds."""
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     times.note_served(PLAIN, 1.5)
@@ -24,7 +24,7 @@ def test_one_round_by_hand():
     assert times[DEEP] == pytest.approx(3.0 * 1.5 ** (1 / 16))
 
 
-def test_an_error_at_load_is_mended_by_ten_rounds():
+def test_ten_rounds_correct_a_wrong_time_at_load():
     """K = 7 takes twice as long as K = 0, and was measured in a bad moment."""
     times = CostModel({PLAIN: 1.0, DEEP: 4.0})
     for turn in range(120):
@@ -32,7 +32,7 @@ def test_an_error_at_load_is_mended_by_ten_rounds():
     assert times[DEEP] / times[PLAIN] == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
+def test_busy_machine_slows_shapes_that_do_not_run():
     times = CostModel({PLAIN: 1.0, DEEP: 2.0})
     for seconds in [1.0] * 300 + [1.6] * 300:
         times.note_served(PLAIN, seconds)
@@ -41,7 +41,7 @@ def test_a_busy_machine_slows_kinds_that_are_not_run_just_then():
 
 
 @pytest.mark.parametrize("seconds", [1e-6, 1e3])
-def test_one_round_that_is_far_off_says_little(seconds):
+def test_single_outlier_changes_little(seconds):
     times = CostModel({PLAIN: 1.0})
     for _ in range(100):
         times.note_served(PLAIN, 1.0)
@@ -60,7 +60,7 @@ def test_noise_is_averaged():
     assert max(ratios[500:]) < 2.2
 
 
-def test_a_kind_without_times_is_not_guessed():
+def test_shape_without_times_raises():
     times = CostModel({PLAIN: 1.0})
     with pytest.raises(KeyError):
         times.note_served(DEEP, 1.0)
@@ -75,7 +75,7 @@ FOUR = (Bucket(4, 64, 7), False)
 ESTIMATES = {PLAIN: 10.0, SHORT: 20.0, LONG_ONE: 30.0, FOUR: 60.0}
 
 
-def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured():
+def test_estimated_shape_scales_with_the_nearest_measured_one():
     times = CostModel({}, ESTIMATES)
     assert [times[kind] for kind in ESTIMATES] == [10.0, 20.0, 30.0, 60.0]
     times.set_measured(SHORT, 2.0)
@@ -86,7 +86,7 @@ def test_what_is_only_estimated_is_in_proportion_to_the_nearest_that_is_measured
     assert [times[kind] for kind in ESTIMATES] == pytest.approx([1.5, 2.0, 3.0, 5.0])
 
 
-def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
+def test_second_served_round_measures_an_estimated_shape():
     """It may have been an executable's first."""
     times = CostModel({}, ESTIMATES)
     times.note_served(SHORT, 99.0)
@@ -97,7 +97,7 @@ def test_the_first_round_of_a_kind_says_nothing_and_the_second_measures_it():
     assert times[SHORT] == pytest.approx(2.0 * 1.5 ** (1 / 2 + 1 / 16))
 
 
-def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
+def test_measured_time_accounts_for_the_machine_speed_once():
     times = CostModel({PLAIN: 1.0}, ESTIMATES)
     for _ in range(300):
         times.note_served(PLAIN, 1.6)
@@ -107,7 +107,7 @@ def test_a_measurement_counts_the_pace_of_its_moment_and_never_comes_twice():
     assert times[SHORT] == pytest.approx(3.2)
 
 
-def test_a_guess_is_what_was_measured_at_no_length():
+def test_shape_is_a_guess_until_measured_at_some_length():
     times = CostModel({}, ESTIMATES)
     assert all(map(times.is_guess, ESTIMATES))
     times.set_measured(SHORT, 2.0)
@@ -115,7 +115,7 @@ def test_a_guess_is_what_was_measured_at_no_length():
     assert not CostModel({PLAIN: 1.0}).is_guess(PLAIN)
 
 
-def test_what_is_not_estimated_either_is_not_guessed():
+def test_shape_without_estimate_raises():
     times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
     for ask in (lambda: times[DEEP], lambda: times.note_served(DEEP, 1.0)):
         with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""What a request is answered never depends on K, on its bucket, or on what else is being served."""
+"""The answer of a request never depends on K, on its bucket, or on other requests."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +19,7 @@ def up_to(tokens: int | None) -> SamplingParams:
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("count", range(1, SLOTS + 3))
-def test_any_number_of_requests_at_once_get_what_each_gets_alone(serve, cases, k, count):
+def test_concurrent_requests_get_their_own_answers(serve, cases, k, count):
     together = [cases[name] for name in NAMES[-count:]]
     results = serve("tied", k).generate_all(
         [case.prompt for case in together], [up_to(len(c.answer)) for c in together]
@@ -32,7 +32,7 @@ request_cuts = st.tuples(st.sampled_from(NAMES), st.integers(0, 39), st.integers
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(k=st.sampled_from(KS), cuts=st.lists(request_cuts, min_size=1, max_size=SLOTS + 2))
-def test_any_mix_of_prompts_and_limits_is_answered_as_the_reference_answers_each(serve, cases, k, cuts):
+def test_mixed_requests_match_the_reference(serve, cases, k, cuts):
     together = [(cases[name].later(cut), limit) for name, cut, limit in cuts]
     prompts = [case.prompt for case, _ in together]
     params = [up_to(min(limit, len(case.answer))) for case, limit in together]
@@ -45,14 +45,14 @@ def test_any_mix_of_prompts_and_limits_is_answered_as_the_reference_answers_each
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("name", ["len1", "len70"])
-def test_every_prompt_length_across_chunks_and_buckets_continues_the_same_text(serve, cases, k, name):
+def test_every_prompt_length_continues_the_same_text(serve, cases, k, name):
     later = [cases[name].later(cut) for cut in range(len(cases[name].answer))]
     results = serve("tied", k).generate_all([case.prompt for case in later], [up_to(len(c.answer)) for c in later])
     assert [result.token_ids for result in results] == [case.answer for case in later]
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 25, 26])
-def test_one_chunk_or_several_and_any_padding_give_the_same_tokens(serve, cases, length):
+def test_chunks_and_padding_never_change_a_token(serve, cases, length):
     """The tiny bundle takes chunks of 16, the other one of 64 where a prompt is longer."""
     case = cases["len1"].later(length - 1)
     params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
@@ -61,7 +61,7 @@ def test_one_chunk_or_several_and_any_padding_give_the_same_tokens(serve, cases,
     assert small.drafted[0] == large.drafted[0]
 
 
-def test_a_slot_that_served_a_long_request_serves_a_short_one_as_if_new(serve, cases):
+def test_reused_slot_serves_as_if_new(serve, cases):
     engine = serve("tied", 7)
     for name in ("len131", "len1", "len70", "len5", "len131"):
         case = cases[name]
@@ -69,7 +69,7 @@ def test_a_slot_that_served_a_long_request_serves_a_short_one_as_if_new(serve, c
 
 
 @pytest.mark.parametrize("k", KS)
-def test_a_row_that_moves_to_another_slot_goes_on_where_it_was(serve, cases, k):
+def test_moved_request_goes_on_where_it_was(serve, cases, k):
     """Two end at once, the third is left in the last slot: with its prompt half in, in one case."""
     engine = serve("tied", k)
     moves = engine.stats().moves
@@ -81,7 +81,7 @@ def test_a_row_that_moves_to_another_slot_goes_on_where_it_was(serve, cases, k):
     assert engine.stats().moves == moves + 2
 
 
-def test_what_stands_of_a_block_is_what_was_drafted(serve, cases):
+def test_accepted_tokens_are_the_drafted_ones(serve, cases):
     for name in NAMES:
         case = cases[name]
         result = serve("tied", 7).generate(case.prompt, SamplingParams(len(case.answer), stop_token_ids=(), trace=True))

@@ -15,7 +15,7 @@ TINY = 32  # of the tiny one
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("name", ["len70", "len5"])
-def test_any_token_of_the_answer_can_be_the_stop_and_is_the_last_one_kept(serve, cases, k, name):
+def test_any_token_can_be_the_stop_token(serve, cases, k, name):
     case = cases[name]
     stops = sorted(set(case.answer))
     params = [SamplingParams(max_tokens=len(case.answer), stop_token_ids=[stop]) for stop in stops]
@@ -25,7 +25,7 @@ def test_any_token_of_the_answer_can_be_the_stop_and_is_the_last_one_kept(serve,
         assert result.finish_reason == "stop"
 
 
-def test_a_stop_in_the_middle_of_an_accepted_block_drops_what_was_accepted_behind_it(serve, tied):
+def test_stop_token_drops_accepted_tokens_behind_it(serve, tied):
     prompt = next(prompt for prompt in tied.facts["prompts"] if prompt["name"] == "stop_mid_block")
     result = serve("tied", 7).generate(
         prompt["prompt_ids"], SamplingParams(max_tokens=64, stop_token_ids=prompt["stop_token_ids"])
@@ -34,14 +34,14 @@ def test_a_stop_in_the_middle_of_an_accepted_block_drops_what_was_accepted_behin
     assert 1 + sum(accepted + 1 for accepted in result.accepted) > len(result.token_ids)
 
 
-def test_the_first_of_several_stops_ends_the_answer(serve, cases):
+def test_first_of_several_stop_tokens_ends_the_answer(serve, cases):
     case = cases["len70"]
     early, late = case.answer[3], case.answer[-1]
     result = serve("tied", 7).generate(case.prompt, SamplingParams(stop_token_ids=[late, early]))
     assert result.token_ids == case.answer[: min(case.answer.index(early), case.answer.index(late)) + 1]
 
 
-def test_a_stop_token_of_the_prompt_stops_nothing(serve, cases):
+def test_stop_token_in_the_prompt_is_ignored(serve, cases):
     case = cases["len30"]
     unseen = next(token for token in case.prompt if token not in case.answer)
     result = serve("tied", 7).generate(
@@ -52,7 +52,7 @@ def test_a_stop_token_of_the_prompt_stops_nothing(serve, cases):
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("name", ["len70", "random12"])
-def test_every_limit_cuts_the_answer_exactly_there(serve, cases, k, name):
+def test_max_tokens_cuts_the_answer_exactly(serve, cases, k, name):
     case = cases[name]
     limits = range(1, len(case.answer) + 1)
     results = serve("tied", k).generate_all(
@@ -62,14 +62,14 @@ def test_every_limit_cuts_the_answer_exactly_there(serve, cases, k, name):
     assert {result.finish_reason for result in results} == {"length"}
 
 
-def test_a_stop_token_at_the_limit_counts_as_a_stop(serve, cases):
+def test_stop_token_at_the_limit_counts_as_stop(serve, cases):
     case = cases["len70"]
     at = case.answer.index(case.answer[5])
     result = serve("tied", 7).generate(case.prompt, SamplingParams(max_tokens=at + 1, stop_token_ids=[case.answer[5]]))
     assert (len(result.token_ids), result.finish_reason) == (at + 1, "stop")
 
 
-def test_without_a_limit_it_runs_to_the_last_position(serve, cases):
+def test_request_without_limit_runs_to_the_last_position(serve, cases):
     case = cases["len1"]
     result = serve("tiny", 3).generate(case.prompt, SamplingParams(stop_token_ids=()))
     # The last token needs no kv: one more than there are positions.
@@ -78,7 +78,7 @@ def test_without_a_limit_it_runs_to_the_last_position(serve, cases):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_prompt_of_any_length_up_to_the_capacity_is_filled_to_the_last_position(serve, cases, k):
+def test_prompt_of_any_length_fills_the_last_position(serve, cases, k):
     later = [cases["len1"].later(cut) for cut in range(TINY)]
     results = serve("tiny", k).generate_all([case.prompt for case in later], SamplingParams(stop_token_ids=()))
     for case, result in zip(later, results, strict=True):
@@ -87,7 +87,7 @@ def test_a_prompt_of_any_length_up_to_the_capacity_is_filled_to_the_last_positio
     assert len(results[-1].token_ids) == 1  # its prompt is as long as the capacity
 
 
-def test_at_the_last_positions_every_k_and_any_company_give_the_same_tokens(serve, cases):
+def test_last_positions_give_the_same_tokens_for_every_k(serve, cases):
     everything = SamplingParams(stop_token_ids=())
     start = cases["len131"]
     whole = start.prompt + serve("tied", 0).generate(start.prompt, everything).token_ids
@@ -98,7 +98,7 @@ def test_at_the_last_positions_every_k_and_any_company_give_the_same_tokens(serv
         assert [result.token_ids for result in results] == [whole[cut:] for cut in cuts]
 
 
-def test_the_last_position_can_be_asked_for_and_the_next_one_is_refused(serve, cases):
+def test_position_beyond_the_last_is_refused(serve, cases):
     engine, case = serve("tiny", 3), cases["len5"]
     fits = TINY + 1 - len(case.prompt)
     exact = engine.generate(case.prompt, SamplingParams(max_tokens=fits, stop_token_ids=()))
@@ -107,7 +107,7 @@ def test_the_last_position_can_be_asked_for_and_the_next_one_is_refused(serve, c
         engine.generate(case.prompt, SamplingParams(max_tokens=fits + 1, stop_token_ids=()))
 
 
-def test_without_stop_token_ids_the_target_s_own_end_tokens_hold(bundle, tied, cases, tmp_path):
+def test_default_stop_tokens_are_those_of_the_target(bundle, tied, cases, tmp_path):
     case = cases["len5"]
     first, second = case.answer[9], next(token for token in case.answer if token not in case.answer[:10])
     target = tmp_path / "target"

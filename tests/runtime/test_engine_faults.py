@@ -1,4 +1,4 @@
-"""Programs that fail in mid-round, really: who was in a slot hears why, who was in line is served, and it goes on."""
+"""Programs that fail in mid-round in a real engine: running requests end, waiting ones are served."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ def submit_saboteur(engine: Engine, prompt: list[int], name: str) -> Request:
 
 
 @pytest.mark.parametrize("name", ["target_k", "target_v", "draft_k", "draft_v", "lengths", "anchors"])
-def test_a_fault_in_mid_round_ends_those_in_slots_and_serves_those_in_line(engine, cases, caplog, name):
+def test_fault_ends_running_requests_and_serves_waiting_ones(engine, cases, caplog, name):
     failures, case = engine.stats().failures, cases["len5"]
     with caplog.at_level(logging.ERROR):
         saboteur = submit_saboteur(engine, cases["len70"].prompt, name)
@@ -65,7 +65,7 @@ def test_a_fault_in_mid_round_ends_those_in_slots_and_serves_those_in_line(engin
     assert [record.levelname for record in caplog.records if "failed in mid-round" in record.message] == ["ERROR"]
 
 
-def test_a_fault_before_the_first_token_ends_that_request_and_the_next_is_answered(engine, cases):
+def test_fault_before_the_first_token_ends_that_request(engine, cases):
     failures, case = engine.stats().failures, cases["len131"]
     wait_until(lambda: engine.stats().running == 0)
     delete_state(engine, "target_k")
@@ -75,7 +75,7 @@ def test_a_fault_before_the_first_token_ends_that_request_and_the_next_is_answer
     assert engine.stats().failures == failures + 1
 
 
-def test_what_a_stream_and_an_event_loop_hear_of_a_fault(engine, cases):
+def test_streams_report_a_fault(engine, cases):
     case = cases["len5"]
     wait_until(lambda: engine.stats().running == 0)
 
@@ -88,7 +88,7 @@ def test_what_a_stream_and_an_event_loop_hear_of_a_fault(engine, cases):
         assert (last.token_ids, last.finish_reason) == ((), "error") and "failed in mid-round" in last.error
 
 
-def test_a_cancelled_request_is_no_error_though_its_programs_failed(engine, cases):
+def test_cancelled_request_is_no_error_when_programs_fail(engine, cases):
     """It was dropped before anything was read again."""
     stream = engine.stream(cases["len70"].prompt, up_to(60))
     saboteur = submit_saboteur(engine, cases["len5"].prompt, "lengths")
@@ -98,7 +98,7 @@ def test_a_cancelled_request_is_no_error_though_its_programs_failed(engine, case
     assert saboteur.finish_reason == "error"
 
 
-def test_faults_with_success_between_them_are_never_too_many(engine, cases):
+def test_faults_with_success_between_them_do_not_end_the_engine(engine, cases):
     case, failures = cases["len30"], engine.stats().failures
     for tokens in (1, 1, 1, 5, 5):  # the first token is read without a round
         wait_until(lambda: engine.stats().running == 0)
@@ -109,7 +109,7 @@ def test_faults_with_success_between_them_are_never_too_many(engine, cases):
     assert engine.stats().failures == failures + 5
 
 
-def test_a_text_that_cannot_be_made_ends_that_request_alone(engine, cases):
+def test_detokenizer_failure_ends_one_request(engine, cases):
     class BrokenText:
         finished = False
 
@@ -134,7 +134,7 @@ def break_weights(engine: Engine) -> None:
             weight.delete()
 
 
-def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, cases):
+def test_permanent_fault_ends_the_engine_and_every_request(bundle, cases):
     engine, prompt = Engine.open(bundle("tiny"), k=0, max_waiting=3, preload=True), cases["len1"].prompt
     with ThreadPoolExecutor(2) as pool:
         with hold(engine) as stepper:  # the first failure is its own
@@ -161,7 +161,7 @@ def test_a_fault_that_stays_ends_the_engine_and_nobody_waits_for_ever(bundle, ca
     assert "3 rounds failed in a row" in engine.failure  # closing hides no cause
 
 
-def test_an_engine_that_failed_lies_beside_one_that_serves(bundle, serve, cases):
+def test_failed_engine_does_not_affect_another_one(bundle, serve, cases):
     with Engine.open(bundle("tiny"), k=0, preload=True) as broken:
         break_weights(broken)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""How an engine ends, what it leaves behind, and what becomes of it in other processes."""
+"""How an engine ends, what it leaves behind, and what forks and spawned processes see."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ def case(cases):
     return cases["len1"]
 
 
-def test_a_closed_engine_takes_its_executables_with_it(bundle):
+def test_closed_engine_releases_its_executables(bundle):
     """A process that opens one after the other must not hold them all: each maps its code, and the weights."""
     engine = Engine.open(bundle("tiny"))
     engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
@@ -42,7 +42,7 @@ def test_a_closed_engine_takes_its_executables_with_it(bundle):
     assert served() is None
 
 
-def test_a_closed_engine_leaves_no_array_and_no_thread(bundle, case):
+def test_closed_engine_leaves_no_array_and_no_thread(bundle, case):
     def serve_once() -> None:
         with Engine.open(bundle("tiny")) as engine:
             engine.generate(case.prompt, up_to(4))
@@ -58,7 +58,7 @@ def test_a_closed_engine_leaves_no_array_and_no_thread(bundle, case):
 # -- closing
 
 
-def test_draining_answers_all_that_is_running_and_waiting(bundle, case):
+def test_draining_answers_running_and_waiting_requests(bundle, case):
     engine = Engine.open(bundle("tiny"), k=0)
     with ThreadPoolExecutor(2) as pool, hold(engine) as stepper:
         streams = [engine.stream(case.prompt, up_to(5)) for _ in range(6)]
@@ -73,7 +73,7 @@ def test_draining_answers_all_that_is_running_and_waiting(bundle, case):
     assert [stream.result().token_ids for stream in streams] == [case.answer[:5]] * len(streams)
 
 
-def test_draining_ends_when_its_time_is_over(bundle, case):
+def test_draining_ends_after_its_time(bundle, case):
     engine, seconds = Engine.open(bundle("tiny"), k=0), 0.2
     with ThreadPoolExecutor(1) as pool, hold(engine) as stepper:
         streams = [engine.stream(case.prompt, up_to(5)) for _ in range(2)]
@@ -88,14 +88,14 @@ def test_draining_ends_when_its_time_is_over(bundle, case):
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
 
 
-def test_draining_an_engine_without_work_takes_no_time(bundle):
+def test_draining_an_idle_engine_returns_at_once(bundle):
     engine = Engine.open(bundle("tiny"), k=0)
     began = time.monotonic()
     engine.close(drain_seconds=LONG)
     assert time.monotonic() - began < LONG / 2
 
 
-def test_an_exception_in_the_with_block_closes_the_engine_and_goes_on(bundle, case):
+def test_exception_in_the_with_block_closes_the_engine(bundle, case):
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(ZeroDivisionError), Engine.open(bundle("tiny"), k=0) as engine, hold(engine) as stepper:
             other = pool.submit(engine.generate, case.prompt, EVERYTHING)
@@ -107,7 +107,7 @@ def test_an_exception_in_the_with_block_closes_the_engine_and_goes_on(bundle, ca
     assert engine.failure == "the engine was closed"
 
 
-def test_several_threads_may_close_at_once(bundle, case):
+def test_several_threads_close_at_once(bundle, case):
     for _ in range(3):
         engine, start = Engine.open(bundle("tiny"), k=0), threading.Barrier(5)
         streams = [engine.stream(case.prompt, EVERYTHING) for _ in range(20)]
@@ -153,7 +153,7 @@ def run_script(bundle, tmp_path: Path):
     return run
 
 
-def test_a_process_that_forgets_to_close_ends_without_a_word(run_script):
+def test_unclosed_engine_ends_with_its_process_silently(run_script):
     """With an answer on its way, one that nobody reads, and some in line."""
     assert run_script("""
         import contextlib, sys, threading
@@ -171,7 +171,7 @@ def test_a_process_that_forgets_to_close_ends_without_a_word(run_script):
     """) == (0, "None\n", "")
 
 
-def test_a_process_that_ends_in_an_exception_says_only_that(run_script):
+def test_process_ending_in_an_exception_prints_only_that(run_script):
     code, output, errors = run_script("""
         import sys
         from dflash_aot.runtime import Engine
@@ -183,7 +183,7 @@ def test_a_process_that_ends_in_an_exception_says_only_that(run_script):
     assert (code, output, errors) == (1, "", "that was all\n")
 
 
-def test_a_process_that_is_told_to_end_may_drain(run_script):
+def test_terminated_process_may_drain(run_script):
     """As docs/engine.md has it: the handler raises, and what leaves the block closes."""
     assert run_script(
         """
@@ -203,7 +203,7 @@ def test_a_process_that_is_told_to_end_may_drain(run_script):
     ) == (0, "{20}\n", "")
 
 
-def test_ctrl_c_ends_a_process_that_waits_for_an_answer(run_script):
+def test_ctrl_c_ends_a_waiting_process(run_script):
     code, output, errors = run_script(
         """
         import sys
@@ -250,7 +250,7 @@ FORK = """
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_drain_of_no_time_at_all_is_refused_and_the_engine_goes_on(serve, case, seconds):
+def test_invalid_drain_seconds_are_refused(serve, case, seconds):
     engine = serve("tiny", 3)
     with pytest.raises(BadInput, match="drain_seconds is .*at least 0"):
         engine.close(drain_seconds=seconds)
@@ -258,14 +258,14 @@ def test_a_drain_of_no_time_at_all_is_refused_and_the_engine_goes_on(serve, case
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os._exit(0)"])
-def test_a_fork_is_told_that_it_has_no_engine_and_the_parent_goes_on(run_script, end):
+def test_fork_is_refused_and_the_parent_goes_on(run_script, end):
     code, output, errors = run_script(FORK.replace("{end}", end))
     *told, own, last = output.splitlines()
     assert len(told) == 4 and all("threads and devices do not survive a fork" in line for line in told)
     assert (code, own, last, errors) == (0, "0 True", "True", "")
 
 
-def test_a_fork_that_reads_what_its_parent_asked_for_is_told_too(run_script):
+def test_fork_reading_a_stream_is_refused(run_script):
     """The answer comes in the parent; here it would never."""
     code, output, errors = run_script("""
         import os, signal, sys, warnings
@@ -288,7 +288,7 @@ def test_a_fork_that_reads_what_its_parent_asked_for_is_told_too(run_script):
     assert code == 0 and "do not survive a fork" in output and output.endswith("0\n"), (output, errors)
 
 
-def test_a_spawned_process_opens_its_own(run_script):
+def test_spawned_process_opens_its_own_engine(run_script):
     assert run_script("""
         import multiprocessing, sys
         from dflash_aot.runtime import Engine, SamplingParams

@@ -1,4 +1,4 @@
-"""What docs/engine.md shows runs as it stands there."""
+"""The code in docs/engine.md runs as it stands there."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, encode_manifest, rea
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 
-def test_the_page_s_code_runs_from_its_beginning_to_its_end(bundle, speaking_target, tmp_path):
+def test_code_of_the_engine_page_runs(bundle, speaking_target, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) > 8
     shutil.copytree(bundle("sampled"), tmp_path / "bundle")

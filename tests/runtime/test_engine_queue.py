@@ -1,4 +1,4 @@
-"""The line before the slots: how many may wait, who is served first, and until when."""
+"""The request queue of an engine: its limit, its order, and deadlines."""
 
 import asyncio
 import itertools
@@ -60,12 +60,12 @@ def count_outside(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("places", [0, -1, 1.0, True, None, "many"])
-def test_a_line_without_a_place_is_refused_at_the_opening(bundle, places):
+def test_invalid_max_waiting_is_refused(bundle, places):
     with pytest.raises(BadInput, match="max_waiting is .*at least 1"):
         Engine.open(bundle("tiny"), max_waiting=places)
 
 
-def test_who_finds_the_line_full_is_refused_at_once_and_harms_nobody(engine, case, fill):
+def test_full_queue_refuses_at_once(engine, case, fill):
     refused = engine.stats().refused
     with hold(engine):
         streams = fill()
@@ -76,13 +76,13 @@ def test_who_finds_the_line_full_is_refused_at_once_and_harms_nobody(engine, cas
     assert [stream.result().token_ids for stream in streams] == [case.answer[:5]] * PLACES
 
 
-def test_a_place_that_came_free_can_be_had(engine, case, fill):
+def test_free_place_is_reused(engine, case, fill):
     with hold(engine):
         fill()[0].close()
     assert engine.generate(case.prompt, up_to(5), wait=True).token_ids == case.answer[:5]
 
 
-def test_who_waits_for_a_place_gets_one(engine, case, fill):
+def test_waiting_caller_gets_a_place(engine, case, fill):
     with ThreadPoolExecutor(4) as pool:
         with hold(engine):
             streams = fill()
@@ -93,7 +93,7 @@ def test_who_waits_for_a_place_gets_one(engine, case, fill):
     assert [stream.result().token_ids for stream in streams] == [case.answer[:5]] * PLACES
 
 
-def test_places_go_to_those_outside_in_the_order_in_which_they_asked(engine, case, fill):
+def test_places_go_to_waiting_callers_in_order(engine, case, fill):
     with ThreadPoolExecutor(6) as pool:
         with hold(engine):
             fill()
@@ -107,7 +107,7 @@ def test_places_go_to_those_outside_in_the_order_in_which_they_asked(engine, cas
     assert begun == sorted(begun)
 
 
-def test_who_waits_in_vain_is_refused_and_leaves_no_trace(engine, case, fill, ended):
+def test_wait_that_times_out_is_refused(engine, case, fill, ended):
     refused = engine.stats().refused
     with hold(engine):
         streams = fill()
@@ -142,7 +142,7 @@ def test_waiting_for_a_place_does_not_block_the_event_loop(engine, case, fill):
         assert finish(lambda: asyncio.run(wait(stepper))) == (case.answer[:5], True)
 
 
-def test_a_cancelled_task_that_waited_outside_leaves_no_trace(engine, case, fill, ended):
+def test_cancelled_waiting_task_leaves_nothing_behind(engine, case, fill, ended):
     async def read() -> list[int]:
         return join([delta async for delta in engine.astream(case.prompt, up_to(5), wait=True)])
 
@@ -165,14 +165,14 @@ def test_a_cancelled_task_that_waited_outside_leaves_no_trace(engine, case, fill
     assert sum(settle(engine, ended + PLACES + 2).finished.values()) == ended + PLACES + 2
 
 
-def test_more_prompts_than_places_are_answered_in_their_order(engine, cases):
+def test_more_prompts_than_places_are_answered_in_order(engine, cases):
     later = [cases["len1"].later(cut) for cut in range(5 * PLACES)]
     prompts = [case.prompt for case in later]
     results = finish(lambda: engine.generate_all(prompts, up_to(6)))
     assert [result.token_ids for result in results] == [case.answer[:6] for case in later]
 
 
-def test_of_prompts_that_do_not_all_get_a_place_none_goes_on(engine, case):
+def test_generate_all_without_places_cancels_every_prompt(engine, case):
     refused = engine.stats().refused
     with hold(engine):
         with pytest.raises(QueueFull, match=FULL) as kept:  # with its frames, and what lives in them
@@ -183,7 +183,7 @@ def test_of_prompts_that_do_not_all_get_a_place_none_goes_on(engine, case):
 
 
 @pytest.mark.parametrize("wait", ["soon", -1, math.nan, None, [1.0]])
-def test_a_wait_that_is_none_is_refused_and_leaves_no_trace(engine, case, ended, wait):
+def test_invalid_wait_is_refused(engine, case, ended, wait):
     async def read() -> None:
         await anext(engine.astream(case.prompt, up_to(1), wait=wait))
 
@@ -194,7 +194,7 @@ def test_a_wait_that_is_none_is_refused_and_leaves_no_trace(engine, case, ended,
     assert sum(settle(engine, ended + 1).finished.values()) == ended + 1
 
 
-def test_closing_sends_away_those_who_wait_for_a_place(bundle, case):
+def test_close_refuses_callers_waiting_for_a_place(bundle, case):
     with Engine.open(bundle("tiny"), k=0, max_waiting=1) as engine, ThreadPoolExecutor(3) as pool:
         with hold(engine) as stepper:
             inside = engine.stream(case.prompt, up_to(5))
@@ -210,7 +210,7 @@ def test_closing_sends_away_those_who_wait_for_a_place(bundle, case):
             inside.result()
 
 
-def test_a_place_given_up_at_the_moment_of_closing_is_no_reason_to_forget_the_others(bundle, case):
+def test_place_given_up_while_closing_affects_no_other_caller(bundle, case):
     """A task that is cancelled gives its place up before it can take its request back."""
     with Engine.open(bundle("tiny"), k=0, max_waiting=1) as engine, hold(engine) as stepper:
         engine.stream(case.prompt, up_to(5))
@@ -226,7 +226,7 @@ def test_a_place_given_up_at_the_moment_of_closing_is_no_reason_to_forget_the_ot
 # -- priority
 
 
-def test_a_lower_number_is_served_first_and_equal_ones_as_they_came(engine, case):
+def test_lower_priority_number_is_served_first(engine, case):
     priorities = [5, 0, 5]
     with hold(engine):
         streams = [engine.stream(case.prompt, up_to(3), priority=priority) for priority in priorities]
@@ -235,7 +235,7 @@ def test_a_lower_number_is_served_first_and_equal_ones_as_they_came(engine, case
     assert second < first < third
 
 
-def test_a_late_request_passes_those_in_line_but_not_those_outside(engine, case, fill):
+def test_priority_does_not_overtake_the_overflow(engine, case, fill):
     """A place is a place: priority orders those who have one."""
     with ThreadPoolExecutor(2) as pool:
         with hold(engine):
@@ -251,7 +251,7 @@ def test_a_late_request_passes_those_in_line_but_not_those_outside(engine, case,
     assert sorted(range(5), key=times.__getitem__) == [0, 1, 4, 2, 3]
 
 
-def test_who_has_a_slot_keeps_it(engine, case):
+def test_running_request_keeps_its_slot(engine, case):
     with hold(engine) as stepper:
         urgent = engine.stream(case.prompt, up_to(3), priority=-100)
         stepper.advance(4)
@@ -260,7 +260,7 @@ def test_who_has_a_slot_keeps_it(engine, case):
 
 
 @pytest.mark.parametrize("priority", [1.0, "high", None, True])
-def test_a_priority_that_is_no_whole_number_is_refused(engine, priority):
+def test_invalid_priority_is_refused(engine, priority):
     with pytest.raises(BadInput, match="priority is .*whole number"):
         engine.generate([1], priority=priority)
 
@@ -269,7 +269,7 @@ def test_a_priority_that_is_no_whole_number_is_refused(engine, priority):
 
 
 @pytest.mark.parametrize("deadline", [0, -1, math.nan, math.inf, "1", True])
-def test_a_deadline_that_is_none_is_refused(engine, deadline):
+def test_invalid_deadline_is_refused(engine, deadline):
     async def read(prompt: list[int], **more) -> None:
         await anext(engine.astream(prompt, **more))
 
@@ -278,12 +278,12 @@ def test_a_deadline_that_is_none_is_refused(engine, deadline):
             ask([1], deadline=deadline)
 
 
-def test_a_deadline_far_away_changes_nothing(engine, case):
+def test_distant_deadline_changes_nothing(engine, case):
     result = engine.generate(case.prompt, up_to(20), deadline=1e6)
     assert (result.token_ids, result.finish_reason, result.error) == (case.answer[:20], "length", None)
 
 
-def test_a_deadline_in_line_ends_a_request_and_no_other(engine, case, ended):
+def test_deadline_ends_a_waiting_request_only(engine, case, ended):
     with hold(engine) as stepper:
         early, late = (engine.stream(case.prompt, up_to(5), deadline=one) for one in (SOON, 1e6))
         without = engine.stream(case.prompt, up_to(5))
@@ -297,7 +297,7 @@ def test_a_deadline_in_line_ends_a_request_and_no_other(engine, case, ended):
     assert sum(settle(engine, ended + 4).finished.values()) == ended + 4
 
 
-def test_a_deadline_ends_waiting_for_a_place(engine, case, fill):
+def test_deadline_ends_the_wait_for_a_place(engine, case, fill):
     refused = engine.stats().refused
     with hold(engine):
         fill()
@@ -308,7 +308,7 @@ def test_a_deadline_ends_waiting_for_a_place(engine, case, fill):
     assert engine.stats().refused == refused + 2
 
 
-def test_a_deadline_in_the_middle_of_a_prompt_ends_a_request_and_no_other(serve, cases):
+def test_deadline_during_prefill_ends_one_request(serve, cases):
     engine = serve("tied", 0)
     long, other = cases["len131"], cases["len70"]  # three chunks
     with hold(engine) as stepper:
@@ -327,7 +327,7 @@ def test_a_deadline_in_the_middle_of_a_prompt_ends_a_request_and_no_other(serve,
     assert engine.generate(long.prompt, up_to(10)).token_ids == long.answer[:10]
 
 
-def test_a_deadline_in_the_middle_of_an_answer_leaves_what_there_is(serve, cases):
+def test_deadline_during_decoding_keeps_the_tokens(serve, cases):
     engine, case, other = serve("tied", 0), cases["len5"], cases["len30"]
     with hold(engine) as stepper:
         running = engine.stream(other.prompt, up_to(40))
@@ -343,7 +343,7 @@ def test_a_deadline_in_the_middle_of_an_answer_leaves_what_there_is(serve, cases
     assert running.result().token_ids == other.answer[:40]
 
 
-def test_an_event_loop_hears_of_a_deadline_too(engine, case):
+def test_event_loop_receives_a_deadline(engine, case):
     async def read() -> list:
         return [delta async for delta in engine.astream(case.prompt, up_to(5), deadline=SOON)]
 
@@ -356,7 +356,7 @@ def test_an_event_loop_hears_of_a_deadline_too(engine, case):
     assert (last.token_ids, last.finish_reason, last.error) == ((), "cancelled", f"its deadline of {SOON} s has passed")
 
 
-def test_threads_that_all_wait_are_all_answered(engine, cases):
+def test_all_waiting_threads_are_answered(engine, cases):
     later = [cases["len1"].later(cut) for cut in range(16)]
     numbers = itertools.count()
     start = threading.Barrier(len(later))

@@ -1,4 +1,4 @@
-"""Requests that are refused: by name, with what exists and what to do, and without harm to any other."""
+"""Refused requests: the error names the field, what exists and the remedy, and affects no other request."""
 
 import pytest
 
@@ -33,19 +33,19 @@ BAD_PARAMS = {
 
 
 @pytest.mark.parametrize(("prompt", "error", "words"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
-def test_a_bad_prompt_is_refused_by_name(serve, prompt, error, words):
+def test_bad_prompt_is_refused_by_name(serve, prompt, error, words):
     for ask in (serve("tied", 7).generate, serve("tied", 7).stream):
         with pytest.raises(error, match=words):
             ask(prompt)
 
 
 @pytest.mark.parametrize(("params", "error", "words"), BAD_PARAMS.values(), ids=BAD_PARAMS)
-def test_a_bad_parameter_is_refused_by_name(serve, params, error, words):
+def test_bad_parameter_is_refused_by_name(serve, params, error, words):
     with pytest.raises(error, match=words):
         serve("tied", 7).generate([1], SamplingParams(**params))
 
 
-def test_the_remedy_of_a_prompt_too_long_is_a_grid_that_holds_it(serve):
+def test_too_long_prompt_names_a_wider_grid(serve):
     with pytest.raises(GridMiss) as refusal:
         serve("tied", 7).generate([1] * 300, SamplingParams(max_tokens=10))
     axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
@@ -53,7 +53,7 @@ def test_the_remedy_of_a_prompt_too_long_is_a_grid_that_holds_it(serve):
     assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
 
 
-def test_bad_requests_never_harm_one_that_is_running(serve, cases):
+def test_bad_requests_do_not_affect_a_running_one(serve, cases):
     engine, case = serve("tied", 0), cases["len131"]
     running = engine.stream(case.prompt, SamplingParams(max_tokens=48, stop_token_ids=()))
     deltas = iter(running)
@@ -65,7 +65,7 @@ def test_bad_requests_never_harm_one_that_is_running(serve, cases):
     assert tokens == case.answer
 
 
-def test_one_bad_prompt_of_several_is_refused_before_any_is_started(serve, cases):
+def test_one_bad_prompt_of_several_starts_none(serve, cases):
     engine = serve("tied", 7)
     before = engine.stats().prefill_chunks
     with pytest.raises(BadInput, match="empty"):
@@ -79,24 +79,24 @@ def test_one_bad_prompt_of_several_is_refused_before_any_is_started(serve, cases
 
 
 @pytest.mark.parametrize("params", [None, {"max_tokens": 3}, "greedy"])
-def test_parameters_that_are_none_of_ours_are_refused(serve, params):
+def test_foreign_parameters_object_is_refused(serve, params):
     for ask in (serve("tied", 7).generate, lambda prompt, params: serve("tied", 7).generate_all([prompt], [params])):
         with pytest.raises(BadInput, match="SamplingParams are needed"):
             ask([1], params)
 
 
 @pytest.mark.parametrize("deadline", [0, -1.0, 10**400, float("nan"), "soon", True])
-def test_a_deadline_that_is_none_is_refused(serve, deadline):
+def test_invalid_deadline_is_refused(serve, deadline):
     with pytest.raises(BadInput, match="deadline is .*seconds from now"):
         serve("tied", 7).generate([1], deadline=deadline)
 
 
-def test_prompts_that_can_be_gone_through_only_once_are_refused(serve):
+def test_iterator_of_prompts_is_refused(serve):
     with pytest.raises(BadInput, match="a list of prompts is needed"):
         serve("tied", 7).generate_all(iter([[1]]))
 
 
-def test_what_a_caller_changes_later_harms_nobody(serve, cases):
+def test_later_changes_of_the_caller_have_no_effect(serve, cases):
     """A bias is checked when it is asked for, and needed when a slot is free."""
     engine, case, bias = serve("sampled", 3), cases["len70"], {5: 1.0}
     with hold(engine):
@@ -121,6 +121,6 @@ def test_no_prompts_give_no_results(serve):
         (None, BadInput, "None"),
     ],
 )
-def test_a_k_that_is_not_in_the_grid_is_refused(bundle, k, error, words):
+def test_k_outside_the_grid_is_refused(bundle, k, error, words):
     with pytest.raises(error, match=words):
         Engine.open(bundle("tiny"), k=k)

@@ -1,4 +1,4 @@
-"""Sampling through the engine: the same seed gives the same text whatever else goes on, and of the target's numbers."""
+"""Sampling in the engine: a seed gives the same text whatever else runs, with the target's probabilities."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,14 +74,14 @@ def sample(tokens: int = 30, seed: int = 5, **asked: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("name", ["len1", "len30", "len131"])
-def test_a_seed_s_text_depends_on_no_k(engine, cases, asked, name):
+def test_seeded_text_is_the_same_for_every_k(engine, cases, asked, name):
     params = [sample(k=k, **asked) for k in (*KS, None)]
     texts = [engine.generate(cases[name].prompt, one).token_ids for one in params]
     assert len(texts[0]) == 30 and texts == texts[:1] * len(texts)
     assert texts[0] != cases[name].answer[:30]
 
 
-def test_a_seed_s_text_depends_on_no_company_and_no_slot(engine, cases):
+def test_seeded_text_is_the_same_beside_others_and_in_any_slot(engine, cases):
     asked = [
         (cases[name].prompt, sample(12 + 5 * i, i, **one)) for i, one in enumerate(ASKED.values()) for name in cases
     ]
@@ -92,7 +92,7 @@ def test_a_seed_s_text_depends_on_no_company_and_no_slot(engine, cases):
     assert [result.token_ids for result in backwards[::-1]] == alone
 
 
-def test_a_sampled_row_that_moves_to_another_slot_goes_on_where_it_was(engine, cases):
+def test_moved_sampled_request_goes_on_where_it_was(engine, cases):
     prompt, params, moves = cases["len30"].prompt, sample(50, **ASKED["all"]), engine.stats().moves
     alone = engine.generate(prompt, params)
     prompts = [cases["len5"].prompt, cases["len1"].prompt, prompt]
@@ -102,7 +102,7 @@ def test_a_sampled_row_that_moves_to_another_slot_goes_on_where_it_was(engine, c
     assert engine.stats().moves > moves
 
 
-def test_a_seed_s_text_reaches_the_last_position_with_every_k(engine, cases):
+def test_seeded_text_reaches_the_last_position(engine, cases):
     prompt = cases["len131"].prompt
     results = [
         engine.generate(prompt, SamplingParams(temperature=2.0, seed=1, stop_token_ids=(), k=k)) for k in (*KS, None)
@@ -111,7 +111,7 @@ def test_a_seed_s_text_reaches_the_last_position_with_every_k(engine, cases):
     assert [result.token_ids for result in results] == [results[0].token_ids] * len(results)
 
 
-def test_a_text_goes_on_from_its_own_beginning(engine, cases):
+def test_text_continues_from_its_own_beginning(engine, cases):
     """Noise belongs to positions: a prompt that holds the text's start gets the rest."""
     prompt, params = cases["len5"].prompt, sample(temperature=3.0)
     whole = engine.generate(prompt, params).token_ids
@@ -119,7 +119,7 @@ def test_a_text_goes_on_from_its_own_beginning(engine, cases):
         assert engine.generate(prompt + whole[:cut], params).token_ids[: 30 - cut] == whole[cut:]
 
 
-def test_other_seeds_give_other_texts_and_no_seed_another_one_each_time(engine, cases):
+def test_seeds_give_different_texts(engine, cases):
     seeds = [0, 1, 2, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), None, None]
     params = [replace(sample(temperature=4.0), seed=seed) for seed in seeds]
     texts = {tuple(result.token_ids) for result in engine.generate_all([cases["len5"].prompt] * len(seeds), params)}
@@ -142,14 +142,14 @@ CERTAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("asked", CERTAIN.values(), ids=CERTAIN)
 @pytest.mark.parametrize("k", KS)
-def test_where_nothing_is_left_to_chance_the_text_is_the_greedy_one(engine, cases, asked, k):
+def test_sampling_without_choice_equals_greedy(engine, cases, asked, k):
     together = [cases[name] for name in ("len1", "len30", "len70", "len131", "random12")]
     results = engine.generate_all([case.prompt for case in together], sample(40, k=k, **asked))
     assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 64, 65, 66, 80, 81, 82])
-def test_a_sampled_prompt_of_any_length_is_read_as_a_greedy_one(engine, cases, length):
+def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
     """Its last token is no part of a prefill chunk; a prompt of one token needs none."""
     case = cases["len70"] if length > 40 else cases["len1"]
     prompt = (case.prompt + case.answer)[:length]
@@ -172,7 +172,7 @@ def test_greedy_requests_beside_sampled_ones_keep_their_text(engine, cases, k):
     assert all(result.logprobs is None for result in results[::2])
 
 
-def test_a_slot_forgets_what_its_last_request_asked(engine, cases):
+def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
     """Greedy rows of sampled rounds, and sampled ones that ask for less."""
     case = cases["len5"]
     plain = sample(20, temperature=3.0)
@@ -183,7 +183,7 @@ def test_a_slot_forgets_what_its_last_request_asked(engine, cases):
     assert [result.token_ids for result in together] == [alone, case.answer[:20], alone, alone]
 
 
-def test_stats_show_sampled_rounds_and_only_where_somebody_samples(engine, cases):
+def test_stats_count_sampled_rounds(engine, cases):
     def count(sampled: bool) -> int:
         return sum(rounds for (_, one), rounds in engine.stats().bucket_rounds.items() if one is sampled)
 
@@ -246,7 +246,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", PENALTIES.values(), ids=PENALTIES)
-def test_penalties_and_bias_are_those_of_the_slow_path_with_every_k(engine, cases, logits, asked):
+def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
     together = [cases[name] for name in ("len1", "len5", "len30")]
     slow = [continue_slowly(logits, case.prompt, 24, **asked) for case in together]
     assert slow != [case.answer[:24] for case in together]
@@ -255,11 +255,11 @@ def test_penalties_and_bias_are_those_of_the_slow_path_with_every_k(engine, case
         assert [result.token_ids for result in results] == slow
 
 
-def test_the_slow_path_without_penalties_is_the_greedy_one(cases, logits):
+def test_slow_path_without_penalties_is_greedy(cases, logits):
     assert continue_slowly(logits, cases["len30"].prompt, 20) == cases["len30"].answer[:20]
 
 
-def test_a_bias_of_a_hundred_bans_a_token_or_forces_it(engine, cases):
+def test_bias_of_100_bans_or_forces_a_token(engine, cases):
     case = cases["len1"]
     banned = set(case.answer[:5])
     for temperature in (0.0, 1.0):
@@ -289,7 +289,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, as
             np.testing.assert_allclose(values, np.sort(row)[::-1][:count], atol=2e-4)
 
 
-def test_a_stream_tells_the_log_probabilities_of_the_tokens_it_tells(engine, cases):
+def test_stream_carries_log_probabilities_of_its_tokens(engine, cases):
     params = sample(25, temperature=1.0, logprobs=2)
     stream = engine.stream(cases["len30"].prompt, params)
     deltas = list(stream)
@@ -313,7 +313,7 @@ def sum_above(row: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("asked", "allowed"), LIMITS.values(), ids=LIMITS)
-def test_limits_are_those_of_the_target_s_probabilities(engine, cases, logits, asked, allowed):
+def test_top_k_top_p_and_min_p_follow_the_target_probabilities(engine, cases, logits, asked, allowed):
     temperature, outside = 4.0, 0
     for name in ("len1", "len30", "random12"):
         prompt = cases[name].prompt
@@ -327,7 +327,7 @@ def test_limits_are_those_of_the_target_s_probabilities(engine, cases, logits, a
 
 
 @pytest.mark.parametrize("k", [0, 7])
-def test_pairs_of_tokens_are_drawn_as_often_as_they_are_likely(engine, cases, logits, k):
+def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k):
     """Of the two likeliest, twice: four texts, whose chi-squared of 3 degrees is below 16.3 in 999 of 1000 runs."""
     prompt, draws, temperature = cases["random12"].prompt, 600, 1.5
     odds = {}
@@ -359,24 +359,24 @@ def test_pairs_of_tokens_are_drawn_as_often_as_they_are_likely(engine, cases, lo
         {"repetition_penalty": 1.1},
     ],
 )
-def test_a_bundle_without_sampling_refuses_by_name_with_the_command(serve, asked):
+def test_greedy_bundle_refuses_sampling_with_the_command(serve, asked):
     words = f"greedy executables only.* {next(iter(asked))}.*dflash-precompile .*--sampling greedy,sample"
     with pytest.raises(GridMiss, match=words) as refusal:
         serve("tiny", 3).generate([1], SamplingParams(**asked))
     assert str(refusal.value).count("--sampling") == 1
 
 
-def test_what_changes_nothing_needs_no_sampling(serve, cases):
+def test_neutral_parameters_need_no_sampling(serve, cases):
     params = SamplingParams(max_tokens=5, stop_token_ids=(), seed=3, top_k=5, top_p=0.5, min_p=0.5, logit_bias={})
     assert serve("tiny", 3).generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:5]
 
 
-def test_a_bias_of_no_token_is_refused(engine):
+def test_bias_of_an_unknown_token_is_refused(engine):
     with pytest.raises(BadInput, match="logit_bias holds 512.*0 to 511"):
         engine.generate([1], SamplingParams(logit_bias={VOCABULARY: 1.0}))
 
 
-def test_threads_draw_what_each_draws_alone(engine, cases):
+def test_concurrent_sampling_equals_sampling_alone(engine, cases):
     asked = [(cases[name].prompt, sample(15, seed, temperature=3.0)) for name in ("len1", "len70") for seed in range(8)]
     alone = [engine.generate(prompt, params).token_ids for prompt, params in asked]
     with ThreadPoolExecutor(8) as pool:

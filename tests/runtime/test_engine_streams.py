@@ -34,7 +34,7 @@ def join(deltas) -> list[int]:
 
 
 @pytest.mark.parametrize("k", [0, 7])
-def test_deltas_add_up_to_the_answer_and_only_the_last_one_ends_it(serve, cases, k):
+def test_deltas_add_up_to_the_answer(serve, cases, k):
     case = cases["len70"]
     deltas = list(serve("tied", k).stream(case.prompt, up_to(len(case.answer))))
     assert join(deltas) == case.answer
@@ -42,14 +42,14 @@ def test_deltas_add_up_to_the_answer_and_only_the_last_one_ends_it(serve, cases,
     assert [len(delta.token_ids) for delta in deltas[:1]] == [1]  # the first token comes with the prompt
 
 
-def test_a_stream_s_result_is_whole_whether_it_was_read_or_not(serve, cases):
+def test_stream_result_is_complete_read_or_unread(serve, cases):
     case = cases["len30"]
     read, unread = (serve("tied", 7).stream(case.prompt, up_to(20)) for _ in range(2))
     assert join(read) == case.answer[:20]
     assert read.result().token_ids == unread.result().token_ids == case.answer[:20]
 
 
-def test_a_stream_that_has_been_read_ends_at_once_when_it_is_read_again(serve, cases):
+def test_read_stream_ends_at_once_when_read_again(serve, cases):
     stream = serve("tied", 7).stream(cases["len5"].prompt, up_to(5))
     assert join(stream) == cases["len5"].answer[:5]
     again: list[list] = []
@@ -59,7 +59,7 @@ def test_a_stream_that_has_been_read_ends_at_once_when_it_is_read_again(serve, c
     assert again == [[]]
 
 
-def test_leaving_a_stream_early_frees_its_slot_for_the_next(serve, cases):
+def test_leaving_a_stream_frees_its_slot(serve, cases):
     engine = serve("tied", 0)
     left = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(SLOTS)]
     for stream in left:
@@ -74,7 +74,7 @@ def test_leaving_a_stream_early_frees_its_slot_for_the_next(serve, cases):
         assert result.token_ids[:48] == cases["len1"].answer[: len(result.token_ids)]
 
 
-def test_a_request_cancelled_before_its_turn_gives_nothing_and_harms_nobody(serve, cases):
+def test_request_cancelled_in_the_queue_gives_nothing(serve, cases):
     engine = serve("tied", 0)
     running = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
     waiting, behind = (engine.stream(cases["len5"].prompt, up_to(30)) for _ in range(2))
@@ -91,7 +91,7 @@ def test_closing_a_finished_stream_changes_nothing(serve, cases):
     assert (stream.result().finish_reason, stream.result().token_ids) == ("length", cases["len5"].answer[:5])
 
 
-def test_an_event_loop_reads_several_streams_at_once(serve, cases):
+def test_event_loop_reads_several_streams(serve, cases):
     engine = serve("tied", 7)
 
     async def read(name: str) -> list[int]:
@@ -105,7 +105,7 @@ def test_an_event_loop_reads_several_streams_at_once(serve, cases):
     assert asyncio.run(read_all(names)) == [cases[name].answer for name in names]
 
 
-def test_what_an_event_loop_submits_is_on_its_way_or_refused_before_it_is_read(serve, cases):
+def test_asubmit_queues_or_refuses_before_it_returns(serve, cases):
     engine, case = serve("tied", 7), cases["len30"]
 
     async def submit():
@@ -119,7 +119,7 @@ def test_what_an_event_loop_submits_is_on_its_way_or_refused_before_it_is_read(s
     assert join(deltas) == result.token_ids == case.answer[:20] and again == []
 
 
-def test_closing_what_an_event_loop_submitted_frees_its_slot(serve, cases):
+def test_closing_an_async_stream_frees_its_slot(serve, cases):
     engine = serve("tied", 7)
 
     async def leave():
@@ -132,7 +132,7 @@ def test_closing_what_an_event_loop_submitted_frees_its_slot(serve, cases):
 
 
 @pytest.mark.parametrize("k", [0, 7])
-def test_deltas_tell_of_the_rounds_that_they_came_from(serve, cases, k):
+def test_deltas_carry_their_round_outcomes(serve, cases, k):
     case = cases["len70"]
     params = SamplingParams(max_tokens=len(case.answer), stop_token_ids=(), trace=True)
     stream = serve("tied", k).stream(case.prompt, params)
@@ -146,7 +146,7 @@ def test_deltas_tell_of_the_rounds_that_they_came_from(serve, cases, k):
         assert len(delta.token_ids) == sum(one.accepted + 1 for one in delta.rounds)
 
 
-def test_cancelling_the_task_that_reads_frees_the_slot(serve, cases):
+def test_cancelling_the_reading_task_frees_the_slot(serve, cases):
     engine = serve("tied", 0)
 
     async def leave(started: asyncio.Event) -> None:
@@ -166,7 +166,7 @@ def test_cancelling_the_task_that_reads_frees_the_slot(serve, cases):
     assert asyncio.run(scenario()) == cases["len5"].answer[:30]
 
 
-def test_an_event_loop_that_has_gone_gives_its_slot_back(serve, cases):
+def test_closed_event_loop_frees_its_slot(serve, cases):
     engine, kept = serve("tied", 0), []
     before = engine.stats().finished.get("cancelled", 0)
 
@@ -181,14 +181,14 @@ def test_an_event_loop_that_has_gone_gives_its_slot_back(serve, cases):
     assert engine.stats().finished["cancelled"] == before + 1
 
 
-def test_an_event_loop_need_not_wait_for_a_place_that_is_there(serve):
+def test_event_loop_gets_a_free_place_at_once(serve):
     async def read() -> list[int]:
         return join([delta async for delta in serve("tied", 7).astream([1], up_to(2), wait=0.0)])
 
     assert len(asyncio.run(read())) == 2
 
 
-def test_an_event_loop_that_has_gone_harms_nobody(serve, cases):
+def test_closed_event_loop_affects_no_other_request(serve, cases):
     engine = serve("tied", 0)
     kept = []
 
@@ -226,7 +226,7 @@ def drop_it(streams: list[Stream]) -> None:
 
 
 @pytest.mark.parametrize("leave", [close_it, close_its_iterator, leave_the_loop, drop_it])
-def test_whoever_leaves_gives_up_a_slot_within_two_rounds(serve, cases, leave):
+def test_closed_stream_frees_its_slot_within_two_rounds(serve, cases, leave):
     engine, other = serve("tied", 0), cases["len5"]
     with hold(engine) as stepper:
         streams = [engine.stream(cases["len1"].prompt, EVERYTHING)]
@@ -240,7 +240,7 @@ def test_whoever_leaves_gives_up_a_slot_within_two_rounds(serve, cases, leave):
 
 
 @pytest.mark.parametrize("way", ["cancel", "close", "time out"])
-def test_whoever_leaves_in_an_event_loop_gives_up_a_slot_within_two_rounds(serve, cases, way):
+def test_closed_async_stream_frees_its_slot_within_two_rounds(serve, cases, way):
     engine = serve("tied", 0)
 
     async def leave(stepper) -> int:
@@ -271,7 +271,7 @@ def test_whoever_leaves_in_an_event_loop_gives_up_a_slot_within_two_rounds(serve
         assert (engine.stats().running, engine.stats().rounds - rounds) == (1, 2)
 
 
-def test_whoever_breaks_out_of_an_async_loop_gives_up_a_slot(serve, cases):
+def test_leaving_an_async_iteration_frees_the_slot(serve, cases):
     engine, case = serve("tied", 0), cases["len5"]
 
     async def scenario() -> list[int]:
@@ -285,7 +285,7 @@ def test_whoever_breaks_out_of_an_async_loop_gives_up_a_slot(serve, cases):
     assert engine.stats().finished["cancelled"] - ends >= 2 * SLOTS - 1
 
 
-def test_a_waiting_request_has_the_slot_of_one_that_left_within_two_rounds(serve, cases):
+def test_waiting_request_gets_a_freed_slot_within_two_rounds(serve, cases):
     engine, case = serve("tied", 0), cases["len5"]
     with hold(engine) as stepper:
         left = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(SLOTS - 1)]
@@ -317,7 +317,7 @@ def on_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_signal_handler_may_close_a_stream(serve, cases, on_alarm):
+def test_signal_handler_may_close_a_stream(serve, cases, on_alarm):
     engine, case = serve("tied", 0), cases["len1"]
     with hold(engine) as stepper:
         stream = engine.stream(case.prompt, EVERYTHING)
@@ -341,7 +341,7 @@ def test_a_signal_handler_may_close_a_stream(serve, cases, on_alarm):
     ],
     ids=["one prompt", "several"],
 )
-def test_an_interrupted_caller_gives_up_slots_and_places_though_the_exception_is_kept(serve, cases, on_alarm, ask):
+def test_interrupted_caller_frees_slots_and_places(serve, cases, on_alarm, ask):
     engine = serve("tied", 0)
 
     def interrupt() -> None:
@@ -380,7 +380,7 @@ def test_threads_and_event_loops_share_an_engine(serve, cases):
         assert all(one.result() for one in [*loops, *threads])
 
 
-def test_who_stops_reading_holds_nobody_up_and_no_more_than_an_answer(serve, cases):
+def test_slow_thread_delays_no_other_request(serve, cases):
     engine = serve("tied", 0)
     unread = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
     for stream in unread:
@@ -393,7 +393,7 @@ def test_who_stops_reading_holds_nobody_up_and_no_more_than_an_answer(serve, cas
     assert [join(stream) for stream in unread] == [cases["len70"].answer[:60]] * SLOTS
 
 
-def test_a_coroutine_that_stops_reading_holds_nobody_up(serve, cases):
+def test_slow_coroutine_delays_no_other_request(serve, cases):
     engine, case, other = serve("tied", 0), cases["len70"], cases["len5"]
 
     async def read(name: str) -> list[int]:
@@ -408,7 +408,7 @@ def test_a_coroutine_that_stops_reading_holds_nobody_up(serve, cases):
     assert asyncio.run(scenario()) == (other.answer[:30], case.answer[:60])
 
 
-def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, cases):
+def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
     """Libraries written in Rust panic with a BaseException; whoever waits must hear of it."""
 
     class Panic(BaseException):
@@ -435,7 +435,7 @@ def test_a_panic_in_the_engines_thread_ends_every_request_with_its_name(bundle, 
     engine.close()
 
 
-def test_a_service_may_trace_and_compile_on_its_own_threads_meanwhile(serve, cases):
+def test_service_threads_may_trace_and_compile(serve, cases):
     engine, case = serve("tied", 0), cases["len131"]
     stream = engine.stream(case.prompt, EVERYTHING)
     assert float(jax.jit(lambda x: jnp.sin(x) * 3)(jnp.zeros(()))) == 0
@@ -443,7 +443,7 @@ def test_a_service_may_trace_and_compile_on_its_own_threads_meanwhile(serve, cas
     assert engine.stats().compile_events == 0
 
 
-def test_what_is_counted_adds_up(bundle, cases):
+def test_counters_add_up(bundle, cases):
     with Engine.open(bundle("tiny")) as engine:
         assert engine.k == 3
         assert engine.stats().rounds == engine.stats().compile_events == 0
@@ -459,7 +459,7 @@ def test_what_is_counted_adds_up(bundle, cases):
     assert all(0 < result.first_token_seconds <= result.seconds for result in results)
 
 
-def test_every_snapshot_is_consistent_while_it_is_asked_for_from_all_sides(serve, cases):
+def test_concurrent_stats_are_consistent(serve, cases):
     engine, stop = serve("tied", 7), threading.Event()
     prompts = [cases[name].prompt for name in ("len1", "len70", "len5", "len30", "len131")] * 4
 
@@ -491,7 +491,7 @@ def check_counters(stats) -> None:
     assert sum(stats.first_token.counts) <= sum(stats.queued.counts)
 
 
-def test_what_a_caller_has_been_told_is_counted(serve, cases):
+def test_sent_tokens_are_counted(serve, cases):
     engine = serve("tied", 7)
 
     def ask(name: str) -> bool:
@@ -505,7 +505,7 @@ def test_what_a_caller_has_been_told_is_counted(serve, cases):
         assert all(pool.map(ask, ["len1", "len5", "len30", "len70"] * 10))
 
 
-def test_metrics_can_be_scraped_while_it_serves(serve, cases):
+def test_metrics_can_be_scraped_while_serving(serve, cases):
     engine = serve("tied", 7)
     registry, stop = engine.metrics(), threading.Event()
 
@@ -526,7 +526,7 @@ def read_rounds(text: str) -> float:
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith("dflash:rounds_total"))
 
 
-def test_a_closed_engine_refuses_and_says_so(bundle, cases):
+def test_closed_engine_refuses_requests(bundle, cases):
     engine = Engine.open(bundle("tiny"))
     engine.close()
     engine.close()
@@ -535,7 +535,7 @@ def test_a_closed_engine_refuses_and_says_so(bundle, cases):
             ask(cases["len1"].prompt)
 
 
-def test_closing_ends_what_is_running_and_what_is_waiting(bundle, cases):
+def test_close_ends_running_and_waiting_requests(bundle, cases):
     with Engine.open(bundle("tiny"), k=0) as engine:
         streams = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(200)]
     ends = [list(stream)[-1] for stream in streams]
@@ -550,7 +550,7 @@ SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [False, True])
-def test_no_request_is_forgotten_wherever_it_is_when_the_engine_closes(bundle, wait):
+def test_close_forgets_no_request(bundle, wait):
     """The thread that asks is held at each line of the source on its way until the engine has closed."""
     opened = load_engine_parts(bundle("tiny"), None, None, 0)  # for one engine after the other
     lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())

@@ -1,4 +1,4 @@
-"""Text above token ids: what goes in, what comes out, and where a stop cuts it."""
+"""Text above token ids: what goes in, what comes out, and where a stop string cuts it."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def tokens(engine, tokenizer) -> list[int]:
     return engine.generate(tokenizer.encode(PROMPT), SamplingParams(stop_token_ids=())).token_ids
 
 
-def test_text_and_its_token_ids_are_answered_alike(engine, tokenizer, tokens):
+def test_text_and_its_token_ids_give_the_same_answer(engine, tokenizer, tokens):
     result = engine.generate(PROMPT, SamplingParams(stop_token_ids=()))
     assert result.token_ids == tokens
     assert result.prompt_tokens == len(tokenizer.encode(PROMPT)) > 1
@@ -38,7 +38,7 @@ def test_deltas_add_up_to_the_text(engine, tokenizer, tokens):
     assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
 
 
-def test_any_part_of_the_text_can_be_the_stop_and_is_left_out(engine, tokenizer, tokens):
+def test_any_part_of_the_text_can_be_a_stop_string(engine, tokenizer, tokens):
     whole = tokenizer.decode(tokens)
     # A part that ends in a character which is not whole yet is only known later.
     for stop in {whole[at : at + size] for at in range(len(whole)) for size in (1, 3)}:
@@ -53,19 +53,19 @@ def test_any_part_of_the_text_can_be_the_stop_and_is_left_out(engine, tokenizer,
         assert stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
 
 
-def test_the_text_is_without_the_stop_token_and_the_ids_are_with_it(engine, tokenizer, tokens):
+def test_text_lacks_the_stop_token_and_ids_have_it(engine, tokenizer, tokens):
     for stop in set(tokens):
         result = engine.generate(PROMPT, SamplingParams(stop_token_ids=[stop]))
         at = tokens.index(stop)
         assert (result.token_ids, result.text) == (tokens[: at + 1], tokenizer.decode(tokens[:at]))
 
 
-def test_a_stop_that_never_comes_changes_nothing(engine, tokenizer, tokens):
+def test_unmatched_stop_string_changes_nothing(engine, tokenizer, tokens):
     result = engine.generate(PROMPT, SamplingParams(stop=["never to be seen"], stop_token_ids=()))
     assert (result.text, result.finish_reason) == (tokenizer.decode(tokens), "length")
 
 
 @pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])
-def test_a_text_that_is_no_prompt_is_refused(engine, prompt, words):
+def test_empty_text_is_refused(engine, prompt, words):
     with pytest.raises(BadInput, match=words):
         engine.generate(prompt)

@@ -1,4 +1,4 @@
-"""What is needed, and in which order, by hand and against what a bundle has."""
+"""Which executables a round needs, and in which order they load: by hand and against a bundle."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def order(buckets: str, ks: list[int], sampling: tuple[str, ...] = ("greedy",)) 
     return [f"{program} {','.join(map(str, sizes))}".strip() for program, sizes in dict.fromkeys(needs)]
 
 
-def test_the_order_by_hand():
+def test_loading_order_by_hand():
     assert order("batch=1,2 length=16,32 k=0,3 prefill=4,32", [3, 0]) == [
         *("prefill 4,16", "kv_write 1,4", "draft 1,16,3", "verify 1,16,3"),  # whose kv_write is the same
         *("prefill 4,32", "prefill 32,32", "kv_write 1,32", "draft 1,32,3", "verify 1,32,3"),
@@ -34,11 +34,11 @@ def test_the_order_by_hand():
     ]
 
 
-def test_without_drafts_nothing_of_the_draft_is_needed():
+def test_no_draft_executable_without_drafts():
     assert order("batch=1 length=16 k=0,3 prefill=4", [0]) == ["prefill 4,16", "verify 1,16,0", "move"]
 
 
-def test_sampled_rounds_come_behind_greedy_ones_of_the_same_k_and_before_the_next():
+def test_sampled_rounds_load_after_greedy_ones_of_the_same_k():
     found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
     assert found[2:] == [
         *("draft 1,16,3", "verify 1,16,3", "admit", "sampled_verify 1,16,3"),
@@ -46,14 +46,14 @@ def test_sampled_rounds_come_behind_greedy_ones_of_the_same_k_and_before_the_nex
     ]
 
 
-def test_where_several_rounds_run_in_one_call_that_comes_first():
+def test_multi_round_executable_loads_first():
     """What a row needs that is not alone, last: it may never come to that."""
     found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])
     rest = ["draft 1,16,3", "verify 1,16,3", "verify 1,16,0", "kv_write 1,1", "move"]
     assert found == ["prefill 4,16", "kv_write 1,4", "rounds 1,16,3,8", "rounds 1,16,0,8", *rest]
 
 
-def test_the_names_of_a_round():
+def test_executables_of_a_round():
     bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=4 rounds=8", BLOCK)
     assert list_round_executables(bucket, True, drafts=True) == [
         ("draft", (2, 16, 3)),
@@ -72,7 +72,7 @@ def test_the_names_of_a_round():
 
 
 @pytest.mark.parametrize("name", ["tiny", "tied"])
-def test_everything_in_a_bundle_is_needed(bundle, name):
+def test_loading_order_covers_every_executable(bundle, name):
     """And nothing else, but what moves rows where there is one slot."""
     manifest = read_manifest(bundle(name))
     grid = manifest.grid

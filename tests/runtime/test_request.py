@@ -1,4 +1,4 @@
-"""What one request makes of the tokens it is given."""
+"""What a request makes of the tokens that are committed to it."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def make(limit: int, stops=()) -> Request:
     limit=st.integers(1, 20),
     stops=st.sets(st.integers(0, 7), max_size=2),
 )
-def test_tokens_are_kept_up_to_the_first_stop_or_the_limit_however_they_come(rounds, limit, stops):
+def test_tokens_are_kept_up_to_the_first_stop_or_the_limit(rounds, limit, stops):
     request, deltas = make(limit, stops), []
     for tokens in rounds:
         if request.finish_reason is None:
@@ -36,7 +36,7 @@ def test_tokens_are_kept_up_to_the_first_stop_or_the_limit_however_they_come(rou
     assert request.finish_reason == deltas[-1].finish_reason == expected
 
 
-def test_a_result_tells_how_often_what_was_drafted_stood():
+def test_result_counts_accepted_tokens_per_round():
     request = make(4)
     request.take([7])
     request.take([8, 9, 10], rounds=[RoundOutcome(3, 2)])
@@ -46,7 +46,7 @@ def test_a_result_tells_how_often_what_was_drafted_stood():
     assert 0 <= result.first_token_seconds <= result.seconds
 
 
-def test_what_ends_early_says_why_in_its_last_delta():
+def test_last_delta_says_why_a_request_ended_early():
     request = make(4)
     deltas = [request.take([7]), request.end("error", "the engine was closed")]
     assert deltas == [Delta((7,), ""), Delta((), "", "error", "the engine was closed")]
@@ -57,7 +57,7 @@ texts = st.text(st.sampled_from("ab é東🎉"), max_size=12)
 
 
 @given(prompt=texts, text=texts, stops=st.lists(st.text("ab é東", min_size=1, max_size=3), max_size=3), data=st.data())
-def test_text_is_cut_before_the_stop_wherever_blocks_of_tokens_begin_and_end(prompt, text, stops, data):
+def test_text_is_cut_before_the_stop_string(prompt, text, stops, data):
     """Also where it begins in one accepted block and ends in the midst of the next one."""
     deltas: list[Delta] = []
     ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
@@ -77,7 +77,7 @@ def test_text_is_cut_before_the_stop_wherever_blocks_of_tokens_begin_and_end(pro
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1])
-def test_log_probabilities_go_with_their_tokens_and_end_with_them(asked):
+def test_log_probabilities_are_cut_with_their_tokens(asked):
     request = Request([1], SamplingParams(logprobs=asked), 9, frozenset([8]), None, print)
     told = [TokenLogprob(token, -token / 4, ((token, -token / 4),) if asked else ()) for token in (5, 6, 7, 8, 9)]
     given = told if asked is not None else []
@@ -86,7 +86,7 @@ def test_log_probabilities_go_with_their_tokens_and_end_with_them(asked):
     assert request.result().logprobs == (None if asked is None else told[:4])
 
 
-def test_a_deadline_is_over_when_its_time_has_come_and_not_before():
+def test_deadline_ends_a_request_at_its_time():
     request = Request([1], SamplingParams(), 4, frozenset(), None, print, submitted=10.0, deadline=12.5)
     assert request.find_end(12.4) is None
     assert request.find_end(12.5) == "its deadline of 2.5 s has passed"

@@ -1,4 +1,4 @@
-"""The waiting line: its order, its bound, and nobody lost, by one thread and by many."""
+"""The request queue: order, bound, and no request lost, with one thread and with many."""
 
 import itertools
 import threading
@@ -63,7 +63,7 @@ def finish(threads: list[threading.Thread]) -> None:
 # -- order and bound
 
 
-def test_the_line_is_first_come_first_served():
+def test_queue_is_first_come_first_served():
     line = RequestQueue(5)
     requests = joined(line, 0, 0, 0)
     assert len(line) == 3
@@ -71,13 +71,13 @@ def test_the_line_is_first_come_first_served():
     assert line.take() is None
 
 
-def test_a_lower_priority_goes_first_and_equal_ones_keep_their_order():
+def test_lower_priority_number_goes_first():
     line = RequestQueue(9)
     a, b, c, d, e = joined(line, 1, 0, -3, 0, 1)
     assert take_all(line) == [c, b, d, a, e]
 
 
-def test_a_full_line_refuses_in_words_and_counts_it():
+def test_full_queue_refuses_and_counts():
     line = RequestQueue(2)
     a, b = joined(line, 0, 0)
     with pytest.raises(QueueFull, match="2 of 2 requests are waiting.*larger max_waiting"):
@@ -94,14 +94,14 @@ def test_a_full_line_refuses_in_words_and_counts_it():
 # -- places
 
 
-def test_who_asks_where_there_is_room_has_a_place_at_once():
+def test_put_when_free_returns_at_once_where_there_is_room():
     line = RequestQueue(1)
     one = request()
     assert line.put_when_free(one).result(0) is None
     assert take_all(line) == [one]
 
 
-def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
+def test_overflow_is_first_come_first_served():
     line = RequestQueue(1)
     (inside,) = joined(line, 0)
     outside = [request(name=number, priority=-number) for number in range(3)]
@@ -113,7 +113,7 @@ def test_outside_the_first_come_is_the_first_served_whatever_its_priority():
     assert line.refused == 0
 
 
-def test_nobody_joins_past_those_outside():
+def test_no_request_overtakes_the_overflow():
     line = RequestQueue(1)
     joined(line, 0)
     place = line.put_when_free(request())
@@ -123,7 +123,7 @@ def test_nobody_joins_past_those_outside():
         line.put(request())
 
 
-def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
+def test_withdrawn_request_makes_way_in_the_overflow():
     line = RequestQueue(1)
     joined(line, 0)
     gone, kept = request(line), request(line)
@@ -135,7 +135,7 @@ def test_who_withdraws_waits_no_longer_and_makes_way_for_the_next():
     assert take_all(line) == [kept]
 
 
-def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
+def test_withdrawn_request_in_the_queue_is_cancelled():
     line = RequestQueue(1)
     one = request(line)
     assert line.put_when_free(one).done()
@@ -144,7 +144,7 @@ def test_who_withdraws_with_a_place_already_is_cancelled_in_it():
     assert len(line) == 0
 
 
-def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
+def test_cancelled_place_goes_to_the_next_request():
     """As an event loop does it, before it withdraws."""
     line = RequestQueue(1)
     joined(line, 0)
@@ -158,7 +158,7 @@ def test_a_place_that_its_asker_has_cancelled_goes_to_the_next():
 # -- who leaves
 
 
-def test_whoever_cancels_is_dropped_with_the_next_look_and_the_others_keep_their_order():
+def test_drop_ended_removes_cancelled_requests():
     line = RequestQueue(9)
     a, b, c, d = joined(line, 1, 0, 0, 1)
     assert line.drop_ended(0.0) == []
@@ -172,7 +172,7 @@ def test_whoever_cancels_is_dropped_with_the_next_look_and_the_others_keep_their
 
 
 @pytest.mark.parametrize("gone", range(9))
-def test_the_order_holds_whoever_leaves(gone):
+def test_order_holds_after_removals(gone):
     line = RequestQueue(9)
     requests = joined(line, 0, 5, 1, 6, 7, 2, 3, 8, 4)
     requests[gone].cancel()
@@ -181,7 +181,7 @@ def test_the_order_holds_whoever_leaves(gone):
     assert take_all(line) == sorted(left, key=lambda one: one.priority)
 
 
-def test_whose_deadline_has_passed_is_dropped_with_the_reason():
+def test_drop_ended_removes_requests_past_their_deadline():
     line = RequestQueue(9)
     late, later, never = (request(deadline=deadline) for deadline in (1.5, 2.5, None))
     for one in (later, never, late):
@@ -194,7 +194,7 @@ def test_whose_deadline_has_passed_is_dropped_with_the_reason():
     assert take_all(line) == [never]
 
 
-def test_the_earliest_deadline_holds_in_whatever_order_they_come():
+def test_earliest_deadline_is_found_in_any_order():
     for deadlines in itertools.permutations((1.0, 2.0, 3.0)):
         line = RequestQueue(9)
         for deadline in deadlines:
@@ -202,7 +202,7 @@ def test_the_earliest_deadline_holds_in_whatever_order_they_come():
         assert [[one.deadline for one, _ in line.drop_ended(now)] for now in (1.0, 2.0, 3.0)] == [[1.0], [2.0], [3.0]]
 
 
-def test_a_deadline_that_left_the_line_leaves_the_others():
+def test_taken_deadline_does_not_hide_later_ones():
     line = RequestQueue(9)
     early, late = request(deadline=1.0), request(deadline=3.0)
     line.put(early)
@@ -212,7 +212,7 @@ def test_a_deadline_that_left_the_line_leaves_the_others():
     assert [one for one, _ in line.drop_ended(3.0)] == [late]
 
 
-def test_who_stood_outside_is_held_to_its_deadline_inside():
+def test_deadline_holds_for_requests_from_the_overflow():
     line = RequestQueue(1)
     joined(line, 0)
     late = request(deadline=1.0)
@@ -222,7 +222,7 @@ def test_who_stood_outside_is_held_to_its_deadline_inside():
     assert [one for one, _ in line.drop_ended(2.0)] == [late]
 
 
-def test_who_cancelled_outside_is_dropped_inside():
+def test_request_cancelled_in_the_overflow_is_dropped():
     line = RequestQueue(1)
     joined(line, 0)
     gone = request(line)
@@ -233,7 +233,7 @@ def test_who_cancelled_outside_is_dropped_inside():
     assert line.drop_ended(0.0) == [(gone, "")]
 
 
-def test_whoever_is_dropped_leaves_a_place_to_those_outside():
+def test_dropped_request_leaves_its_place_to_the_overflow():
     line = RequestQueue(2)
     a, b = joined(line, 0, 0)
     places = [line.put_when_free(request()) for _ in range(3)]
@@ -246,7 +246,7 @@ def test_whoever_is_dropped_leaves_a_place_to_those_outside():
 # -- the end
 
 
-def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
+def test_closed_queue_refuses_with_the_reason():
     line = RequestQueue(1)
     (a,) = joined(line, 0)
     one = request()
@@ -266,13 +266,13 @@ def test_a_closed_line_takes_nobody_keeps_who_is_in_it_and_says_why():
     assert len(line) == 0
 
 
-def test_who_is_left_is_handed_back_in_order():
+def test_empty_returns_requests_in_order():
     line = RequestQueue(9)
     a, b, c = joined(line, 1, 0, 0)
     assert list(line.empty()) == [b, c, a]
 
 
-def test_a_line_can_be_closed_while_an_asker_gives_up():
+def test_queue_closes_while_a_caller_gives_up():
     """An event loop cancels the place first and withdraws when the task runs again: a close may come between."""
     line = RequestQueue(1)
     joined(line, 0)
@@ -335,7 +335,7 @@ events = st.tuples(
 
 @settings(derandomize=True, max_examples=300)
 @given(limit=st.sampled_from([1, 2, 9]), happening=st.lists(events, max_size=50))
-def test_whatever_happens_it_does_what_the_plain_line_does(limit, happening):
+def test_queue_equals_the_plain_model(limit, happening):
     line, plain, known = RequestQueue(limit), PlainLine(limit), []
     for now, (what, priority, deadline, whom) in enumerate(happening):
         one = request(line, priority, deadline)
@@ -372,7 +372,7 @@ def comes(line: RequestQueue) -> bool:
     return len(line) > 0
 
 
-def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed():
+def test_wait_ends_at_a_request_or_the_close():
     line, one = RequestQueue(1), request()
     seen: list[object] = []
 
@@ -387,7 +387,7 @@ def test_the_engine_s_thread_sleeps_until_somebody_comes_or_the_line_is_closed()
     assert seen == [one]
 
 
-def test_the_engine_s_thread_is_woken_for_something_else_once():
+def test_wake_ends_one_wait():
     line, woken = RequestQueue(1), threading.Semaphore(0)
 
     def wait() -> None:
@@ -406,7 +406,7 @@ def test_the_engine_s_thread_is_woken_for_something_else_once():
     assert len(line) == 0
 
 
-def test_closing_wakes_every_thread_that_waits_for_a_place():
+def test_close_wakes_every_waiting_caller():
     line, ready = RequestQueue(1), threading.Barrier(9)
     joined(line, 0)
     refused: list[str] = []
@@ -429,7 +429,7 @@ CALLERS, EACH = 8, 500
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["join", "ask"])
-def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(waits):
+def test_eight_threads_lose_no_request(waits):
     """One thread takes; who is refused comes again. Those of one thread and one priority stay in their order."""
     line, ready = RequestQueue(16), threading.Barrier(CALLERS + 1)
     taken: list[Request] = []
@@ -469,7 +469,7 @@ def test_of_8_threads_with_500_requests_each_nothing_is_lost_and_nothing_double(
         assert own == sorted(own)
 
 
-def test_whatever_threads_ask_cancel_and_withdraw_each_request_has_one_end():
+def test_every_request_ends_once_under_concurrent_cancels():
     """Taken, dropped, or never let in because its asker had withdrawn before."""
     line, ready = RequestQueue(4), threading.Barrier(CALLERS + 1)
     requests: list[list[Request]] = [[] for _ in range(CALLERS)]

@@ -1,4 +1,4 @@
-"""Rounds that are timed when a bundle is opened."""
+"""Round times measured when a bundle is opened."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
 from dflash_aot.runtime.speculation.round_timing import bound_times, time_rounds
 
 
-def test_what_does_less_takes_no_longer():
+def test_smaller_shape_takes_no_longer():
     one, more_k, more_rows = Bucket(1, 64, 0), Bucket(1, 64, 7), Bucket(4, 64, 0)
     measured = {(one, False): 5.0, (more_k, False): 3.0, (more_rows, False): 2.0, (one, True): 9.0}
     assert bound_times(measured) == {
@@ -18,7 +18,7 @@ def test_what_does_less_takes_no_longer():
     }
 
 
-def test_every_round_is_timed_and_none_leaves_a_trace(bundle):
+def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
     """As after `Engine.open`: no slot has a length, though the rounds ran behind full ones."""
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     times = time_rounds(opened.bundle, opened.state)

@@ -1,4 +1,4 @@
-"""What is placed on the device for which parameters, seen on the toy's `admit`, and seeds in two halves."""
+"""Sampling state: what is written to the device for which parameters, seen in the toy's `admit` calls."""
 
 import numpy as np
 import pytest
@@ -65,19 +65,19 @@ def admitted(**params: object) -> dict[str, np.ndarray]:
         ((1 << 64) - 1, (-1, -1)),
     ],
 )
-def test_a_seed_is_its_high_and_its_low_half(seed, halves):
+def test_seed_is_split_into_high_and_low_half(seed, halves):
     split = split_seed(seed)
     assert (split.dtype, split.shape) == (np.int32, (1, 2))
     assert tuple(split[0].tolist()) == halves
 
 
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
-def test_two_halves_are_the_seed_again(seed):
+def test_halves_join_to_the_seed(seed):
     high, low = (int(half) & 0xFFFFFFFF for half in split_seed(seed)[0])
     assert high << 32 | low == seed % (1 << 64)
 
 
-def test_without_a_seed_every_request_has_another_one():
+def test_request_without_seed_draws_one():
     seeds = {tuple(call["seeds"][0].tolist()) for call in admit(*(row(temperature=1.0) for _ in range(20))).calls}
     assert len(seeds) == 20
     assert len({high for high, _ in seeds}) > 1  # all 64 bits are drawn
@@ -87,7 +87,7 @@ def test_without_a_seed_every_request_has_another_one():
 # -- what is placed
 
 
-def test_what_is_placed_has_the_shapes_and_types_of_the_signature():
+def test_sampling_state_has_the_declared_shapes():
     shapes = {name: (values.dtype.name, values.shape) for name, values in admitted(temperature=1.0).items()}
     assert shapes == {
         "slots": ("int32", (1,)),
@@ -101,13 +101,13 @@ def test_what_is_placed_has_the_shapes_and_types_of_the_signature():
     }
 
 
-def test_a_sampled_row_starts_at_its_prompt_s_last_token_and_a_greedy_one_goes_on_where_it_is():
+def test_sampled_request_starts_at_the_last_prompt_token():
     call = admitted()
     assert [call[name].tolist() for name in ("slots", "starts", "anchor")] == [[3], [3], [96]]
     assert admit(row(sampled=False)).calls[0]["anchor"].tolist() == [-1]
 
 
-def test_a_greedy_request_asks_for_nothing():
+def test_greedy_request_writes_neutral_values():
     call = admit(row(sampled=False)).calls[0]
     assert dict(zip(SAMPLING_COLUMNS, call["sampling"][0].tolist(), strict=True)) == NEUTRAL_SAMPLING
     assert not any(call[name].any() for name in ("bias", "prompted", "tops"))
@@ -118,30 +118,30 @@ def test_a_greedy_request_asks_for_nothing():
     [("temperature", 0.5), ("top_k", 3), ("top_p", 0.25), ("min_p", 0.125), ("repetition_penalty", 1.5)]
     + [("presence_penalty", -0.5), ("frequency_penalty", 2.0)],
 )
-def test_every_parameter_is_in_its_own_column(name, value):
+def test_every_parameter_has_its_column(name, value):
     columns = dict(zip(SAMPLING_COLUMNS, admitted(**{name: value})["sampling"][0].tolist(), strict=True))
     assert columns == {**NEUTRAL_SAMPLING, name: value}
 
 
-def test_a_bias_lies_on_its_tokens_and_on_no_other_request_s():
+def test_bias_is_written_to_its_tokens_only():
     biased, plain, empty = admit(row(logit_bias={0: -100.0, 96: 1.5}), row(), row(logit_bias={})).calls
     assert {token: value for token, value in enumerate(biased["bias"][0].tolist()) if value} == {0: -100.0, 96: 1.5}
     assert not plain["bias"].any()
     assert not empty["bias"].any()
 
 
-def test_the_prompt_is_placed_where_a_repetition_of_it_counts():
+def test_prompt_mask_is_written_for_repetition_penalty():
     penalised, plain = admit(row(repetition_penalty=1.1), row(presence_penalty=1.0)).calls
     assert np.flatnonzero(penalised["prompted"][0]).tolist() == [5, 7, 96]
     assert not plain["prompted"].any()
 
 
 @pytest.mark.parametrize(("logprobs", "wanted"), [(None, 0), (0, 0), (1, 1), (20, 1)])
-def test_the_likeliest_tokens_are_wanted_where_some_are_asked_for(logprobs, wanted):
+def test_likeliest_tokens_are_requested_with_logprobs(logprobs, wanted):
     assert admitted(logprobs=logprobs)["tops"].tolist() == [wanted]
 
 
-def test_what_most_requests_leave_empty_is_placed_once():
+def test_empty_arrays_are_placed_once():
     first, second, other = admit(row(), row(temperature=1.0), row(logit_bias={1: 1.0}, repetition_penalty=2.0)).placed
     for name in ("bias", "prompted"):
         assert first[name] is second[name]
@@ -151,7 +151,7 @@ def test_what_most_requests_leave_empty_is_placed_once():
 # -- to the slot
 
 
-def test_an_admission_reaches_its_slot_and_no_other():
+def test_sampling_state_is_written_to_its_slot_only():
     engine = ToyEngine()
     admission = SamplingStateWriter(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
     slots = engine.state.slots
@@ -167,6 +167,6 @@ def test_an_admission_reaches_its_slot_and_no_other():
 
 
 @pytest.mark.parametrize(("top_k", "placed"), [(0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, 0), (10**400, 0)])
-def test_a_top_k_of_all_tokens_or_more_is_no_limit(top_k, placed):
+def test_top_k_of_the_vocabulary_is_no_limit(top_k, placed):
     (call,) = admit(row(temperature=1.0, top_k=top_k)).calls
     assert call["sampling"][0, SAMPLING_COLUMNS.index("top_k")] == placed

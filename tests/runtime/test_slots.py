@@ -1,4 +1,4 @@
-"""Slots and rows, by numbers that one can check by eye."""
+"""Slots and running requests, by numbers that can be checked by eye."""
 
 import itertools
 from collections import deque
@@ -34,7 +34,7 @@ def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
     return slots, rows
 
 
-def test_requests_take_the_first_free_slot():
+def test_request_takes_the_first_free_slot():
     slots, (a, b, c) = filled(3, of=4)
     assert [slots.slot_of(row) for row in (a, b, c)] == [0, 1, 2]
     slots.free(b)
@@ -46,7 +46,7 @@ def test_requests_take_the_first_free_slot():
     assert slots.is_full
 
 
-def test_whoever_has_no_slot_has_left_it_and_a_full_house_takes_nobody():
+def test_full_slots_and_missing_requests_raise():
     slots, (a, _) = filled(2, of=2)
     with pytest.raises(ValueError):
         slots.add(RunningRequest(request()))
@@ -57,14 +57,14 @@ def test_whoever_has_no_slot_has_left_it_and_a_full_house_takes_nobody():
         slots.slot_of(a)
 
 
-def test_equal_requests_are_different_rows():
+def test_equal_requests_hold_different_slots():
     slots, (a, b) = filled(2, of=2)
     assert (slots.slot_of(a), slots.slot_of(b)) == (0, 1)
     slots.free(b)
     assert list(slots) == [a]
 
 
-def test_the_span_reaches_to_the_last_row_and_holes_do_not_count_as_rows():
+def test_span_reaches_to_the_last_occupied_slot():
     slots, (a, b, c) = filled(3, of=4)
     assert (slots.span, len(slots), slots.is_full) == (3, 3, False)
     slots.free(a)
@@ -75,7 +75,7 @@ def test_the_span_reaches_to_the_last_row_and_holes_do_not_count_as_rows():
     assert (slots.span, len(slots), bool(slots)) == (0, 0, False)
 
 
-def test_a_move_brings_the_last_row_into_the_first_hole():
+def test_move_fills_the_first_free_slot():
     slots, (a, b, c, d) = filled(4, of=4)
     assert slots.take_move() is None
     slots.free(a)
@@ -86,12 +86,12 @@ def test_a_move_brings_the_last_row_into_the_first_hole():
     assert slots.span == 2
 
 
-def test_nothing_moves_where_there_is_nothing():
+def test_empty_slots_have_no_move():
     assert Slots(3).take_move() is None
 
 
 @given(st.sets(st.integers(0, 5)))
-def test_moves_leave_a_prefix_and_every_row(freed):
+def test_moves_leave_a_prefix(freed):
     slots, rows = filled(6, of=6)
     for slot in freed:
         slots.free(rows[slot])
@@ -102,7 +102,7 @@ def test_moves_leave_a_prefix_and_every_row(freed):
     assert all(source > destination for source, destination in moves)
 
 
-def test_a_row_decodes_when_its_prompt_is_in_and_tokens_are_wanted():
+def test_request_wants_a_round_once_prefilled():
     row = RunningRequest(request(prompt=4, limit=3))
     row.prefilled_tokens = 3
     assert not row.is_prefilled and not row.wants_round
@@ -110,7 +110,7 @@ def test_a_row_decodes_when_its_prompt_is_in_and_tokens_are_wanted():
     assert row.is_prefilled and row.wants_round
 
 
-def test_tokens_that_are_certain_to_come_are_not_asked_for_again():
+def test_certain_tokens_are_not_outstanding():
     """Every round on its way brings at least one."""
     row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
     row.first_token_in_flight = True  # 1 is certain
@@ -124,12 +124,12 @@ def test_tokens_that_are_certain_to_come_are_not_asked_for_again():
     assert row.wants_round
 
 
-def test_a_request_for_one_token_never_decodes():
+def test_request_for_one_token_wants_no_round():
     row = RunningRequest(request(limit=1), prefilled_tokens=4, first_token_in_flight=True)
     assert not row.wants_round
 
 
-def test_the_length_is_at_most_what_is_known_and_all_that_is_on_its_way():
+def test_length_bound_counts_tokens_in_flight():
     row = RunningRequest(request(prompt=4), prefilled_tokens=4, length=4)
     row.in_flight_tokens += 8  # K = 7
     row.in_flight_tokens += 4  # K = 3
@@ -138,7 +138,7 @@ def test_the_length_is_at_most_what_is_known_and_all_that_is_on_its_way():
     assert row.length_bound == 11
 
 
-def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
+def test_round_members_leave_out_other_slots():
     slots, (a, b, c, d) = filled(4, of=5)
     for row in (a, b, c):
         row.prefilled_tokens = 4
@@ -149,7 +149,7 @@ def test_the_mask_of_a_round_leaves_out_holes_prompts_and_rows_that_are_done():
     assert slots.wanting_round() == [a, None, None, d]
 
 
-def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
+def test_take_prefill_goes_by_priority_and_takes_turns():
     slots = Slots(4)
     rows = [RunningRequest(request(priority=priority)) for priority in (0, 0, -1, 1)]
     for row in rows:
@@ -170,7 +170,7 @@ def test_prompts_go_in_by_priority_and_equal_ones_take_turns():
     assert slots.take_prefill() is None
 
 
-def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
+def test_sampled_request_leaves_its_last_prompt_token():
     row = RunningRequest(request(prompt=4), sampled=True)
     assert (row.tokens_to_prefill, row.is_prefilled) == (3, False)
     row.prefilled_tokens = 3
@@ -182,7 +182,7 @@ def test_a_sampled_row_leaves_its_last_prompt_token_to_its_first_round():
     assert slots.take_prefill() is None
 
 
-def test_a_sampled_row_has_no_first_token_on_its_way():
+def test_sampled_request_has_no_first_token_in_flight():
     row = RunningRequest(request(limit=2), sampled=True, prefilled_tokens=3, in_flight_rounds=1)
     assert row.wants_round
     row.in_flight_rounds = 2
@@ -190,18 +190,18 @@ def test_a_sampled_row_has_no_first_token_on_its_way():
 
 
 @pytest.mark.parametrize("k", [None, 0, 7])
-def test_a_row_wants_the_k_of_its_request(k):
+def test_requested_k_is_that_of_the_request(k):
     assert RunningRequest(request(k=k)).requested_k == k
 
 
-def test_every_row_has_an_acceptance_of_its_own():
+def test_every_request_has_its_own_acceptance():
     _, (a, b) = filled(2, of=2)
     a.acceptance.update(3, 0)
     assert (a.acceptance.rounds, b.acceptance.rounds) == (1, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))
-def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
+def test_random_changes_keep_every_request_in_one_slot(events):
     """Beside it a plain list, which a move changes as it says."""
     slots, expected = Slots(4), [None] * 4
     for what, number in events:
@@ -231,7 +231,7 @@ def test_whatever_comes_leaves_and_moves_nobody_is_lost_or_in_two_slots(events):
     verdicts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=20),
     late=st.integers(0, 3),
 )
-def test_rounds_on_their_way_never_leave_a_row_short_and_its_bound_holds(limit, sampled, verdicts, late):
+def test_rounds_in_flight_keep_the_bounds(limit, sampled, verdicts, late):
     """A device that accepts as it likes and is read `late` rounds late: all that is wanted is asked for."""
     row, rounds = RunningRequest(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
     row.prefilled_tokens = row.length = length = row.tokens_to_prefill

@@ -1,4 +1,4 @@
-"""What the toy device notices: a loop that is wrong must not pass on it."""
+"""The toy device detects wrong calls, so that a wrong loop cannot pass on it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.runtime.toy import (
 )
 
 
-def test_the_toy_s_texts_can_be_worked_out_by_hand():
+def test_toy_texts_by_hand():
     assert continue_alone([5], 3) == [6, 18, 72]  # 1 + 5, 6 + 2·6, 18 + 3·18
     assert guess([5], 2, 4)[:3] == [6, 18, 73]  # two are right, the third is not
     engine = ToyEngine(right=always(1), k=3)
@@ -42,7 +42,7 @@ def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
     return bundle, state, Bucket(1, 16, 3), features
 
 
-def test_the_toy_notices_a_draft_whose_context_was_never_written():
+def test_toy_detects_an_unwritten_draft_context():
     bundle, state, bucket, features = prefilled()
     (block,) = bundle.draft(bucket)(state)
     with pytest.raises(Misuse, match="has read what was never written"):
@@ -53,7 +53,7 @@ def test_the_toy_notices_a_draft_whose_context_was_never_written():
     bundle.verify(bucket)(state, block, *place([True]))
 
 
-def test_the_toy_notices_features_that_are_written_elsewhere():
+def test_toy_detects_misplaced_features():
     bundle, state, _, features = prefilled()
     for slot, start in ((1, 0), (0, 1)):
         with pytest.raises(Misuse, match="are written as those of"):
@@ -61,13 +61,13 @@ def test_the_toy_notices_features_that_are_written_elsewhere():
         state.reset()
 
 
-def test_the_toy_notices_a_chunk_that_leaves_a_gap():
+def test_toy_detects_a_gap_between_chunks():
     bundle, state, *_ = prefilled()
     with pytest.raises(Misuse, match="starts at 4, and the one before it ended at 3"):
         bundle.prefill(Chunk(4, 16))(state, *place([[8, 0, 0, 0]], [0], [4], [1]))
 
 
-def test_the_toy_notices_a_round_that_no_bucket_holds():
+def test_toy_detects_a_round_beyond_its_bucket():
     bundle, state, *_ = prefilled()
     state.slots[0].length = 17
     state.slots[0].target[:17] = range(17)
@@ -81,13 +81,13 @@ def test_the_toy_notices_a_round_that_no_bucket_holds():
         bundle.verify(Bucket(2, 16, 3))(state, *place([[0] * 4] * 2, [False, False]))
 
 
-def test_the_toy_notices_a_row_that_was_never_admitted():
+def test_toy_detects_a_missing_sampling_state():
     bundle, state, *_ = prefilled()
     with pytest.raises(Misuse, match="nobody has admitted"):
         bundle.sampled_verify(Bucket(1, 16, 0))(state, *place([True]))
 
 
-def test_the_toy_notices_spent_state_arrays_of_the_host_and_reads_of_what_was_not_sent():
+def test_toy_detects_spent_state_and_unsent_reads():
     bundle, state, _, features = prefilled()
     with pytest.raises(Misuse, match="array of the host's"):
         bundle.kv_write(1, 4)(state, features, np.array([0]), np.array([0]))

@@ -26,7 +26,7 @@ def first_token_seconds(engine: ToyEngine) -> list[float]:
 
 
 @pytest.mark.parametrize("callers", [1, 4, 8])
-def test_the_latency_of_a_closed_loop_is_that_of_its_rounds_and_of_the_others_chunks(callers):
+def test_latency_is_that_of_rounds_and_other_prompts_chunks(callers):
     """41 tokens are the prefill's and those of 10 rounds of K = 3, of which all stand; the 11th round is lost.
 
     So a caller is back after 11 steps, and meanwhile each other one's chunk goes in once.
@@ -47,7 +47,7 @@ def test_the_latency_of_a_closed_loop_is_that_of_its_rounds_and_of_the_others_ch
         assert ended == 3 * (CHUNK + 11 * ROUND) - ROUND - 1.0  # but for the lost round, and the last kv_write
 
 
-def test_more_callers_get_more_tokens_in_the_same_time():
+def test_more_callers_get_more_throughput():
     ends = {}
     for callers, each in ((1, 8), (2, 4), (4, 2), (8, 1)):
         engine = ToyEngine(pick=3, right=always(3), costs=COSTS)

@@ -1,4 +1,4 @@
-"""Sampled and greedy rows together, on a toy device that knows what each was asked for."""
+"""Sampled and greedy requests together, on a toy device that knows what each slot asked for."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.runtime.toy import (
 )
 
 
-def test_sampled_and_greedy_rows_share_a_round_and_each_stays_as_it_is():
+def test_sampled_and_greedy_requests_share_a_round():
     engine = ToyEngine(pick=3, right=always(3))
     greedy = engine.ask([1, 2, 3], 12)
     engine.step()
@@ -30,7 +30,7 @@ def test_sampled_and_greedy_rows_share_a_round_and_each_stays_as_it_is():
     assert sampled.token_ids != continue_alone(sampled.prompt, 9)
 
 
-def test_rounds_are_sampled_only_while_somebody_in_them_samples():
+def test_rounds_sample_only_with_a_sampled_request():
     engine = ToyEngine(pick=0)
     engine.ask([1], 9)
     engine.ask([2], 2, **SAMPLED)
@@ -41,7 +41,7 @@ def test_rounds_are_sampled_only_while_somebody_in_them_samples():
     assert [sum(rounds for (_, kind), rounds in counted if kind == sampled) for sampled in (True, False)] == [2, 6]
 
 
-def test_a_sampled_prompt_is_prefilled_but_for_its_last_token():
+def test_sampled_prompt_is_prefilled_without_its_last_token():
     engine = ToyEngine(pick=0)
     request = engine.ask([1, 2, 3, 4, 5], 3, **SAMPLED)
     engine.run()
@@ -51,7 +51,7 @@ def test_a_sampled_prompt_is_prefilled_but_for_its_last_token():
     engine.check(request)
 
 
-def test_a_sampled_prompt_of_one_token_needs_no_prefill():
+def test_sampled_prompt_of_one_token_needs_no_prefill():
     engine = ToyEngine(pick=3)
     before, request = engine.ask([1] * 9, 1), engine.ask([5], 4, **SAMPLED)
     engine.step()
@@ -62,7 +62,7 @@ def test_a_sampled_prompt_of_one_token_needs_no_prefill():
     engine.check(request)
 
 
-def test_what_a_slot_was_asked_for_never_reaches_the_next_request():
+def test_sampling_state_does_not_reach_the_next_request():
     """One slot: its greedy requests come behind sampled ones, and the rounds of both bundles' kinds are sampled."""
     for sampling in (("greedy", "sample"), ("sample",)):
         engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, sampling=sampling, right=always(2))
@@ -74,7 +74,7 @@ def test_what_a_slot_was_asked_for_never_reaches_the_next_request():
         assert requests[0].token_ids == [9] * 8
 
 
-def test_a_greedy_row_in_the_slot_of_a_sampled_one_stays_greedy_when_the_next_sampled_one_joins():
+def test_greedy_request_in_a_sampled_slot_stays_greedy():
     engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
     forced = engine.ask([1], 1, logit_bias={9: 50.0})
     engine.run()
@@ -90,7 +90,7 @@ def test_a_greedy_row_in_the_slot_of_a_sampled_one_stays_greedy_when_the_next_sa
 
 
 @pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "logprobs": 2}], ids=["sampled", "logprobs"])
-def test_a_sampled_row_that_moves_takes_all_it_asked_for_along(asked):
+def test_moved_request_keeps_its_sampling_state(asked):
     """Its seed, its counts and what it wants to be told of."""
     engine = ToyEngine(pick=3, right=always(1))
     gone, kept = engine.ask([1], 2), engine.ask([2, 3], 14, **asked)
@@ -109,7 +109,7 @@ def describe(token: int, count: int) -> TokenLogprob:
     return TokenLogprob(token, -token / 4, tuple((top, -top / 4) for top in tops))
 
 
-def test_log_probabilities_are_those_of_each_row_s_own_tokens_as_many_as_it_wants():
+def test_log_probabilities_belong_to_each_request():
     engine = ToyEngine(pick=3, right=always(2))
     counts = {1: 0, 2: 3, 3: None, 4: 20}
     requests = {first: engine.ask([first], 9, logprobs=count) for first, count in counts.items()}

@@ -1,4 +1,4 @@
-"""Several rounds of a row that is alone, in one dispatch: nothing of it is to be seen but in what the host calls."""
+"""Multi-round steps: several rounds of a single request in one dispatch give the tokens of single rounds."""
 
 import random
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ def serve(buckets: str, prompt: Sequence[int], tokens: int, **asked: Any) -> tup
 
 @pytest.mark.parametrize("k", [0, 3, 7])
 @pytest.mark.parametrize("right", [0, 2, BLOCK])
-def test_tokens_and_rounds_are_those_of_one_round_at_a_time(k: int, right: int):
+def test_multi_round_steps_give_the_tokens_of_single_rounds(k: int, right: int):
     _, plain = serve(PLAIN, PROMPT, 60, k=k, right=always(right), trace=True)
     engine, request = serve(BURSTS, PROMPT, 60, k=k, right=always(right), trace=True)
     assert engine.calls("rounds"), "nothing was dispatched together"
     assert (request.token_ids, request.accepted, request.drafted) == (plain.token_ids, plain.accepted, plain.drafted)
 
 
-def test_no_round_runs_for_nothing_though_the_next_dispatch_goes_out_before_the_last_is_read():
+def test_multi_round_steps_run_no_needless_round():
     engine, request = serve(BURSTS, PROMPT, 60, k=3, right=always(2))
     assert engine.bundle.ran == len(request.accepted) == engine.loop.stats().rounds
     assert len(engine.calls("rounds")) < engine.bundle.ran and not engine.calls("verify")
 
 
-def test_the_device_stops_at_a_token_that_ends_the_answer():
+def test_device_stops_at_an_end_token():
     alone = continue_alone(PROMPT, 60)
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
     _, plain = serve(PLAIN, PROMPT, 60, k=3, right=always(1), stop_ids=[stop])
@@ -57,7 +57,7 @@ def test_the_device_stops_at_a_token_that_ends_the_answer():
     assert engine.bundle.ran == len(request.accepted)
 
 
-def test_of_more_ends_than_the_device_looks_for_the_host_sees_the_others():
+def test_host_finds_end_tokens_beyond_those_of_the_device():
     alone = continue_alone(PROMPT, 60)
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
     absent = [token for token in range(-MAX_STOP_TOKENS - 5, 0)]
@@ -67,12 +67,12 @@ def test_of_more_ends_than_the_device_looks_for_the_host_sees_the_others():
 
 
 @pytest.mark.parametrize("tokens", [120, 121, 123, 124])  # 124: to the grid's end, and one beyond it that has no kv
-def test_at_the_end_of_the_grid_rounds_get_fewer_and_nothing_is_written_beyond(tokens: int):
+def test_multi_round_step_shrinks_near_the_capacity(tokens: int):
     engine, request = serve(BURSTS, PROMPT, tokens, k=7, right=always(7))
     assert len(request.token_ids) == tokens and engine.calls("rounds")
 
 
-def test_who_is_not_alone_gets_a_round_at_a_time_and_goes_on_together_when_it_is():
+def test_only_a_single_request_gets_multi_round_steps():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
     first = engine.ask(PROMPT, 90)
     for _ in range(4):
@@ -90,12 +90,12 @@ def test_who_is_not_alone_gets_a_round_at_a_time_and_goes_on_together_when_it_is
     engine.check(second)
 
 
-def test_what_samples_gets_a_round_at_a_time():
+def test_sampled_request_gets_single_rounds():
     engine, _ = serve(BURSTS, PROMPT, 40, k=3, **SAMPLED)
     assert not engine.calls("rounds")
 
 
-def test_a_cancelled_row_leaves_the_slot_to_the_next_one():
+def test_cancelled_request_frees_its_slot_after_a_multi_round_step():
     engine = ToyEngine("batch=1 length=128 k=0,3 prefill=8 rounds=4", k=3, right=always(1))
     first, second = engine.ask(PROMPT, 90), engine.ask([2, 7], 40)
     while not engine.calls("rounds"):
@@ -107,7 +107,7 @@ def test_a_cancelled_row_leaves_the_slot_to_the_next_one():
     engine.check(second)
 
 
-def test_a_dispatch_that_fails_ends_the_row_and_the_next_one_is_served():
+def test_failed_multi_round_step_ends_its_request_only():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
     for broken in ("rounds", "read rounds"):
         first = engine.ask(PROMPT, 60)
@@ -120,7 +120,7 @@ def test_a_dispatch_that_fails_ends_the_row_and_the_next_one_is_served():
     engine.check(last)
 
 
-def test_whatever_comes_and_goes_each_gets_what_it_gets_alone():
+def test_random_multi_round_schedules_give_each_its_own_text():
     rng = random.Random(5)
     for _ in range(40):
         engine = ToyEngine(BURSTS, k=rng.choice([0, 3, 7]), right=by_first_token)
@@ -139,7 +139,7 @@ def test_whatever_comes_and_goes_each_gets_what_it_gets_alone():
             engine.check(request)
 
 
-def test_as_many_rounds_as_pass_within_a_burst():
+def test_burst_length_follows_round_times():
     pace, bucket = BurstLength(max_rounds=8, burst_seconds=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
     assert pace.choose(bucket, room=9) == 1, "nobody knows yet how long they take"
     pace.note_round_time(bucket, 0.01)
@@ -153,7 +153,7 @@ def test_as_many_rounds_as_pass_within_a_burst():
 
 
 @pytest.mark.parametrize("k", [0, 7])
-def test_a_real_bundle_gives_the_same_tokens_with_and_without(bundle: Any, k: int):
+def test_real_bundle_gives_the_same_tokens_with_and_without_multi_rounds(bundle: Any, k: int):
     prompts = [[5, 9, 200, 31], list(range(40, 100))]
     params = SamplingParams(max_tokens=90, stop_token_ids=())
     with Engine.open(bundle("one row"), k=k) as engine:

@@ -1,4 +1,4 @@
-"""Programs that fail in mid-round, on a toy device: who is ended, who is served."""
+"""Programs that fail in mid-round, on a toy device: which requests end, and which are served."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.runtime.toy import (
     + ["read sampled_verify"],
 )
 @pytest.mark.parametrize("steps", range(3))
-def test_a_program_that_fails_ends_who_is_in_a_slot_and_those_in_line_are_served(program, steps):
+def test_failed_program_ends_running_requests_only(program, steps):
     engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
     asked = SAMPLED if program in ("sampled_verify", "admit", "read sampled_verify") else {}
     for _ in range(steps):
@@ -37,7 +37,7 @@ def test_a_program_that_fails_ends_who_is_in_a_slot_and_those_in_line_are_served
     assert engine.counters.finished["error"] == len(failed)
 
 
-def test_a_move_that_fails_is_a_fault_like_any_other():
+def test_failed_move_ends_running_requests():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
     gone, moved = engine.ask([1], 9), engine.ask([2], 9)
     engine.step()
@@ -51,7 +51,7 @@ def test_a_move_that_fails_is_a_fault_like_any_other():
     engine.check(after)
 
 
-def test_three_failures_in_a_row_are_the_end():
+def test_three_failures_in_a_row_end_the_loop():
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     requests = [engine.ask([number], 9) for number in range(5)]
     engine.bundle.fail("verify", 3)
@@ -66,7 +66,7 @@ def test_three_failures_in_a_row_are_the_end():
     assert engine.counters.finished == {"error": 5}
 
 
-def test_rounds_that_never_give_a_verdict_are_failures_in_a_row_though_their_prompts_went_in():
+def test_prefill_between_failed_rounds_is_no_success():
     """A device reports most faults when a result is read, and the first token of each request is sound."""
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     for number in range(20):
@@ -78,7 +78,7 @@ def test_rounds_that_never_give_a_verdict_are_failures_in_a_row_though_their_pro
 
 
 @pytest.mark.parametrize("tokens", [1, 3], ids=["no round", "rounds"])
-def test_failures_with_a_success_between_them_are_not_in_a_row(tokens):
+def test_success_resets_the_failure_count(tokens):
     """Requests for one token have no round, and the reading of a first token is a success too."""
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     for _ in range(3):

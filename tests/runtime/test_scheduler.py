@@ -147,7 +147,7 @@ ASKED = (
     choices=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     sampling=st.sampled_from([("greedy", "sample"), ("sample",)]),
 )
-def test_whatever_comes_and_goes_each_gets_what_it_gets_alone(buckets, planned, choices, sampling):
+def test_random_schedules_give_each_request_its_own_text(buckets, planned, choices, sampling):
     engine = ToyEngine(buckets, depth=AnyK(choices), sampling=sampling, right=by_first_token)
     for request in serve(engine, planned):
         engine.check(request)
@@ -159,7 +159,7 @@ def test_whatever_comes_and_goes_each_gets_what_it_gets_alone(buckets, planned, 
 
 @settings(derandomize=True, max_examples=60)
 @given(k=st.sampled_from([0, 3, 7]), planned=plans(({}, {"k": 0})))
-def test_greedy_executables_alone_serve_greedy_requests_at_every_k(k, planned):
+def test_greedy_bundle_serves_every_k(k, planned):
     engine = ToyEngine(k=k, sampling=("greedy",), right=by_first_token)
     for request in serve(engine, planned):
         engine.check(request)
@@ -168,7 +168,7 @@ def test_greedy_executables_alone_serve_greedy_requests_at_every_k(k, planned):
     assert k or not engine.calls("draft", "kv_write")
 
 
-def test_requests_join_between_rounds_and_leave_as_soon_as_they_have_what_they_want():
+def test_requests_join_and_leave_between_rounds():
     engine = ToyEngine(pick=0)
     first = engine.ask([1], 6)
     engine.step()
@@ -182,7 +182,7 @@ def test_requests_join_between_rounds_and_leave_as_soon_as_they_have_what_they_w
     engine.check(second)
 
 
-def test_the_next_round_is_on_its_way_before_the_last_one_is_read():
+def test_next_round_is_dispatched_before_the_last_is_read():
     engine = ToyEngine(pick=3, right=always(0))
     engine.ask([1], 20)
     engine.step()
@@ -192,7 +192,7 @@ def test_the_next_round_is_on_its_way_before_the_last_one_is_read():
         assert programs(engine.step()) == ["draft", "verify", "kv_write", "read verify"]
 
 
-def test_all_that_a_block_brings_behind_the_limit_or_a_stop_is_dropped():
+def test_tokens_behind_the_limit_or_a_stop_are_dropped():
     engine = ToyEngine(pick=7)
     limited, stopped = engine.ask([1], 3), engine.ask([5], 20, stop_ids=[continue_alone([5], 6)[-1]])
     engine.run()
@@ -206,7 +206,7 @@ def test_all_that_a_block_brings_behind_the_limit_or_a_stop_is_dropped():
 # -- long prompts
 
 
-def test_a_long_prompt_goes_in_chunk_by_chunk_between_the_rounds_of_the_others():
+def test_prefill_chunks_run_between_rounds():
     engine = ToyEngine(pick=0, costs=COSTS)
     running = engine.ask([1], 12)
     engine.step()
@@ -224,7 +224,7 @@ def test_a_long_prompt_goes_in_chunk_by_chunk_between_the_rounds_of_the_others()
 
 @settings(derandomize=True, max_examples=60)
 @given(planned=plans(ASKED, priorities=0), k=st.sampled_from([0, 3, 7]))
-def test_no_token_waits_longer_than_for_a_round_and_a_chunk(planned, k):
+def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):
     engine = ToyEngine(pick=k, right=by_first_token, costs=COSTS)
     for request in serve(engine, planned):
         assert max(gaps(engine, request), default=0.0) <= ROUND + CHUNK
@@ -232,7 +232,7 @@ def test_no_token_waits_longer_than_for_a_round_and_a_chunk(planned, k):
         assert programs(step).count("prefill") <= 1
 
 
-def test_prompts_that_wait_for_their_chunks_go_in_by_priority_and_equal_ones_take_turns():
+def test_prefill_goes_by_priority_and_takes_turns():
     engine = ToyEngine(pick=0)
     engine.ask([1] * 32, 1, priority=1)
     engine.ask([2] * 32, 1, priority=1)
@@ -242,7 +242,7 @@ def test_prompts_that_wait_for_their_chunks_go_in_by_priority_and_equal_ones_tak
     assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 2, 1, 2]
 
 
-def test_a_long_prompt_holds_a_short_one_up_by_one_chunk():
+def test_long_prompt_delays_a_short_one_by_one_chunk():
     engine = ToyEngine("batch=2 length=64 k=0 prefill=4", k=0)
     engine.ask([1] * 60, 1)
     engine.step()
@@ -257,7 +257,7 @@ def test_a_long_prompt_holds_a_short_one_up_by_one_chunk():
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8)])
-def test_a_round_runs_in_the_smallest_bucket_that_holds_its_rows(rows, batch):
+def test_round_runs_in_the_smallest_bucket(rows, batch):
     engine = ToyEngine(pick=3, right=always(0))
     for number in range(rows):
         engine.ask([number], 30)
@@ -270,7 +270,7 @@ def test_a_round_runs_in_the_smallest_bucket_that_holds_its_rows(rows, batch):
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("gone", [set(left) for count in range(5) for left in itertools.combinations(range(4), count)])
-def test_whoever_leaves_the_others_move_together_and_go_on(gone, asked):
+def test_remaining_requests_are_compacted(gone, asked):
     engine = ToyEngine("batch=1,2,4 length=64 k=0,3 prefill=4", k=3, right=by_first_token)
     requests = [engine.ask([number, 3], 30, **asked) for number in range(4)]
     for _ in range(5):
@@ -290,7 +290,7 @@ def test_whoever_leaves_the_others_move_together_and_go_on(gone, asked):
         engine.check(request)
 
 
-def test_a_prompt_that_is_half_in_moves_too():
+def test_half_prefilled_request_moves():
     engine = ToyEngine(pick=0)
     short, long = engine.ask([1], 30), engine.ask(LONG, 4, **SAMPLED)
     engine.step()
@@ -302,7 +302,7 @@ def test_a_prompt_that_is_half_in_moves_too():
     engine.check(long)
 
 
-def test_a_new_request_fills_the_hole_before_anybody_moves():
+def test_new_request_fills_a_free_slot_before_any_move():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
     first, _ = engine.ask([1], 20), engine.ask([2], 20)
     for _ in range(3):
@@ -314,7 +314,7 @@ def test_a_new_request_fills_the_hole_before_anybody_moves():
     assert engine.counters.moves == 0
 
 
-def test_a_prompt_that_is_not_in_yet_makes_no_round_wider():
+def test_prefilling_request_does_not_widen_the_batch():
     engine = ToyEngine(pick=0)
     engine.ask([1], 12)
     engine.step()
@@ -323,7 +323,7 @@ def test_a_prompt_that_is_not_in_yet_makes_no_round_wider():
     assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
 
 
-def test_a_row_whose_last_token_is_on_its_way_makes_no_round_wider():
+def test_finishing_request_does_not_widen_the_batch():
     engine = ToyEngine(pick=0)
     engine.ask([1], 12)
     engine.step()
@@ -343,7 +343,7 @@ def test_a_row_whose_last_token_is_on_its_way_makes_no_round_wider():
         (2, [0, 1, 3, 4, 6, 7]),  # one prompt per step: a slot is held for four steps where it waits for its chunk
     ],
 )
-def test_equal_requests_are_served_in_order_of_arrival_within_the_bounds_by_hand(slots, begins):
+def test_equal_requests_are_served_in_order_of_arrival(slots, begins):
     engine = ToyEngine(f"batch={slots} length=16 k=0 prefill=4", k=0)
     for number in range(6):
         engine.ask([number], 3)
@@ -352,7 +352,7 @@ def test_equal_requests_are_served_in_order_of_arrival_within_the_bounds_by_hand
     assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
 
 
-def test_a_priority_overtakes_those_in_line_and_nobody_who_has_a_slot():
+def test_priority_overtakes_waiting_requests_only():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
     engine.ask([1], 5)
     engine.step()
@@ -365,7 +365,7 @@ def test_a_priority_overtakes_those_in_line_and_nobody_who_has_a_slot():
 
 @settings(derandomize=True, max_examples=60)
 @given(planned=plans(({}, SAMPLED)), buckets=st.sampled_from(GRIDS))
-def test_nobody_is_overtaken_by_a_later_request_of_its_own_priority(planned, buckets):
+def test_equal_priority_never_overtakes(planned, buckets):
     engine = ToyEngine(buckets, right=by_first_token)
     serve(engine, planned)
     for priority in range(3):
@@ -373,7 +373,7 @@ def test_nobody_is_overtaken_by_a_later_request_of_its_own_priority(planned, buc
         assert equal == sorted(equal, key=lambda request: request.started)
 
 
-def test_whoever_keeps_coming_nobody_of_equal_priority_starves():
+def test_equal_priority_never_starves():
     """More come than go; as above, a prompt goes in at the steps 3n and 3n + 1."""
     engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
     for _ in range(40):
@@ -400,7 +400,7 @@ def expire(request: Request) -> None:
 
 @pytest.mark.parametrize("end", [cancel, expire])
 @pytest.mark.parametrize("steps", range(1, 7))
-def test_the_slot_of_whoever_ends_early_is_the_next_one_s_within_two_rounds(end, steps):
+def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4,16", k=3, right=always(1))
     gone, waiting = engine.ask([8] * 30, 20), engine.ask([9], 5)
     for _ in range(steps):
@@ -418,7 +418,7 @@ def test_the_slot_of_whoever_ends_early_is_the_next_one_s_within_two_rounds(end,
     engine.check(waiting)
 
 
-def test_a_deadline_says_so_and_a_cancelled_request_has_no_error():
+def test_deadline_gives_an_error_and_cancel_none():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
     late, gone, kept = engine.ask([1], 9), engine.ask([2], 9), engine.ask([3], 2)
     engine.step()
@@ -431,7 +431,7 @@ def test_a_deadline_says_so_and_a_cancelled_request_has_no_error():
     assert kept.finish_reason == "length"
 
 
-def test_a_deadline_passes_in_line_as_well():
+def test_deadline_passes_in_the_queue():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
     engine.ask([1], 9)
     late = engine.ask([2], 9, deadline=time.monotonic())
@@ -439,7 +439,7 @@ def test_a_deadline_passes_in_line_as_well():
     assert (late.finish_reason, late.token_ids, late.started) == ("cancelled", [], None)
 
 
-def test_a_slot_whose_request_is_done_is_the_next_one_s_in_the_following_step():
+def test_free_slot_is_reused_in_the_next_step():
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
     stopped = engine.ask([1], 20, stop_ids=[continue_alone([1], 3)[-1]])
     engine.ask([2], 1)
@@ -453,7 +453,7 @@ def test_a_slot_whose_request_is_done_is_the_next_one_s_in_the_following_step():
 # -- K
 
 
-def test_k_shrinks_near_the_capacity_down_to_0():
+def test_k_shrinks_to_zero_near_the_capacity():
     """Nothing stands, so each round commits one position; the host knows of it two rounds later.
 
     The K of a round is the largest for which length + what is in flight + 1 + K fits into 16.
@@ -465,7 +465,7 @@ def test_k_shrinks_near_the_capacity_down_to_0():
     engine.check(request)
 
 
-def test_where_the_bound_is_too_loose_for_another_round_what_is_in_flight_is_read_first():
+def test_loose_length_bound_reads_what_is_in_flight():
     """8 positions, and a round of K = 7 may fill the other 8."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
     request = engine.ask([1] * 8, 9)
@@ -476,7 +476,7 @@ def test_where_the_bound_is_too_loose_for_another_round_what_is_in_flight_is_rea
     engine.check(request)
 
 
-def test_nobody_who_looks_at_the_counters_waits_for_the_device():
+def test_stats_never_wait_for_the_device():
     """Not even near the capacity."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
     engine.ask([1] * 8, 9)
@@ -498,7 +498,7 @@ def test_nobody_who_looks_at_the_counters_waits_for_the_device():
 
 @pytest.mark.parametrize("right", [0, 1, 3, 7])
 @pytest.mark.parametrize("prompt", range(1, 17))
-def test_every_prompt_can_be_continued_to_the_last_position(prompt, right):
+def test_every_prompt_continues_to_the_last_position(prompt, right):
     engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
     request, company = engine.ask([1] * prompt, 17 - prompt), engine.ask([2], 16, **SAMPLED)
     engine.run()
@@ -506,7 +506,7 @@ def test_every_prompt_can_be_continued_to_the_last_position(prompt, right):
     engine.check(company)
 
 
-def test_a_round_s_k_is_the_largest_that_one_of_its_rows_asks_for():
+def test_batch_runs_at_the_largest_requested_k():
     engine = ToyEngine(pick=3, right=always(0))
     own = engine.ask([1], 12, k=0)
     engine.step()
@@ -524,7 +524,7 @@ def test_a_round_s_k_is_the_largest_that_one_of_its_rows_asks_for():
 
 
 @pytest.mark.parametrize("k", [0, 3, 7])
-def test_k_is_what_was_asked_for_where_there_is_room(k):
+def test_requested_k_is_used_where_there_is_room(k):
     engine = ToyEngine(k=k)
     engine.ask([1], 40)
     engine.step()

@@ -1,4 +1,4 @@
-"""Whole runs on texts whose acceptance is known, with verdicts a round late as the loop has them."""
+"""Simulated runs of the controller on texts of known acceptance; outcomes arrive a round late, as in the loop."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ def best_fixed(times: Mapping[int, float], texts: Sequence[Phases], batch: int) 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("share", [EASY, FAIR, HARD])
-def test_one_kind_of_text(times, batch, share):
+def test_uniform_text_is_near_the_best_fixed_k(times, batch, share):
     texts = [[(256, share)]] * 48
     spent = sum(simulate(adaptive(times, batch), times, texts, batch).values())
     assert spent <= LIMIT * best_fixed(times, texts, batch)
@@ -91,7 +91,7 @@ def test_one_kind_of_text(times, batch, share):
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("seed", [100, 101, 102])
-def test_each_kind_of_a_mix_in_one_run_within_six_percent(times, seed):
+def test_mixed_texts_are_within_six_percent_of_the_best_fixed_k(times, seed):
     texts = [[(256, EASY)], [(256, HARD)]] * 48
     spent = simulate(adaptive(times, 1), times, texts, 1, seed)
     for share in (EASY, HARD):
@@ -100,7 +100,7 @@ def test_each_kind_of_a_mix_in_one_run_within_six_percent(times, seed):
 
 @pytest.mark.parametrize("times", [CPU, BUSY_CPU, ACCELERATOR], ids=["cpu", "busy_cpu", "accelerator"])
 @pytest.mark.parametrize("seed", [100, 101, 102])
-def test_texts_that_become_easy_late_between_hopeless_ones(times, seed):
+def test_late_easy_texts_between_hard_ones(times, seed):
     late, hopeless = [(48, 0.4), (272, LATE)], [(320, HOPELESS)]
     spent = simulate(adaptive(times, 1), times, [late, hopeless] * 48, 1, seed)
     assert spent[0.4] + spent[LATE] <= LIMIT * best_fixed(times, [late] * 48, 1)
@@ -109,20 +109,20 @@ def test_texts_that_become_easy_late_between_hopeless_ones(times, seed):
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_a_text_that_changes_is_served_better_than_by_any_one_k(times, batch):
+def test_changing_text_beats_every_fixed_k(times, batch):
     texts = [[(512, EASY), (512, HARD)] * 4] * 8
     spent = sum(simulate(adaptive(times, batch), times, texts, batch).values())
     assert spent <= 0.95 * best_fixed(times, texts, batch)
 
 
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
-def test_rows_of_both_kinds_in_one_batch(times):
+def test_easy_and_hard_requests_in_one_batch(times):
     texts = [[(256, EASY)], [(256, HARD)]] * 48
     spent = sum(simulate(adaptive(times, 4), times, texts, 4).values())
     assert spent <= LIMIT * best_fixed(times, texts, 4)
 
 
-def test_the_limit_tells_a_bad_choice():
+def test_simulation_detects_a_bad_choice():
     """The best K of easy text costs hard text far more than the limit, and the other way round."""
     for share, other in ((EASY, 0), (HARD, 7)):
         texts = [[(256, share)]] * 8
