@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command_line import decode_text, run_command
+from dflash_aot.bin.command_line import decode_text, run_command, seconds_since_process_start
 from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
@@ -28,7 +28,6 @@ from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.locations import EMBEDDED, is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
 from dflash_aot.runtime.requests.request import Result
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 

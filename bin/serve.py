@@ -20,12 +20,11 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command_line import run_command
+from dflash_aot.bin.command_line import run_command, seconds_since_process_start
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
-from dflash_aot.runtime.metrics.process_clock import seconds_since_process_start
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS
 from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
 from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve

@@ -1,1 +1,1 @@
-"""Counters of the engine and their Prometheus metrics."""
+"""Metrics of an engine: counters, latency histograms, and their Prometheus form."""

@@ -1,24 +1,77 @@
-"""What the engine counts while it serves, and what users want to know of it."""
+"""Counters of an engine: rounds, tokens, acceptance, latency histograms; and summaries of acceptance (τ)."""
 
 import copy
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.metrics.histogram import Histogram
 from dflash_aot.runtime.requests.request import FinishReason, Request, Result
+
+# Upper bounds of a histogram's buckets, about a factor of 2.5 apart: from one token on a fast chip to a long answer on
+# a slow one.
+BUCKET_BOUNDS_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
+)
+
+
+@dataclass
+class Histogram:
+    """A histogram of durations.
+
+    Attributes:
+        counts: counts[i] durations were at most BUCKET_BOUNDS_SECONDS[i] and above the bound before; the last count is
+            of durations above all bounds.
+        total: the sum of the durations, in seconds.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS_SECONDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKET_BOUNDS_SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def copy(self) -> "Histogram":
+        return Histogram([*self.counts], self.total)
 
 
 @dataclass
 class Counters:
-    """Kept by the engine's thread; `Engine.stats()` gives copies, each of whole commits.
+    """Counts since an engine was opened. The engine's thread updates them; `Engine.stats()` returns copies.
 
-    host_seconds: what its thread worked. host_wall_seconds: what passed meanwhile, waits for the device left out; on
-    a CPU, that also counts what the device does on the same cores.
-    bucket_rounds: rounds by bucket and whether they sampled. padded_rows: rows of those buckets that no request had.
-    padded_prefill: positions of prefill chunks behind their prompts.
-    waiting, running, slots: requests in line, requests in slots, and slots, at the moment of the copy.
-    executables, loaded: how many there are, and how many are loaded, at that moment.
+    Attributes:
+        rounds: rounds; a multi-round step counts as several.
+        row_rounds: committed rows of rounds: one for each request in a round.
+        drafted: drafted tokens that were verified.
+        accepted: drafted tokens that were accepted.
+        accepted_at: accepted tokens by position in the draft, from 0.
+        verified_at: verified tokens by position in the draft, from 0.
+        bucket_rounds: rounds by bucket and whether the round sampled.
+        padded_rows: rows of dispatched rounds that no request used.
+        prefill_chunks: dispatched prefill chunks.
+        padded_prefill: positions of prefill chunks after the end of their prompts.
+        moves: moves of a request to another slot.
+        failures: executable calls that failed.
+        prompt_tokens: prompt tokens that were prefilled.
+        output_tokens: committed tokens.
+        finished: ended requests by finish reason.
+        refused: requests that the full queue refused.
+        waiting: requests in the queue, at the time of the copy.
+        running: requests in slots, at the time of the copy.
+        slots: slots, at the time of the copy.
+        executables: executables that serve, loaded or not, at the time of the copy.
+        loaded: loaded executables, at the time of the copy.
+        first_token: seconds from submission to the first token.
+        per_token: mean seconds between the tokens of a request.
+        queued: seconds from submission to a slot.
+        latency: seconds from submission to the end.
+        host_seconds: processor time of the engine's thread.
+        host_wall_seconds: wall time of the engine's steps without waits for the device. On a CPU, this includes what
+            the device computes on the same cores.
+        wait_seconds: time that the engine's thread waited for the device.
+        compile_events: traces and compiles on the engine's thread; 0 unless something is wrong.
     """
 
     rounds: int = 0
@@ -52,19 +105,19 @@ class Counters:
     compile_events: int = 0
 
     def note_round(self, bucket: Bucket, sampled: bool, rows: int) -> None:
-        """One round with `rows` requests in it is on its way."""
+        """Counts a dispatched round with `rows` requests."""
         self.rounds += 1
         self.bucket_rounds[bucket, sampled] = self.bucket_rounds.get((bucket, sampled), 0) + 1
         self.padded_rows += bucket.batch - rows
 
     def note_chunk(self, width: int, tokens: int) -> None:
-        """One prefill chunk with `tokens` of a prompt in it is on its way."""
+        """Counts a dispatched prefill chunk of `width` positions with `tokens` of a prompt."""
         self.prefill_chunks += 1
         self.prompt_tokens += tokens
         self.padded_prefill += width - tokens
 
     def note_row(self, k: int, accepted: int) -> None:
-        """One row of one round: `accepted` of `k` drafted tokens stand."""
+        """Counts one row of a committed round: `accepted` of `k` drafted tokens were accepted."""
         self.row_rounds += 1
         self.drafted += k
         self.accepted += accepted
@@ -76,18 +129,18 @@ class Counters:
             self.accepted_at[position] += position < accepted
 
     def note_start(self, request: Request) -> None:
-        """A request has got a slot."""
+        """Counts a request that was given a slot."""
         assert request.started is not None
         self.queued.observe(request.started - request.submitted)
 
     def note_tokens(self, request: Request, before: int) -> None:
-        """A request that had `before` tokens has more now."""
+        """Counts the new tokens of a request that had `before` tokens."""
         self.output_tokens += len(request.token_ids) - before
         if not before and request.first_token is not None:
             self.first_token.observe(request.first_token - request.submitted)
 
     def note_end(self, request: Request) -> None:
-        """A request has come to its end, whichever."""
+        """Counts an ended request."""
         assert request.finish_reason is not None and request.finished is not None
         self.finished[request.finish_reason] = self.finished.get(request.finish_reason, 0) + 1
         self.latency.observe(request.finished - request.submitted)
@@ -95,7 +148,7 @@ class Counters:
             self.per_token.observe((request.finished - request.first_token) / (len(request.token_ids) - 1))
 
     def copy(self) -> "Counters":
-        """Nothing of it changes any more."""
+        """Returns an independent copy."""
         copied = copy.copy(self)
         for name in CONTAINERS:
             setattr(copied, name, getattr(self, name).copy())
@@ -110,16 +163,23 @@ CONTAINERS = (
 
 @dataclass(frozen=True)
 class AcceptanceSummary:
-    """Acceptance, both ways of averaging. τ counts the target's own token: 1 … K+1 per round."""
+    """Acceptance of finished requests. τ, the tokens per round, counts the target's own token: 1 to K+1.
+
+    Attributes:
+        rounds: rounds of all requests.
+        micro_tau: 1 + accepted / rounds over all rounds, as vLLM reports it.
+        mean_tau: the mean of the requests' own τ, as z-lab reports it.
+        per_position: share of the rounds in which drafted token i was accepted.
+    """
 
     rounds: int
-    micro_tau: float  # 1 + accepted / rounds, over all rounds (vLLM)
-    mean_tau: float  # mean over requests of each one's own (z-lab)
-    per_position: tuple[float, ...]  # share of rounds in which drafted token i stands
+    micro_tau: float
+    mean_tau: float
+    per_position: tuple[float, ...]
 
 
 def summarize_acceptance(results: Sequence[Result], counters: Counters) -> AcceptanceSummary:
-    """Of finished requests; a request without a round has no τ."""
+    """Summarizes finished requests; a request without a round has no τ. counters: of the same requests."""
     runs = [result.accepted for result in results if result.accepted]
     rounds = sum(map(len, runs))
     if not rounds:
@@ -129,6 +189,8 @@ def summarize_acceptance(results: Sequence[Result], counters: Counters) -> Accep
         micro_tau=1 + sum(map(sum, runs)) / rounds,
         mean_tau=sum(1 + sum(run) / len(run) for run in runs) / len(runs),
         per_position=tuple(
-            stands / tried for stands, tried in zip(counters.accepted_at, counters.verified_at, strict=True) if tried
+            accepted / verified
+            for accepted, verified in zip(counters.accepted_at, counters.verified_at, strict=True)
+            if verified
         ),
     )

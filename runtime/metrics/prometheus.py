@@ -1,7 +1,8 @@
-"""What the engine counts, as Prometheus metrics: read at the scrape, never in the engine's loop.
+"""Prometheus metrics of an engine's counters, read at each scrape and never in the engine's loop.
 
-What vLLM counts too has vLLM's name, meaning and label (vllm/v1/metrics/loggers.py, vllm/v1/spec_decode/metrics.py);
-the rest is called `dflash:…`. Samples of counters end in `_total`. All of them: docs/metrics.md.
+Metrics that vLLM has too have vLLM's name, meaning and labels (vllm/v1/metrics/loggers.py,
+vllm/v1/spec_decode/metrics.py); the others are called `dflash:…`. Samples of counters end in `_total`. docs/metrics.md
+lists all metrics.
 """
 
 import math
@@ -15,11 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.metrics.histogram import BUCKET_BOUNDS_SECONDS, Histogram
+from dflash_aot.runtime.metrics.counters import BUCKET_BOUNDS_SECONDS, Counters, Histogram
 from dflash_aot.runtime.requests.request import FinishReason
 
-# vLLM's words for ours.
+# vLLM's names of our finish reasons.
 FINISHED_REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -30,7 +30,13 @@ FINISHED_REASONS: Mapping[FinishReason, str] = {
 
 @dataclass(frozen=True)
 class ScalarMetric:
-    """One number. Of which kind, its subclasses say."""
+    """A metric with one sample; subclasses choose its type.
+
+    Attributes:
+        name: of the metric, without `_total`.
+        meaning: the HELP text.
+        read: returns the value.
+    """
 
     kind: ClassVar[type[CounterMetricFamily] | type[GaugeMetricFamily]]
     name: str
@@ -44,20 +50,27 @@ class ScalarMetric:
 
 
 class CounterMetric(ScalarMetric):
-    """It only grows while the engine lives."""
+    """A value that only grows while the engine lives."""
 
     kind = CounterMetricFamily
 
 
 class GaugeMetric(ScalarMetric):
-    """How many there are at the moment."""
+    """A value at the moment of the scrape."""
 
     kind = GaugeMetricFamily
 
 
 @dataclass(frozen=True)
 class LabelledCounterMetric:
-    """A count for each value of its labels."""
+    """A counter with one sample for each combination of label values.
+
+    Attributes:
+        name: of the metric, without `_total`.
+        meaning: the HELP text.
+        labels: names of the labels, `model_name` left out.
+        read: returns the value by label values.
+    """
 
     name: str
     meaning: str
@@ -73,7 +86,13 @@ class LabelledCounterMetric:
 
 @dataclass(frozen=True)
 class HistogramMetric:
-    """Durations in seconds, by size."""
+    """A histogram of durations in seconds.
+
+    Attributes:
+        name: of the metric.
+        meaning: the HELP text.
+        read: returns the histogram.
+    """
 
     name: str
     meaning: str
@@ -89,17 +108,17 @@ class HistogramMetric:
 
 
 def count_drafts(counters: Counters) -> int:
-    """One per row and round with K > 0: every one of them verified a first position."""
+    """Drafts: rows of rounds with K > 0, each of which verified the first position."""
     return counters.verified_at[0] if counters.verified_at else 0
 
 
 def count_accepted_at(counters: Counters) -> dict[tuple[str, ...], float]:
-    """By position in the draft, from 0; a position is there from its first draft on."""
+    """Accepted tokens by position in the draft, from 0; a position appears with its first draft."""
     return {(str(position),): accepted for position, accepted in enumerate(counters.accepted_at)}
 
 
 def count_finished(counters: Counters) -> dict[tuple[str, ...], float]:
-    """Reasons that nobody had yet are there too: a rate needs a zero to begin at."""
+    """Ended requests by reason. Reasons without a request are 0: a rate needs a first sample."""
     return {(word,): counters.finished.get(reason, 0) for reason, word in FINISHED_REASONS.items()}
 
 
@@ -115,8 +134,10 @@ def count_rows(counters: Counters) -> int:
 
 
 METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
-    # -- vLLM's
-    CounterMetric("vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified any.", count_drafts),
+    # -- metrics that vLLM has too
+    CounterMetric(
+        "vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified drafted tokens.", count_drafts
+    ),
     CounterMetric("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda c: c.drafted),
     CounterMetric("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda c: c.accepted),
     LabelledCounterMetric(
@@ -126,10 +147,10 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         count_accepted_at,
     ),
     GaugeMetric("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
-    GaugeMetric("vllm:num_requests_waiting", "Requests in line for a slot.", lambda c: c.waiting),
+    GaugeMetric("vllm:num_requests_waiting", "Requests in the queue.", lambda c: c.waiting),
     CounterMetric("vllm:prompt_tokens", "Prompt tokens.", lambda c: c.prompt_tokens),
-    CounterMetric("vllm:generation_tokens", "Tokens of answers.", lambda c: c.output_tokens),
-    LabelledCounterMetric("vllm:request_success", "Requests that have ended.", ("finished_reason",), count_finished),
+    CounterMetric("vllm:generation_tokens", "Generated tokens.", lambda c: c.output_tokens),
+    LabelledCounterMetric("vllm:request_success", "Ended requests.", ("finished_reason",), count_finished),
     HistogramMetric("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda c: c.first_token),
     HistogramMetric(
         "vllm:request_time_per_output_token_seconds",
@@ -138,7 +159,7 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     ),
     HistogramMetric("vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued),
     HistogramMetric("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency),
-    # -- ours
+    # -- metrics of dflash-aot
     CounterMetric("dflash:rounds", "Rounds: calls of a verify executable.", lambda c: c.rounds),
     LabelledCounterMetric(
         "dflash:bucket_rounds",
@@ -147,49 +168,51 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         count_bucket_rounds,
     ),
     CounterMetric("dflash:rows", "Rows that rounds computed: the batch of their buckets.", count_rows),
-    CounterMetric("dflash:row_rounds", "Rows of rounds whose verdict a request took.", lambda c: c.row_rounds),
-    CounterMetric("dflash:padded_rows", "Rows of rounds that no request had.", lambda c: c.padded_rows),
+    CounterMetric("dflash:row_rounds", "Committed rows of rounds: one per request and round.", lambda c: c.row_rounds),
+    CounterMetric("dflash:padded_rows", "Rows of rounds that no request used.", lambda c: c.padded_rows),
     CounterMetric("dflash:prefill_chunks", "Prefill chunks.", lambda c: c.prefill_chunks),
     CounterMetric(
         "dflash:padded_prefill_positions",
-        "Positions of prefill chunks behind their prompts.",
+        "Positions of prefill chunks after the end of their prompts.",
         lambda c: c.padded_prefill,
     ),
     CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
     GaugeMetric("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),
-    GaugeMetric("dflash:executables_loaded", "Those that are loaded.", lambda c: c.loaded),
-    CounterMetric("dflash:refused_requests", "Requests that were not let in line.", lambda c: c.refused),
-    CounterMetric("dflash:executable_failures", "Calls of executables that failed.", lambda c: c.failures),
+    GaugeMetric("dflash:executables_loaded", "Executables that are loaded.", lambda c: c.loaded),
+    CounterMetric("dflash:refused_requests", "Requests that the full queue refused.", lambda c: c.refused),
+    CounterMetric("dflash:executable_failures", "Failed calls of executables.", lambda c: c.failures),
     CounterMetric(
-        "dflash:compile_events", "Traces and compiles on the engine's thread: 0 in health.", lambda c: c.compile_events
+        "dflash:compile_events",
+        "Traces and compiles on the engine's thread; 0 unless something is wrong.",
+        lambda c: c.compile_events,
     ),
     CounterMetric("dflash:host_seconds", "Processor time of the engine's thread.", lambda c: c.host_seconds),
     CounterMetric(
         "dflash:host_wall_seconds",
-        "Time in the engine's steps, waits for the device left out.",
+        "Time in the engine's steps without waits for the device.",
         lambda c: c.host_wall_seconds,
     ),
-    CounterMetric("dflash:wait_seconds", "Time the engine's thread waited for the device.", lambda c: c.wait_seconds),
+    CounterMetric(
+        "dflash:wait_seconds", "Time that the engine's thread waited for the device.", lambda c: c.wait_seconds
+    ),
 )
 
 
 class StatsCollector(Collector):
-    """Turns a snapshot into samples, at every scrape a new one.
-
-    stats: gives it; called in the thread of whoever scrapes, once per scrape, so that the samples of one scrape belong
-        together. `Engine.stats` is one.
-    model_name: the value of the label of that name, any text.
-    """
+    """Makes the samples of each scrape from a new snapshot of the counters."""
 
     def __init__(self, stats: Callable[[], Counters], model_name: str):
+        """stats: returns a snapshot, as `Engine.stats` does; called once per scrape, in the scraping thread, so that
+        the samples of a scrape belong together. model_name: value of the label `model_name`, any text.
+        """
         self._stats, self._model_name = stats, model_name
 
     def collect(self) -> Iterator[Metric]:
         return self._families(self._stats())
 
     def describe(self) -> Iterator[Metric]:
-        """The names, for a registry that holds other collectors too; asks no engine."""
+        """Returns the metrics' names for a registry with other collectors, without calling `stats`."""
         return self._families(Counters())
 
     def _families(self, counters: Counters) -> Iterator[Metric]:
@@ -197,7 +220,7 @@ class StatsCollector(Collector):
 
 
 def make_registry(stats: Callable[[], Counters], model_name: str) -> CollectorRegistry:
-    """A registry of one engine's metrics and nothing else; what it takes: see StatsCollector."""
+    """Returns a registry of one engine's metrics only; arguments as of `StatsCollector`."""
     registry = CollectorRegistry()
     registry.register(StatsCollector(stats, model_name))
     return registry

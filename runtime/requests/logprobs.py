@@ -1,4 +1,4 @@
-"""What a sampled round tells of the probabilities of its tokens."""
+"""Log-probabilities of the tokens of a sampled round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One chosen token, and the likeliest ones where they were asked for, as (token, log-probability).
+    """The log-probability of one chosen token, and the likeliest tokens if they were requested.
 
     Both are of the target's own distribution: before temperature, penalties, bias and limits.
+
+    Attributes:
+        token_id: the chosen token.
+        logprob: its log-probability.
+        top: (token, log-probability) of the likeliest tokens, the likeliest first.
     """
 
     token_id: int
@@ -20,16 +25,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class RoundLogprobs:
-    """Of the chosen tokens, float32 [B, K+1], and `likeliest`: their ids int32 and values float32 [B, K+1, n].
+    """Log-probabilities of one round, on the host.
 
-    The latter are fetched only where a row wants them.
+    Attributes:
+        chosen: of the chosen tokens, float32 [B, K+1].
+        likeliest: ids int32 and log-probabilities float32 [B, K+1, n]; empty if no row requested them.
     """
 
     chosen: np.ndarray
     likeliest: Sequence[np.ndarray]
 
     def list_tokens(self, slot: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-        """Of one row's committed tokens, each with the `count` likeliest."""
+        """Returns the log-probabilities of the tokens that row `slot` committed, each with the `count` likeliest."""
         tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(tokens)
         if count:
             ids, values = (array[slot, : len(tokens), :count].tolist() for array in self.likeliest)

@@ -1,14 +1,27 @@
-"""Acceptance, counted and averaged, by hand."""
+"""Counters, latency histograms and acceptance summaries, computed by hand."""
 
-from dflash_aot.runtime.metrics.counters import Counters, summarize_acceptance
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_aot.runtime.metrics.counters import BUCKET_BOUNDS_SECONDS, Counters, Histogram, summarize_acceptance
 from dflash_aot.runtime.requests.request import Result
 
 
-def result(accepted: list[int]) -> Result:
+def make_result(accepted: list[int]) -> Result:
     return Result([1] * 9, None, "length", 3, accepted, [], None, 0.1, 0.2)
 
 
-def test_every_row_of_a_round_counts_at_each_position_it_verified():
+def make_histogram(*seconds: float) -> Histogram:
+    histogram = Histogram()
+    for one in seconds:
+        histogram.observe(one)
+    return histogram
+
+
+def test_row_counts_at_each_verified_position():
     counters = Counters()
     for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
         counters.note_row(k, accepted)
@@ -17,7 +30,7 @@ def test_every_row_of_a_round_counts_at_each_position_it_verified():
     assert counters.accepted_at == [2, 2, 1, 1, 1, 0, 0]
 
 
-def test_a_snapshot_stays_as_it_is():
+def test_copy_of_counters_is_independent():
     counters = Counters()
     counters.note_row(2, 1)
     before = counters.copy()
@@ -25,19 +38,66 @@ def test_a_snapshot_stays_as_it_is():
     assert (before.accepted, before.accepted_at) == (1, [1, 0])
 
 
-def test_both_averages_of_the_acceptance_length():
+def test_summary_has_both_averages_of_tau():
     counters = Counters()
     runs = [[3, 1], [0], []]  # the last request ended with its first token
     for run in runs:
         for accepted in run:
             counters.note_row(3, accepted)
-    found = summarize_acceptance([result(run) for run in runs], counters)
+    found = summarize_acceptance([make_result(run) for run in runs], counters)
     assert found.rounds == 3
     assert found.micro_tau == 1 + 4 / 3
     assert found.mean_tau == ((1 + 2) + (1 + 0)) / 2
     assert found.per_position == (2 / 3, 1 / 3, 1 / 3)
 
 
-def test_without_a_round_there_is_no_acceptance_length():
-    found = summarize_acceptance([result([])], Counters())
+def test_summary_without_rounds_is_empty():
+    found = summarize_acceptance([make_result([])], Counters())
     assert (found.rounds, found.per_position) == (0, ())
+
+
+# -- histograms
+
+
+def test_bucket_bounds_ascend():
+    assert [*BUCKET_BOUNDS_SECONDS] == sorted(set(BUCKET_BOUNDS_SECONDS))
+    assert BUCKET_BOUNDS_SECONDS[0] > 0 and BUCKET_BOUNDS_SECONDS[-1] < math.inf
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bucket"),
+    [
+        (0.0, 0),
+        (0.0005, 0),  # a bound belongs to the bucket below it
+        (0.0006, 1),
+        (1.0, BUCKET_BOUNDS_SECONDS.index(1.0)),
+        (math.nextafter(1.0, 2), BUCKET_BOUNDS_SECONDS.index(1.0) + 1),
+        (100.0, len(BUCKET_BOUNDS_SECONDS) - 1),
+        (100.1, len(BUCKET_BOUNDS_SECONDS)),
+        (math.inf, len(BUCKET_BOUNDS_SECONDS)),
+    ],
+)
+def test_duration_counts_once_in_its_bucket(seconds, bucket):
+    counts = make_histogram(seconds).counts
+    assert (sum(counts), counts[bucket]) == (1, 1)
+
+
+def test_total_is_the_sum_of_durations():
+    assert make_histogram().total == 0
+    assert make_histogram(0.25, 0.5, 200.0).total == 200.75
+
+
+def test_copy_of_a_histogram_is_independent():
+    histogram = make_histogram(0.25)
+    copied, other = histogram.copy(), Histogram()
+    histogram.observe(0.25)
+    assert copied == make_histogram(0.25) != histogram
+    assert other == Histogram() and not sum(other.counts)
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1000)))
+def test_counts_equal_those_of_a_list(seconds):
+    counts = make_histogram(*seconds).counts
+    assert len(counts) == len(BUCKET_BOUNDS_SECONDS) + 1 and sum(counts) == len(seconds)
+    for bucket, bound in enumerate(BUCKET_BOUNDS_SECONDS):
+        assert sum(counts[: bucket + 1]) == sum(one <= bound for one in seconds)

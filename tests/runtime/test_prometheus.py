@@ -1,4 +1,4 @@
-"""Metrics of counters made by hand, as a scrape sees them."""
+"""Prometheus metrics of made-up counters, as a scrape returns them."""
 
 import dataclasses
 import itertools
@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.metrics.histogram import BUCKET_BOUNDS_SECONDS, Histogram
+from dflash_aot.runtime.metrics.counters import BUCKET_BOUNDS_SECONDS, Counters, Histogram
 from dflash_aot.runtime.metrics.prometheus import FINISHED_REASONS, METRICS, StatsCollector, make_registry
 from dflash_aot.runtime.requests.request import FinishReason
 
@@ -33,8 +32,8 @@ TIMINGS = {
 }
 
 
-def made_up() -> Counters:
-    """Every number another one, so that none can stand for its neighbour."""
+def make_counters() -> Counters:
+    """Returns counters with a different value in each field, so that no two can be confused."""
     counters = Counters(
         rounds=11,
         padded_rows=12,
@@ -98,7 +97,7 @@ def key(name: str, **labels: str):
 
 
 def expected(model_name: str = "pair"):
-    """All samples of `made_up`, by name and labels."""
+    """All samples of `make_counters`, by name and labels."""
     samples = {key(name): value for name, value in PLAIN.items()}
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     samples |= {key(per_position, position=str(at)): value for at, value in enumerate([2, 2, 1, 1, 1, 0, 0])}
@@ -120,7 +119,7 @@ def scrape(registry: CollectorRegistry) -> str:
 
 
 def parse(text: str):
-    """All samples of a scrape, by name and labels; none may come twice."""
+    """Returns all samples of a scrape, by name and labels, and checks that none is repeated."""
     samples: dict = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -134,11 +133,11 @@ def value(samples, name: str, **labels: str) -> float:
     return samples[name, frozenset({**labels, "model_name": "pair"}.items())]
 
 
-def test_every_sample_by_hand():
-    assert parse(scrape(make_registry(made_up, "pair"))) == pytest.approx(expected())
+def test_scrape_has_every_expected_sample():
+    assert parse(scrape(make_registry(make_counters, "pair"))) == pytest.approx(expected())
 
 
-# What scrapers ask for: curl, Prometheus 3, and Prometheus 2 with the setting that the document tells of.
+# Accept headers of curl, Prometheus 3, and Prometheus 2 with the setting from docs/metrics.md.
 PLAIN_TEXT = "text/plain;version=0.0.4;q=0.5,*/*;q=0.4"
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
@@ -147,11 +146,11 @@ PROMETHEUS_3 = (
 
 
 @pytest.mark.parametrize("accept", ["*/*", PROMETHEUS_3, PLAIN_TEXT])
-def test_every_format_says_the_same(accept):
+def test_every_format_has_the_same_samples(accept):
     encode, content_type = choose_encoder(accept)
     openmetrics = content_type.startswith("application/openmetrics-text")
     assert openmetrics == (accept == PROMETHEUS_3)
-    text = encode(make_registry(made_up, "pair")).decode()
+    text = encode(make_registry(make_counters, "pair")).decode()
     families = (parse_openmetrics if openmetrics else text_string_to_metric_families)(text)
     samples = [
         (sample.name, frozenset(sample.labels.items()), sample.value) for one in families for sample in one.samples
@@ -161,7 +160,7 @@ def test_every_format_says_the_same(accept):
 
 
 def test_types_help_and_names():
-    families = [*text_string_to_metric_families(scrape(make_registry(made_up, "pair")))]
+    families = [*text_string_to_metric_families(scrape(make_registry(make_counters, "pair")))]
     assert [family.name for family in families] == [metric.name for metric in METRICS]
     assert len({family.documentation for family in families}) == len(METRICS)
     for family in families:
@@ -176,23 +175,23 @@ def test_types_help_and_names():
     assert set(types.values()) == {"counter", "gauge", "histogram"}
 
 
-def test_a_histogram_accumulates_and_ends_with_everything():
-    samples = parse(scrape(make_registry(made_up, "pair")))
+def test_histogram_buckets_are_cumulative():
+    samples = parse(scrape(make_registry(make_counters, "pair")))
     for name in TIMINGS:
         counts = [value(samples, f"{name}_bucket", le=le) for le in BOUNDS]
         assert counts == sorted(counts) and counts[-1] == value(samples, f"{name}_count") == 4
         assert [float(le) for le in BOUNDS] == [*BUCKET_BOUNDS_SECONDS, math.inf]
 
 
-def test_an_engine_that_has_done_nothing_shows_zeros():
+def test_unused_engine_has_zeros():
     samples = parse(scrape(make_registry(Counters, "pair")))
     assert set(samples.values()) == {0}
     by_use = {"vllm:spec_decode_num_accepted_tokens_per_pos_total", "dflash:bucket_rounds_total"}
     assert {name for name, _ in samples} == {name for name, _ in expected()} - by_use
 
 
-def changed(name: str, old):
-    """Another value for a field of Counters."""
+def change_value(name: str, old):
+    """Returns another value for a field of Counters."""
     if isinstance(old, Histogram):
         return Histogram([0, 1, *old.counts[2:]], 0.001)
     if isinstance(old, list):
@@ -203,27 +202,27 @@ def changed(name: str, old):
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Counters)])
-def test_nothing_is_counted_that_no_metric_shows(field):
+def test_every_counter_is_in_a_metric(field):
     counters = Counters()
     before = scrape(make_registry(counters.copy, "pair"))
-    setattr(counters, field, changed(field, getattr(counters, field)))
+    setattr(counters, field, change_value(field, getattr(counters, field)))
     assert scrape(make_registry(counters.copy, "pair")) != before
 
 
-def test_every_end_of_a_request_has_a_word_of_its_own():
+def test_every_finish_reason_has_its_own_label():
     assert set(FINISHED_REASONS) == set(get_args(FinishReason))
     assert len(set(FINISHED_REASONS.values())) == len(FINISHED_REASONS)
 
 
 @pytest.mark.parametrize("model_name", ["a/b-c", 'a "b"', "a\\nb\\", "a\nb", 'a",le="1', "{}=,# ü 中", ""])
-def test_any_text_may_be_the_name_of_a_model(model_name):
-    text = scrape(make_registry(made_up, model_name))
+def test_model_name_may_be_any_text(model_name):
+    text = scrape(make_registry(make_counters, model_name))
     assert parse(text) == pytest.approx(expected(model_name))
     assert all(re.match(r"# (HELP|TYPE) |(vllm|dflash):", line) for line in text.splitlines())
 
 
-def test_two_engines_of_one_process_do_not_mix():
-    first, second = made_up(), Counters(rounds=5)
+def test_registries_of_two_engines_are_independent():
+    first, second = make_counters(), Counters(rounds=5)
     registries = make_registry(lambda: first, "one"), make_registry(lambda: second, "two")
     assert parse(scrape(registries[0])) == pytest.approx(expected("one"))
     second.rounds = 6
@@ -232,18 +231,18 @@ def test_two_engines_of_one_process_do_not_mix():
     assert all(("model_name", "two") in labels for _, labels in samples)
 
 
-def test_a_service_may_keep_its_own_metrics_in_the_same_registry():
+def test_collector_shares_a_registry_with_other_metrics():
     registry = CollectorRegistry(auto_describe=True)
     Counter("service_requests", "Requests.", registry=registry).inc(3)
-    registry.register(StatsCollector(made_up, "pair"))
+    registry.register(StatsCollector(make_counters, "pair"))
     own = {("service_requests_total", frozenset()): 3}
     samples = {name: value for name, value in parse(scrape(registry)).items() if name[0] != "service_requests_created"}
     assert samples == pytest.approx(expected() | own)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(StatsCollector(made_up, "another"))
+        registry.register(StatsCollector(make_counters, "another"))
 
 
-def test_the_engine_is_asked_once_per_scrape_and_not_before():
+def test_stats_is_called_once_per_scrape():
     asked = itertools.count(1)
 
     def stats() -> Counters:
@@ -257,7 +256,7 @@ def test_the_engine_is_asked_once_per_scrape_and_not_before():
         assert value(samples, "dflash:rows_total") == 2 * number
 
 
-def test_an_engine_that_cannot_answer_is_no_engine_at_zero():
+def test_error_of_stats_fails_the_scrape():
     def stats() -> Counters:
         raise ConnectionError("gone")
 
@@ -265,8 +264,8 @@ def test_an_engine_that_cannot_answer_is_no_engine_at_zero():
         scrape(make_registry(stats, "pair"))
 
 
-def test_scrapes_while_counting_goes_on_are_each_whole():
-    """What belongs together is from one step, nothing comes twice or goes back, and the last scrape has it all."""
+def test_concurrent_scrapes_are_consistent():
+    """The samples of a scrape are of one step, counters never decrease, and the last scrape has all rounds."""
     live, published, rows = Counters(), [Counters()], 3000
 
     def serve() -> None:
@@ -281,7 +280,7 @@ def test_scrapes_while_counting_goes_on_are_each_whole():
     thread.start()
     seen, running = [], True
     while running:
-        running = thread.is_alive()  # one scrape after the end
+        running = thread.is_alive()  # the last scrape is after the end of the thread
         samples = parse(scrape(registry))
         names = [(name, labels) for name, labels in samples if name.endswith("_per_pos_total")]
         accepted = value(samples, "vllm:spec_decode_num_accepted_tokens_total")
@@ -294,23 +293,23 @@ def test_scrapes_while_counting_goes_on_are_each_whole():
     assert seen == sorted(seen) and seen[-1] == rows
 
 
-def test_the_document_lists_every_metric_once_and_no_other():
+def test_document_lists_each_metric_once():
     listed = re.findall(r"^\| `([a-z]+:\w+)`", DOCUMENT.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(sample_name(metric.name) for metric in METRICS)
 
 
 def sample_name(name: str) -> str:
-    """As queries write it: counters end in _total."""
+    """Returns the name of a metric's samples: counters end in _total."""
     return f"{name}_total" if f"{name}_total" in {name for name, _ in expected()} else name
 
 
-def test_queries_in_the_document_use_names_that_exist():
+def test_queries_in_the_document_use_existing_names():
     queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL))
     asked = {name.group() for name in NAME.finditer(queries)}
     assert asked and asked <= {name for name, _ in expected()}
 
 
-def test_an_engine_is_scraped_over_http(bundle, cases):
+def test_engine_is_scraped_over_http(bundle, cases):
     params = SamplingParams(max_tokens=9, stop_token_ids=())
     with Engine.open(bundle("tiny")) as engine:
         registry = make_registry(engine.stats, "pair")
@@ -318,7 +317,7 @@ def test_an_engine_is_scraped_over_http(bundle, cases):
         url = f"http://127.0.0.1:{server.server_port}/metrics"
         idle = parse(fetch(url))
         results = [engine.generate(cases["len1"].later(cut).prompt, params) for cut in range(4)]
-        engine.close()  # its last step has ended: nothing is counted any more
+        engine.close()  # the engine's thread has ended: nothing is counted any more
         own = parse(scrape(engine.metrics()))
         samples, only = parse(fetch(url)), parse(fetch(f"{url}?name[]=dflash:rounds_total"))
         server.shutdown()
