@@ -1,6 +1,6 @@
-"""What an executable depends on besides its program: compared field by field before anything is loaded.
+"""Environment of an executable: compiler versions, devices, CPU features and flags, compared before loading.
 
-Nothing here needs JAX: `devices` asks it for the rest.
+This module does not import JAX; `devices` reads the rest from JAX.
 """
 
 import importlib.metadata
@@ -12,22 +12,32 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-# The flags of a processor that change which instructions may be emitted; the rest of /proc/cpuinfo is noise.
+# CPU flags that change which instructions the compiler may emit; the other flags of /proc/cpuinfo do not matter.
 INSTRUCTION_SETS = re.compile(
     r"(sse|ssse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|pclmul|vpclmul|gfni|sha|asimd|neon|sve|bf16|i8mm)\w*"
 )
 VIRTUAL_DEVICES_FLAG = "--xla_force_host_platform_device_count"
-GOOGLE_PCI_VENDOR = "0x1ae0"  # the vendor of a TPU on the PCI bus
+GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some devices of one machine as the compiler sees them, in the order of their mesh.
+    """What an executable depends on besides its program: compiler, devices of one machine in mesh order, flags.
 
-    `topology` is the slice of which they are all or some, "" where that means nothing. `coordinates` are x, y, z and
-    core of each TPU device, the ids of others.
+    jax, jaxlib: versions.
+    libtpu: version, "" for other platforms.
+    platform: as JAX names it.
+    platform_version: the full text of the PJRT client.
+    device_kind: as JAX names it.
+    topology: the TPU slice that the devices belong to, "" for other platforms.
+    device_count: devices in use.
+    coordinates: x, y, z and core of each TPU device, the ids of other devices.
+    machine: CPU architecture, "" for TPU.
+    cpu_features: instruction sets, for CPU only.
+    xla_flags: XLA_FLAGS without the number of virtual devices.
+    libtpu_init_args: LIBTPU_INIT_ARGS, for TPU only.
 
-    Not verified on a TPU: that `platform_version` of a described device is the one that a TPU VM with the same libtpu
-    tells (JAX's sources show the same three lines for both), and that coordinates there start at 0.
+    Not verified on a TPU: that a described device and a TPU VM with the same libtpu have the same `platform_version`
+    (JAX's sources show the same three lines for both), and that coordinates on a TPU VM start at 0.
     """
 
     jax: str
@@ -46,7 +56,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostEnvironment(msgspec.Struct, frozen=True):
-    """The part of an `Environment` that is known before JAX starts."""
+    """The fields of `Environment` that are known before JAX starts."""
 
     jax: str
     jaxlib: str
@@ -57,7 +67,12 @@ class HostEnvironment(msgspec.Struct, frozen=True):
 
 
 class EnvironmentDifference(msgspec.Struct, frozen=True):
-    """One field that does not fit: what the bundle was built for, what is here."""
+    """A field of the environment in which a bundle does not fit this machine.
+
+    field: name in `Environment`.
+    built: the bundle's value.
+    here: this machine's value.
+    """
 
     field: str
     built: str
@@ -65,21 +80,21 @@ class EnvironmentDifference(msgspec.Struct, frozen=True):
 
 
 def read_host_environment(platform_name: str) -> HostEnvironment:
-    """This machine, for executables of that platform; "" and () for what they don't depend on."""
+    """Returns this machine's fields for a platform; "" and () for fields that its executables do not depend on."""
     on_tpu = platform_name == "tpu"
     return HostEnvironment(
         jax=_installed_version("jax"),
         jaxlib=_installed_version("jaxlib"),
         libtpu=libtpu_version() if on_tpu else "",
-        machine="" if on_tpu else platform.machine(),  # nothing in an executable for TPU runs on its host
+        machine="" if on_tpu else platform.machine(),  # no part of a TPU executable runs on the host
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
-        # How many devices are made of the processor is compared as what it leads to.
+        # The number of virtual CPU devices is compared as `device_count`.
         xla_flags=read_flags("XLA_FLAGS", but=VIRTUAL_DEVICES_FLAG),
     )
 
 
 def find_differences(built: Environment, here: Environment) -> list[EnvironmentDifference]:
-    """Every field in which an executable built there does not fit here. More CPU features than needed are fine."""
+    """Returns every field in which an executable does not fit this machine. Additional CPU features are allowed."""
     found = []
     for field in Environment.__struct_fields__:
         old, new = getattr(built, field), getattr(here, field)
@@ -92,7 +107,7 @@ def find_differences(built: Environment, here: Environment) -> list[EnvironmentD
 
 
 def compare_with_host(built: Environment) -> tuple[list[EnvironmentDifference], list[str]]:
-    """`differences` as far as they are known before JAX starts, and the fields that are known only then."""
+    """Returns the differences that are visible before JAX starts, and the names of the fields that are not."""
     known: dict[str, object] = structs.asdict(read_host_environment(built.platform))
     if built.platform != "tpu":
         known |= {"topology": "", "libtpu_init_args": ""}
@@ -100,16 +115,16 @@ def compare_with_host(built: Environment) -> tuple[list[EnvironmentDifference], 
         known["platform"] = "no TPU is attached"
     if built.platform == "cpu":
         known |= {"platform": "cpu", "platform_version": "cpu", "device_kind": "cpu"}
-        if built.device_count == 1:  # every machine has that one
+        if built.device_count == 1:  # every machine has one CPU device
             known |= {"device_count": 1, "coordinates": ("0",)}
     here = structs.replace(built, **known)
     return find_differences(built, here), [field for field in Environment.__struct_fields__ if field not in known]
 
 
 def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """By the files of its driver: asking libtpu where there is none takes time and writes to the terminal.
+    """Whether a TPU is attached, according to device files. Asking libtpu would take time and print messages.
 
-    Whatever a host passes through has files in vfio/, so there the vendor counts, as it does for JAX.
+    vfio/ has files for every device that a host passes through, so that the PCI vendor is checked too, as JAX does.
     """
     if any(files.glob("accel[0-9]*")):
         return True
@@ -118,12 +133,12 @@ def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/p
 
 
 def read_flags(variable: str, but: str | None = None) -> str:
-    """The flags in an environment variable, in its order; without those that begin with `but`."""
+    """Returns the flags in an environment variable, in order, without those that begin with `but`."""
     return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
 
 
 def libtpu_version() -> str:
-    """ "" where the package is not installed."""
+    """Returns the version of libtpu, "" if the package is not installed."""
     return _installed_version("libtpu")
 
 
@@ -139,7 +154,7 @@ def _installed_version(package: str) -> str:
 
 
 def _cpu_features() -> tuple[str, ...]:
-    """Instruction sets of the first processor, sorted; none where the system does not tell."""
+    """Returns the sorted instruction sets of the first processor, () on systems without /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

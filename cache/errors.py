@@ -1,71 +1,71 @@
-"""Every refusal of this project, each with the exit code the command lines end with."""
+"""Error classes of the project, each with the exit code of a command that ends with it."""
 
 
 class DflashError(Exception):
-    """Base of all our errors; `exit_code` is what a command ends with when it meets one."""
+    """Base class of all errors of the project; `exit_code` is a command's exit code."""
 
     exit_code = 1
 
 
 class BadInput(DflashError):
-    """What the user gave cannot be used: a flag, a request, a line of a file."""
+    """A flag, a request or a line of an input file cannot be used."""
 
     exit_code = 2
 
 
 class BadCheckpoint(BadInput):
-    """A checkpoint that is missing, malformed, of another architecture, or not a pair with the other one."""
+    """A checkpoint is missing, malformed, not supported, or does not match the other checkpoint of its pair."""
 
 
 class StoreFailed(BadInput):
-    """A shared store, or what else lies behind a URL, that cannot be used: not there, unknown, not reachable."""
+    """A shared store, or another location behind a URL, is missing, unknown or unreachable."""
 
 
 class StoreRefused(StoreFailed):
-    """One that does not allow what was asked of it."""
+    """A store does not permit the operation."""
 
 
 class CorruptBundle(DflashError):
-    """An artefact whose bytes are not what its manifest promises."""
+    """The bytes of a bundle differ from its manifest, or its manifest is invalid."""
 
     exit_code = 3
 
 
 class MissingBundle(CorruptBundle):
-    """There is no bundle where one was asked for."""
+    """There is no bundle at the given location."""
 
     exit_code = 2
 
 
 class IncompatibleBundle(DflashError):
-    """A sound artefact, made for another environment or other weights."""
+    """A sound bundle was built for another environment or for other weights."""
 
     exit_code = 4
 
 
 class BuildFailed(DflashError):
-    """At least one executable could not be built; the message lists every one."""
+    """At least one executable could not be built; the message lists all of them."""
 
     exit_code = 5
 
 
 class GridMiss(DflashError):
-    """A request outside the precompiled grid."""
+    """A request lies outside the precompiled grid."""
 
     exit_code = 6
 
 
 class EngineFailed(DflashError):
-    """A request ended in an error that is not its own, or the engine cannot serve any more: the message says which."""
+    """The engine failed: for one request, or for good. The message says which."""
 
 
 class QueueFull(DflashError):
-    """As many requests are waiting as may wait: try again later, or ask for a place in line."""
+    """The request queue is full; retry later, or wait for a place in the queue."""
 
 
 class VoidRecord(DflashError):
-    """A benchmark was run, and its figures mean nothing: the message says why."""
+    """A benchmark ran, but its figures are invalid; the message says why."""
 
 
 class PeerFailed(DflashError):
-    """A process that a benchmark compares with ended, or said what is no answer: the message has its last lines."""
+    """A benchmark's subprocess ended or sent an invalid reply; the message holds its last lines of output."""

@@ -1,4 +1,4 @@
-"""The grid of buckets: which shapes are precompiled, and which of them holds a request."""
+"""The grid of buckets: the shapes that are precompiled, and the choice of the bucket for a request."""
 
 import re
 import tomllib
@@ -11,7 +11,7 @@ import msgspec
 from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
-ROUNDS = "rounds"  # beside the axes: one number, and it may be left out
+ROUNDS = "rounds"  # optional, and a single number; not an axis
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
@@ -20,12 +20,17 @@ AXIS_MEANINGS = {
     ROUNDS: "rounds of a single row per dispatch, at least 1",
 }
 MIN_SIZES = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1}
-MAX_SIZE = 1 << 24
+MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
-    """B rows, attention over the first S kv positions, K drafted tokens verified."""
+    """A decode bucket.
+
+    batch: rows.
+    length: kv positions attended to.
+    k: drafted tokens verified.
+    """
 
     batch: int
     length: int
@@ -33,16 +38,21 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, order=True):
-    """A prefill bucket: P prompt tokens of one slot, attention over the first S kv positions."""
+    """A prefill bucket.
+
+    prefill: prompt tokens of one slot.
+    length: kv positions attended to.
+    """
 
     prefill: int
     length: int
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All combinations of four axes, each ascending without repeats. Covers its own maximum by construction.
+    """All combinations of the sizes on four axes, so that the grid covers its own maximum.
 
-    `rounds`: how many a dispatch of a single row may run on the device; with 1 there are no executables for that.
+    batch, length, k, prefill: sizes in ascending order, without repeats.
+    rounds: rounds per dispatch of a multi-round step for a single row; 1 means that no such step is built.
     """
 
     batch: tuple[int, ...]
@@ -53,38 +63,40 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity(self) -> int:
-        """Committed kv positions a slot can hold."""
+        """Committed kv positions that a slot can hold."""
         return self.length[-1]
 
     @property
     def slots(self) -> int:
+        """Requests that can run at the same time."""
         return self.batch[-1]
 
     @property
     def widest_write(self) -> int:
-        """Positions one call may write from a slot's length on: the slack that the kv arrays need."""
+        """Largest number of kv positions that one call writes: the slack behind the capacity of the kv arrays."""
         return max(self.k[-1] + 1, self.prefill[-1], self.rounds)
 
     def buckets(self) -> list[Bucket]:
+        """Returns all decode buckets."""
         return [Bucket(b, s, k) for b in self.batch for s in self.length for k in self.k]
 
     def chunks(self) -> list[Chunk]:
-        """A chunk never attends to fewer positions than it is wide: a longer bucket serves it."""
+        """Returns all prefill buckets. None is wider than its length: a wide chunk is served by a longer bucket."""
         return [Chunk(p, s) for p in self.prefill for s in self.length[bisect_left(self.length, p) :]]
 
     def count(self) -> int:
-        """Of buckets and chunks; none is made for it."""
+        """Returns the number of buckets and chunks without creating them."""
         chunks = sum(len(self.length) - bisect_left(self.length, p) for p in self.prefill)
         return len(self.batch) * len(self.length) * len(self.k) + chunks
 
     def fit(self, batch: int, length: int, k: int) -> Bucket:
-        """The smallest bucket with at least `batch` rows, `length` positions and `k` verified tokens, or GridMiss."""
+        """Returns the smallest bucket with at least these sizes. Raises GridMiss."""
         if batch > self.batch[-1] or length > self.length[-1] or k > self.k[-1]:
             raise self.miss(batch, length, k)
         return Bucket(_at_least(self.batch, batch), _at_least(self.length, length), _at_least(self.k, k))
 
     def fit_chunk(self, start: int, left: int) -> Chunk:
-        """The chunk for the next of `left` prompt tokens behind `start` written ones, or GridMiss."""
+        """Returns the chunk for the next of `left` prompt tokens after `start` tokens are written. Raises GridMiss."""
         width = _at_least(self.prefill, min(left, self.prefill[-1]))
         reach = max(start + min(left, width), width)
         if reach > self.capacity:
@@ -92,7 +104,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Chunk(width, _at_least(self.length, reach))
 
     def miss(self, batch: int, length: int, k: int) -> GridMiss:
-        """The refusal of a request outside the grid, with the remedy."""
+        """Returns the error for a request outside the grid, with the command that builds a wider grid."""
         return GridMiss(
             f"no executable holds batch={batch}, length={length}, k={k}: the grid ends at "
             f"batch={self.batch[-1]}, length={self.length[-1]}, k={self.k[-1]}. "
@@ -100,7 +112,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def widened(self, batch: int, length: int, k: int) -> "Grid":
-        """This grid with what it lacks for such a request."""
+        """Returns this grid with the sizes added that the request needs."""
         wanted = {"batch": batch, "length": length, "k": k}
         axes = {axis: set(getattr(self, axis)) for axis in AXES}
         for axis, least in wanted.items():
@@ -114,28 +126,30 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _at_least(sizes: tuple[int, ...], least: int) -> int:
-    """The smallest of the ascending `sizes` that is not below `least`, which the last one is not."""
+    """Returns the smallest of the ascending `sizes` that is at least `least`; the last one has to be."""
     return sizes[bisect_left(sizes, least)]
 
 
 def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Grid:
-    """A checked grid for a draft trained on blocks of `block` tokens. `source` names it in messages.
+    """Returns a checked grid for a draft that was trained on blocks of `block` tokens.
 
-    K = 0 is always in it. Raises BadInput.
+    `source` names the grid in messages. K = 0 is always added. Raises BadInput.
     """
     if missing := [axis for axis in AXES if axis not in axes]:
         raise BadInput(
-            f"{source}: {', '.join(missing)} not given. All four are needed, for example '{EXAMPLE_BUCKETS}'"
+            f"{source}: {', '.join(missing)} missing. All four axes are needed, for example '{EXAMPLE_BUCKETS}'"
         )
     if unknown := [axis for axis in axes if axis not in (*AXES, ROUNDS)]:
-        raise BadInput(f"{source}: unknown {', '.join(unknown)}; the axes are {', '.join(AXES)}, and {ROUNDS}")
+        raise BadInput(f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)} and {ROUNDS}")
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
     rounds = _check_axis(ROUNDS, axes.get(ROUNDS, [1]), source)
     grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))}, rounds=rounds[0])
     if rounds[1:]:
-        raise BadInput(f"{source}: rounds={','.join(map(str, rounds))}: one number is needed, {AXIS_MEANINGS[ROUNDS]}")
+        raise BadInput(
+            f"{source}: rounds={','.join(map(str, rounds))}: expected a single number, {AXIS_MEANINGS[ROUNDS]}"
+        )
     if grid.rounds > 1 and 1 not in grid.batch:
-        raise BadInput(f"{source}: rounds={grid.rounds} is for batch=1, and batch is {','.join(map(str, grid.batch))}")
+        raise BadInput(f"{source}: rounds={grid.rounds} needs batch=1, but batch is {','.join(map(str, grid.batch))}")
     if grid.k[-1] > block - 1:
         raise BadInput(
             f"{source}: k={grid.k[-1]}, but a block of {block} holds the anchor and {block - 1} drafted tokens"
@@ -154,14 +168,17 @@ def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]
     wrong = [size for size in sizes if type(size) is not int or not MIN_SIZES[axis] <= size <= MAX_SIZE]
     if not sizes or wrong:
         found = ", ".join(map(repr, wrong)) or "nothing"
-        raise BadInput(f"{source}: {axis} holds {found}; it is {AXIS_MEANINGS[axis]}")
+        raise BadInput(f"{source}: {axis} holds {found}; expected {AXIS_MEANINGS[axis]}")
     if len(set(sizes)) < len(sizes):
-        raise BadInput(f"{source}: {axis} names a size twice: {','.join(map(str, sizes))}")
+        raise BadInput(f"{source}: {axis} has a size twice: {','.join(map(str, sizes))}")
     return tuple(sorted(sizes))
 
 
 def parse_grid(text: str, block: int) -> Grid:
-    """`--buckets`: "batch=1,4 length=256 k=0,7 prefill=64", or the path of a .toml with the same four keys."""
+    """Parses `--buckets`: "batch=1,4 length=256 k=0,7 prefill=64", or the path of a .toml with the same keys.
+
+    Raises BadInput.
+    """
     if text.endswith(".toml"):
         return make_grid(_read_toml(Path(text)), block, text)
     source = f"--buckets '{text}'"
@@ -169,7 +186,7 @@ def parse_grid(text: str, block: int) -> Grid:
     for word in text.split():
         found = re.fullmatch(r"([a-z]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
         if not found:
-            raise BadInput(f"{source}: cannot read '{word}'. Write it like '{EXAMPLE_BUCKETS}'")
+            raise BadInput(f"{source}: cannot read '{word}'. Expected a grid such as '{EXAMPLE_BUCKETS}'")
         axis, sizes = found.groups()
         if axis in axes:
             raise BadInput(f"{source}: {axis} is given twice")
@@ -188,14 +205,14 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
 
 
 def default_grid(block: int, positions: int, k: int) -> Grid:
-    """What is sensible when nothing is said: one and four rows, two lengths, `k` verified tokens and half of them.
+    """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` / 2 and `k`.
 
-    Raises BadInput for models made for less than a block.
+    Raises BadInput for models with fewer positions than a block.
     """
     if positions < block:
         raise BadInput(
             f"max_position_embeddings of the pair allows {positions} positions: too few for a block of {block}, "
-            f"so there is no default grid. Give --buckets, with k below {positions}"
+            f"so there is no default grid. Set --buckets with k below {positions}"
         )
     longest = min(1024, positions)
     return make_grid(
@@ -211,6 +228,6 @@ def default_grid(block: int, positions: int, k: int) -> Grid:
 
 
 def check_positions(grid: Grid, positions: int) -> None:
-    """Neither model was made for more than `positions`. Raises BadInput."""
+    """Raises BadInput for a grid longer than the `positions` of the models."""
     if grid.capacity > positions:
         raise BadInput(f"length={grid.capacity}, but max_position_embeddings of the pair allows {positions}")

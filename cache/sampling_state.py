@@ -1,14 +1,16 @@
-"""What a request may ask of the choice of its tokens, as the device keeps it: one row of `sampling` per slot."""
+"""Sampling state of a slot on the device: its columns, and the verification modes that read it."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from dflash_aot.cache.errors import BadInput
 
+# Modes of verification that can be built: greedy, and sampled with penalties and filters. Greedy needs no sampling
+# state. A bundle with only "sample" serves greedy requests with a temperature of 0.
 SamplingMode = Literal["greedy", "sample"]
 SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
-MAX_TOP_LOGPROBS = 20  # of one token: as many as OpenAI's interface gives
-# Columns of `sampling`, and the value with which each changes nothing.
+MAX_TOP_LOGPROBS = 20  # per token, the limit of OpenAI's API
+# The columns of the state array `sampling`, each with the value that has no effect.
 NEUTRAL_SAMPLING = {
     "temperature": 0.0,
     "top_k": 0.0,
@@ -22,17 +24,17 @@ SAMPLING_COLUMNS = tuple(NEUTRAL_SAMPLING)
 
 
 def count_top_logprobs(vocab: int) -> int:
-    """How many of the likeliest tokens a sampled verification tells of: a small vocabulary has no more."""
+    """Returns how many of the likeliest tokens a sampled verification reports: MAX_TOP_LOGPROBS or the vocabulary."""
     return min(MAX_TOP_LOGPROBS, vocab)
 
 
-def check_sampling_modes(kinds: Sequence[str], source: str) -> tuple[SamplingMode, ...]:
-    """Kinds of verification to build, in their own order. `source` names them in messages. Raises BadInput."""
+def check_sampling_modes(modes: Sequence[str], source: str) -> tuple[SamplingMode, ...]:
+    """Returns the modes to build in their canonical order. `source` names them in messages. Raises BadInput."""
     known = ", ".join(SAMPLING_MODES)
-    if unknown := [kind for kind in kinds if kind not in SAMPLING_MODES]:
-        raise BadInput(f"{source}: {', '.join(map(repr, unknown))} is no kind of verification; there are {known}")
-    if len(set(kinds)) < len(kinds):
-        raise BadInput(f"{source} names one twice")
-    if not kinds:
-        raise BadInput(f"{source} names none; there are {known}")
-    return tuple(kind for kind in SAMPLING_MODES if kind in kinds)
+    if unknown := [mode for mode in modes if mode not in SAMPLING_MODES]:
+        raise BadInput(f"{source}: unknown sampling mode {', '.join(map(repr, unknown))}; known: {known}")
+    if len(set(modes)) < len(modes):
+        raise BadInput(f"{source} has a sampling mode twice")
+    if not modes:
+        raise BadInput(f"{source} has no sampling mode; known: {known}")
+    return tuple(mode for mode in SAMPLING_MODES if mode in modes)

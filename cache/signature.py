@@ -1,6 +1,6 @@
-"""Programs and their signatures, declared once, as data.
+"""Program signatures: inputs and outputs of every program at every bucket, declared once, as data.
 
-Lowering, allocation, checks, keys and the manifest are derived from what stands here.
+Lowering, allocation, checks, cache keys and the manifest are derived from these declarations.
 L layers · N slots · G kv heads · C capacity + slack · D head width · F feature width · V the target's vocabulary
 """
 
@@ -17,14 +17,20 @@ from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingMode, coun
 
 ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "rounds", "move", "admit"]
 INT, FLOAT, BOOL = "int32", "float32", "bool"
-MAX_STOP_TOKENS = 8  # tokens that end a row, at most, which the device knows of; the host knows all
-MESH_AXIS = "model"  # of the mesh: what tensor parallelism splits
-MeshAxes = tuple[str | None, ...]  # the mesh axis that splits each dimension; () where nothing does
+MAX_STOP_TOKENS = 8  # per request, checked on the device in multi-round steps; the host checks all
+MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
+MeshAxes = tuple[str | None, ...]  # the mesh axis that splits each dimension, or None; () if none is split
 ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
 
 
 class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Name, shape and dtype of one array, whole; `sharding` says which dimension the devices split, if any."""
+    """One array of a program.
+
+    name: unique among state, weights, arguments and results of a program.
+    shape: of the whole array.
+    dtype: as NumPy names it.
+    sharding: the mesh axis that splits each dimension, () if the array is not split.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,20 +39,21 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes(self) -> int:
+        """Size of the whole array in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def shard_shape(self, devices: int) -> tuple[int, ...]:
-        """The shape of what each of `devices` holds of it."""
+        """Returns the shape of the shard that each of `devices` devices holds."""
         split = self.sharding or (None,) * len(self.shape)
         return tuple(size // devices if axis else size for size, axis in zip(self.shape, split, strict=True))
 
     def shard_bytes(self, devices: int) -> int:
-        """What each of `devices` holds of it."""
+        """Returns the size in bytes of the shard that each of `devices` devices holds."""
         return math.prod(self.shard_shape(devices)) * ITEM_BYTES[self.dtype]
 
 
 class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One model's kv per slot and position."""
+    """Shape of one model's kv cache per slot and position: layers, kv_heads and head_dim (the width of a head)."""
 
     layers: int
     kv_heads: int
@@ -54,7 +61,15 @@ class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What signatures depend on of the two models."""
+    """The facts of a checkpoint pair and the build options that determine the signatures.
+
+    target_kv, draft_kv: kv caches of the models.
+    feature_width: width of the target's features (aux hidden states of all target_layer_ids).
+    block: tokens of a block, anchor included.
+    vocab: the target's tokens.
+    dtype: of weights, kv and features.
+    sampling: the verification modes that are built.
+    """
 
     target_kv: KvShape
     draft_kv: KvShape
@@ -66,12 +81,12 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def samples(self) -> bool:
-        """Whether there is sampling state, and what reads it."""
+        """Whether the programs include sampled verification and its state."""
         return "sample" in self.sampling
 
 
 def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingMode, ...]) -> PairShapes:
-    """From the facts of both models."""
+    """Derives the shapes from the facts of both models."""
     return PairShapes(
         target_kv=_kv_shape(target.decoder),
         draft_kv=_kv_shape(draft.decoder),
@@ -88,10 +103,16 @@ def _kv_shape(decoder: Decoder) -> KvShape:
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One program at one bucket. Inputs in order: weights, state, arguments; outputs: donated state, results.
+    """Inputs and outputs of one program at one bucket.
 
-    `donated` names the state arrays that the program consumes and returns; `state` those that it reads, the
-    donated ones first.
+    Inputs in order: weights, state, arguments. Outputs in order: donated state, results.
+
+    program: name of the program.
+    bucket: its sizes by axis.
+    weights: names of the weight arguments.
+    state: names of the state arrays, the donated ones first.
+    donated: names of the state arrays that the program consumes and returns.
+    arguments, results: the other inputs and outputs.
     """
 
     program: ProgramName
@@ -104,17 +125,21 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
+        """Program and sizes for people, for example "verify batch=1 length=256 k=7"."""
         sizes = " ".join(f"{axis}={size}" for axis, size in self.bucket.items())
         return f"{self.program} {sizes}".rstrip()
 
     @property
     def executable_id(self) -> ExecutableId:
-        """The id of this program's executable for this bucket, unique in a bundle."""
+        """Program and sizes; unique in a bundle."""
         return self.program, tuple(self.bucket.values())
 
 
 def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
-    """Everything that a slot is, for the largest batch. The slack keeps a clamped write off valid positions."""
+    """Returns the state arrays of all slots, for the largest batch.
+
+    The kv arrays have slack behind their capacity, because `dynamic_update_slice` clamps a write near the end.
+    """
 
     def kv(name: str, shape: KvShape) -> ArraySpec:
         positions = grid.capacity + grid.widest_write
@@ -133,11 +158,11 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
 
 
 def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
-    """How each slot chooses its tokens.
+    """Returns the sampling state of all slots.
 
-    `sampling` as SAMPLING_COLUMNS, `seeds` the high and low half of 64 bits, `bias` what is added to each logit,
-    `prompted` the tokens that stand in the prompt, `counts` how often each stands in the output, `tops` 1 where the
-    log-probabilities of the likeliest tokens are wanted.
+    sampling: SAMPLING_COLUMNS. seeds: high and low half of 64 bits. bias: added to each logit. prompted: whether a
+    token is in the prompt. counts: how often a token is in the output. tops: 1 for slots that request the
+    log-probabilities of the likeliest tokens.
     """
     vocab, split = (slots, pair.vocab), (None, MESH_AXIS)
     return (
@@ -151,7 +176,7 @@ def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
 
 
 def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) -> dict[str, ArraySpec]:
-    """State and weights by name, as signatures refer to them."""
+    """Returns state and weight arrays by the names that signatures use."""
     made = (ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights)
     return {array.name: array for array in (*state, *made)}
 
@@ -162,7 +187,12 @@ SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
 class ProgramWeights(msgspec.Struct, frozen=True):
-    """Names of the weight arguments that each program takes, in order."""
+    """Names of weight arguments, in order: of the target forward, the draft forward and the context kv write.
+
+    target: of prefill and verify.
+    draft: of draft.
+    context: of kv_write.
+    """
 
     target: tuple[str, ...]
     draft: tuple[str, ...]
@@ -170,7 +200,7 @@ class ProgramWeights(msgspec.Struct, frozen=True):
 
 
 def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> list[Signature]:
-    """Every program at every bucket that the grid needs."""
+    """Returns the signatures of all executables of a grid."""
     buckets, chunks = grid.buckets(), grid.chunks()
     writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
     greedy = buckets if "greedy" in pair.sampling else []
@@ -191,7 +221,7 @@ def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
 
 
 def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
-    """Target forward over `counts` of P prompt tokens of one slot; leaves length and anchor behind its last one."""
+    """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length, and its anchor (`first`)."""
     P = chunk.prefill
     return Signature(
         program="prefill",
@@ -210,7 +240,7 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
 
 
 def draft_signature(bucket: Bucket, weights: ProgramWeights) -> Signature:
-    """Block forward at the trained width; the anchor and K drafted tokens of each row."""
+    """Draft forward over a block of the trained width; returns the anchor and K drafted tokens of each row."""
     B, K = bucket.batch, bucket.k
     return Signature(
         program="draft",
@@ -226,8 +256,8 @@ def draft_signature(bucket: Bucket, weights: ProgramWeights) -> Signature:
 def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
     """Target forward over the block, greedy choice, acceptance, new lengths and anchors of the active rows.
 
-    `verdict` is all that the host reads of a round: [accepted, the K drafted tokens, the K+1 chosen ones] per row.
-    `starts` are the lengths before the round. With K = 0 there is no block: the anchor is all of it.
+    `verdict` is the round outcome, the only array that the host reads: [accepted, K drafted tokens, K+1 chosen tokens]
+    per row. `starts` are the lengths before the round. With K = 0 there is no `block`: only the anchor is verified.
     """
     B, K = bucket.batch, bucket.k
     block = (ArraySpec("block", (B, K + 1), INT),) if K else ()
@@ -247,11 +277,11 @@ def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) 
 
 
 def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
-    """As `verify`, each token chosen as its slot's sampling state says, the committed ones counted there.
+    """As `verify`, but tokens are sampled by their slot's sampling state, and committed tokens are counted in it.
 
-    `verdict` holds K+1 columns more: the log-probabilities of the chosen tokens, float32 as int32 of the same bits.
-    `top_tokens` and `top_logprobs` are the likeliest tokens, zeros where no row of the batch wants them. All
-    log-probabilities are of the target's own distribution, before anything is asked of it.
+    `verdict` has K+1 more columns: the log-probabilities of the chosen tokens, float32 with its bits as int32.
+    `top_tokens` and `top_logprobs` are the likeliest tokens, zeros if no row of the batch requests them. All
+    log-probabilities are of the target's distribution before temperature, penalties and filters.
     """
     B, K = bucket.batch, bucket.k
     greedy, tops = verify_signature(pair, bucket, weights), (B, K + 1, count_top_logprobs(pair.vocab))
@@ -272,7 +302,7 @@ def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramW
 
 
 def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: ProgramWeights) -> Signature:
-    """Features of `width` positions from `starts` on → draft context keys and values of the named slots."""
+    """Writes the draft's context kv of `slots` for `width` positions from `starts`, computed from target features."""
     return Signature(
         program="kv_write",
         bucket={"rows": rows, "width": width},
@@ -289,10 +319,10 @@ def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: Program
 
 
 def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Signature:
-    """Up to `count` rounds of one slot, draft, verify and kv_write each, until nothing is `left` to be generated.
+    """Multi-round step: up to `count` rounds of one slot (draft, verify, kv_write) in one dispatch.
 
-    A token that is one of `ends`, which are padded with -1, leaves nothing. `verdicts` are those of `verify`, one per
-    round; -1 from the first round on that did not run.
+    Stops when `left` tokens are generated, or behind a token that is in `ends` (padded with -1). `verdicts` has the
+    outcome of `verify` per round, -1 from the first round that did not run. `left_over` is what remains of `left`.
     """
     B, K = bucket.batch, bucket.k
     used = (*weights.target, *(weights.draft if K else ()), *weights.context)
@@ -313,7 +343,7 @@ def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Si
 
 
 def move_signature(pair: PairShapes) -> Signature:
-    """Copies everything that one slot is to another."""
+    """Copies the whole state of slot `source` to slot `destination`."""
     state = (*TARGET_STATE, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
     return Signature(
         program="move",
@@ -327,9 +357,9 @@ def move_signature(pair: PairShapes) -> Signature:
 
 
 def admit_signature(pair: PairShapes) -> Signature:
-    """How one slot chooses its tokens from now on; nothing of its output is counted yet.
+    """Initialises the sampling state of one slot for a new request; resets the output counts.
 
-    An `anchor` of at least 0 becomes the slot's, and `starts` its length; below 0 both stay.
+    With `anchor` ≥ 0 the slot also gets this anchor, and the length `starts`; below 0 both stay.
     """
     state, vocab = ("lengths", "anchors", *SAMPLING_STATE), (1, pair.vocab)
     return Signature(

@@ -1,4 +1,4 @@
-"""TPU slices by name: what a user may ask for, and the figures of the chips in them."""
+"""TPU topologies: slices of one host by name, and the figures of their chips."""
 
 import itertools
 import math
@@ -12,10 +12,16 @@ MIB, GIB = 2**20, 2**30
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """One generation of TPU. Figures are those of a whole chip unless they say otherwise.
+    """A TPU generation; figures are of a whole chip unless noted.
 
-    device_kind: as JAX says it. devices: as JAX shows one chip. cores: TensorCores, which accelerator types such as
-    v5p-8 count. available_bytes: what the compiler lets programs use of one device's HBM.
+    name: of the generation, such as v5e.
+    device_kind: JAX's name.
+    devices: JAX devices per chip.
+    cores: TensorCores per chip, which accelerator types such as v5p-8 count.
+    hbm_bytes: size of the HBM.
+    available_bytes: the part of one device's HBM that the compiler lets programs use.
+    bytes_per_second: HBM bandwidth.
+    flops_per_second: in bfloat16.
     """
 
     name: str
@@ -29,29 +35,35 @@ class Chip(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Chips of one kind on one host; the mesh of links between them has this shape."""
+    """A slice of one host.
+
+    chip: its generation.
+    shape: of the mesh of links between its chips.
+    """
 
     chip: Chip
     shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
+        """The value of --topology, such as "v5e:2x2"."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def chips(self) -> int:
+        """Number of chips."""
         return math.prod(self.shape)
 
     @property
     def devices(self) -> int:
-        """As JAX shows them."""
+        """Number of JAX devices."""
         return self.chips * self.chip.devices
 
 
 # HBM, its bandwidth and bf16 flops: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x (2026). v4's page says
 # 1200 GB/s, "TPU v4" (arxiv.org/abs/2304.01433) the same. Pages that say GB mean GiB: /tpu7x says 95 and 32 GiB of v5p
-# and v6e, and the compiler counts 16 GiB for v5e. available_bytes, devices and device_kind: asked of libtpu 0.0.42.1,
-# the bytes by a program that needs too many. v4 and v5p join a chip's two cores to one device, tpu7x does not.
+# and v6e, and the compiler counts 16 GiB for v5e. available_bytes, devices and device_kind: read from libtpu 0.0.42.1,
+# the bytes from its out-of-memory report. v4 and v5p join a chip's two cores to one device, tpu7x does not.
 CHIPS = (
     Chip("v4", "TPU v4", 1, 2, 32 * GIB, 31485 * MIB, 1200e9, 275e12),
     Chip("v5e", "TPU v5 lite", 1, 1, 16 * GIB, 16126 * MIB, 819e9, 197e12),
@@ -61,7 +73,7 @@ CHIPS = (
 )
 ALIASES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 MAX_DEVICES = 8
-# What one host has, as docs.cloud.google.com/tpu/docs lists it, or a single chip of it.
+# The slices of one host, as docs.cloud.google.com/tpu/docs lists them, and a single chip.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("v5e", "v6e"), ((1, 1), (2, 2), (2, 4))),
     **dict.fromkeys(("v4", "v5p", "tpu7x"), ((1, 1, 1), (2, 2, 1))),
@@ -70,7 +82,7 @@ TOPOLOGIES = {one.name: one for chip in CHIPS for one in (Topology(chip, shape) 
 
 
 def parse_topology(name: str) -> Topology:
-    """A slice by its name, such as "v5e:2x2". Raises BadInput with the right names, and the one that may be meant."""
+    """Returns the slice of a name such as "v5e:2x2". Raises BadInput with all names and the one that may be meant."""
     if known := TOPOLOGIES.get(name):
         return known
     generation, _, size = name.strip().lower().replace("-", ":").partition(":")
@@ -79,14 +91,14 @@ def parse_topology(name: str) -> Topology:
     if meant:
         hint = f"did you mean {meant[0]}?"
     elif generation in SHAPES and math.prod(map(int, re.findall(r"\d{1,9}", size))) > MAX_DEVICES:
-        hint = f"a slice of several hosts is not supported, one of up to {MAX_DEVICES} devices is."
+        hint = f"slices of several hosts are not supported, only slices of up to {MAX_DEVICES} devices."
     else:
-        hint = "no such slice."
-    raise BadInput(f"--topology {name}: {hint} There are {', '.join(TOPOLOGIES)}")
+        hint = "no such topology."
+    raise BadInput(f"--topology {name}: {hint} Known: {', '.join(TOPOLOGIES)}")
 
 
 def find_topology(device_kind: str, shape: tuple[int, ...]) -> Topology | None:
-    """The slice of such devices in a box of this shape, which may have more dimensions than its name; or none."""
+    """Returns the slice of such devices with this bounding box, None if there is none. Trailing dimensions may be 1."""
     for one in TOPOLOGIES.values():
         padding = (1,) * (len(shape) - len(one.shape))
         if one.chip.device_kind == device_kind and (*one.shape, *padding) == shape:
@@ -95,7 +107,7 @@ def find_topology(device_kind: str, shape: tuple[int, ...]) -> Topology | None:
 
 
 def _spellings(topology: Topology) -> set[str]:
-    """Sizes that others say: TensorCores, as in v5p-8, and sides in any order, with or without those of 1."""
+    """Returns other spellings of a size: TensorCores, as in v5p-8; sides in any order, with or without sides of 1."""
     sides = topology.shape
     variants = (sides, (*sides, 1), tuple(side for side in sides if side > 1))
     shapes = {"x".join(map(str, order)) for variant in variants for order in itertools.permutations(variant)}

@@ -17,8 +17,11 @@ MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 14
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of one attention layer.
 
-    heads: query heads; heads · head_dim may differ from the hidden width. kv_heads: key and value heads. head_dim:
-    width of a head. normed: queries and keys pass an RMS norm per head. biased: all four projections have a bias.
+    heads: query heads; heads · head_dim may differ from the hidden width.
+    kv_heads: key and value heads.
+    head_dim: width of a head.
+    normed: queries and keys pass an RMS norm per head.
+    biased: all four projections have a bias.
     """
 
     heads: int
@@ -37,8 +40,10 @@ class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="den
 class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
     """Gated MLPs with a router.
 
-    count: number of experts. chosen: experts that the router takes for each token. width: intermediate size of one
-    expert. normalized: the router's weights of the chosen experts are scaled to sum to one.
+    count: number of experts.
+    chosen: experts that the router takes for each token.
+    width: intermediate size of one expert.
+    normalized: the router's weights of the chosen experts are scaled to sum to one.
     """
 
     count: int
@@ -50,8 +55,12 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that target and draft have in common: pre-norm layers of attention and MLP.
 
-    layers: number of layers. hidden: hidden width. mlp, attention, rope: the same in every layer. epsilon: of the RMS
-    norms. vocab: tokens. positions: `max_position_embeddings`.
+    layers: number of layers.
+    hidden: hidden width.
+    mlp, attention, rope: the same in every layer.
+    epsilon: of the RMS norms.
+    vocab: tokens.
+    positions: `max_position_embeddings`.
     """
 
     layers: int
@@ -78,7 +87,9 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `anchored` (speculators), if n - size ≤ k for all rows. For block position k: visible if k ≤ q with `causal`;
     otherwise if |k - q| < size, or always with `anchored`.
 
-    size: positions. causal: block rows see no later row. anchored: the window starts from the anchor for all rows.
+    size: positions.
+    causal: block rows see no later row.
+    anchored: the window starts from the anchor for all rows.
     """
 
     size: int
@@ -92,11 +103,15 @@ Dialect = Literal["z-lab", "speculators"]
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A DFlash draft.
 
-    block: tokens of a block as trained, anchor included. mask_token: the token id of the positions to draft.
-    target_layer_ids: the target layers, counted from 0, whose output hidden states are the draft's features (aux
-    hidden states). target_hidden: the target's hidden width. windows: one entry per layer, None for full attention.
-    dialect: the format of the config file. vocab: tokens of the draft's own embedding and head, None if the draft uses
-    the target's. k: tokens per round that the draft's makers suggest, None if they suggest none.
+    block: tokens of a block as trained, anchor included.
+    mask_token: the token id of the positions to draft.
+    target_layer_ids: the target layers, counted from 0, whose output hidden states are the draft's features (aux hidden
+        states).
+    target_hidden: the target's hidden width.
+    windows: one entry per layer, None for full attention.
+    dialect: the format of the config file.
+    vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
+    k: tokens per round that the draft's makers suggest, None if they suggest none.
     """
 
     decoder: Decoder

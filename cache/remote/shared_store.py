@@ -30,7 +30,8 @@ PROBE_NAME, PROBE_CONTENT = ".writable", b"dflash-precompile was here\n"
 class SharedExecutable(msgspec.Struct, frozen=True):
     """An executable that was read from a shared store and verified.
 
-    entry: its build record. executable, program: the files that the record names, compressed as in a bundle.
+    entry: its build record.
+    executable, program: the files that the record names, compressed as in a bundle.
     """
 
     entry: Entry
@@ -41,8 +42,11 @@ class SharedExecutable(msgspec.Struct, frozen=True):
 class StoreReport(msgspec.Struct, frozen=True):
     """What a build found in a shared store and wrote to it.
 
-    url: the store, without secrets. writable: whether writes are allowed. hits, misses: executables found and not
-    found. written: executables uploaded. failures: a message for everything that went wrong.
+    url: the store, without secrets.
+    writable: whether writes are allowed.
+    hits, misses: executables found and not found.
+    written: executables uploaded.
+    failures: a message for everything that went wrong.
     """
 
     url: str

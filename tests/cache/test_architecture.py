@@ -1,4 +1,4 @@
-"""Facts of a pair that follow from other facts."""
+"""Derived facts of drafts."""
 
 import pytest
 from msgspec import structs
@@ -7,7 +7,7 @@ from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"),
+    ("layers", "layer_ids"),
     [
         ((36, 5), (1, 9, 17, 25, 33)),
         ((32, 5), (1, 8, 15, 22, 29)),
@@ -18,15 +18,15 @@ from dflash_aot.cache.model_config.architecture import default_target_layer_ids
         ((7, 1), (3,)),
     ],
 )
-def test_taps_that_are_not_named_are_spread_evenly(layers, taps):
-    assert default_target_layer_ids(*layers) == taps
+def test_default_target_layer_ids_are_spread_evenly(layers, layer_ids):
+    assert default_target_layer_ids(*layers) == layer_ids
 
 
 @pytest.mark.parametrize(("vocab", "pruned"), [(None, False), (151936, False), (32000, True)])
-def test_a_draft_is_pruned_where_its_own_head_knows_fewer_tokens(read_changed_draft, vocab, pruned):
+def test_draft_with_a_smaller_vocabulary_is_pruned(read_changed_draft, vocab, pruned):
     assert structs.replace(read_changed_draft(), vocab=vocab).pruned is pruned
 
 
-@pytest.mark.parametrize(("k", "verified"), [(None, 15), (7, 7), (15, 15)])
-def test_a_draft_verifies_its_whole_block_unless_its_makers_say_less(read_changed_draft, k, verified):
-    assert structs.replace(read_changed_draft(), k=k).default_k == verified
+@pytest.mark.parametrize(("k", "default_k"), [(None, 15), (7, 7), (15, 15)])
+def test_default_k_is_the_suggested_k_or_the_whole_block(read_changed_draft, k, default_k):
+    assert structs.replace(read_changed_draft(), k=k).default_k == default_k

@@ -1,4 +1,4 @@
-"""This machine's environment, as JAX tells it."""
+"""Attached devices and their environment, as JAX reports them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, is_tpu_attached
 
 
-def test_this_machine_is_what_jax_says_it_is():
+def test_read_environment_agrees_with_jax():
     here = read_environment("cpu")
     assert (here.jax, here.platform, here.device_kind) == (jax.__version__, "cpu", jax.devices("cpu")[0].device_kind)
     assert here.cpu_features == tuple(sorted(set(here.cpu_features)))
@@ -20,12 +20,12 @@ def test_this_machine_is_what_jax_says_it_is():
     assert here == msgspec.json.decode(msgspec.json.encode(here), type=Environment)
 
 
-def test_an_accelerator_that_is_not_there_is_an_error():
+def test_missing_platform_raises():
     with pytest.raises(RuntimeError, match="no_such_platform"):
         read_environment("no_such_platform")
 
 
-def test_more_devices_than_there_are_is_an_error_with_a_remedy():
+def test_too_few_devices_raise_with_the_flag_for_more():
     there = len(jax.devices("cpu"))
     with pytest.raises(
         RuntimeError, match=f"{there} are attached. XLA_FLAGS=--xla_force_host_platform_device_count=4096"
@@ -34,12 +34,12 @@ def test_more_devices_than_there_are_is_an_error_with_a_remedy():
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
-def test_where_no_tpu_is_attached_nobody_asks_libtpu():
+def test_missing_tpu_raises_without_asking_libtpu():
     with pytest.raises(RuntimeError, match="no TPU is attached"):
         read_environment("tpu")
 
 
-def test_compiler_flags_are_part_of_the_environment_and_the_number_of_devices_is_not_one_of_them():
+def test_xla_flags_are_recorded_without_the_number_of_virtual_devices():
     report = """
 from dflash_aot.cache.devices import read_environment
 four = read_environment("cpu", 4)

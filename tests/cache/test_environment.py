@@ -1,4 +1,4 @@
-"""Whether what was built on one machine runs on another, field by field."""
+"""Environments: differences between the build machine and this one, field by field."""
 
 import pytest
 from msgspec import structs
@@ -15,12 +15,12 @@ from dflash_aot.cache.environment import (
 PLAIN_FIELDS = [field for field in Environment.__struct_fields__ if field != "cpu_features"]
 
 
-def test_a_machine_fits_itself(environment):
+def test_equal_environments_have_no_differences(environment):
     assert find_differences(environment, environment) == []
 
 
 @pytest.mark.parametrize("field", PLAIN_FIELDS)
-def test_every_field_that_differs_is_named_with_both_values(environment, field):
+def test_differing_field_is_reported_with_both_values(environment, field):
     value = getattr(environment, field)
     other = {int: 7, str: "other", tuple: ("1", "0")}[type(value)]
     here = structs.replace(environment, **{field: other})
@@ -28,7 +28,7 @@ def test_every_field_that_differs_is_named_with_both_values(environment, field):
     assert find_differences(environment, here) == [EnvironmentDifference(field, *told)]
 
 
-def test_all_differences_are_told_at_once(environment):
+def test_all_differences_are_reported_together(environment):
     here = structs.replace(environment, jax="0.11", machine="aarch64", cpu_features=())
     assert [difference.field for difference in find_differences(environment, here)] == [
         "jax",
@@ -37,12 +37,12 @@ def test_all_differences_are_told_at_once(environment):
     ]
 
 
-def test_a_processor_that_can_more_is_fine(environment):
+def test_additional_cpu_features_are_compatible(environment):
     here = structs.replace(environment, cpu_features=("amx_int8", *environment.cpu_features, "vaes"))
     assert find_differences(environment, here) == []
 
 
-def test_a_processor_that_lacks_an_instruction_set_is_not(environment):
+def test_missing_cpu_features_are_incompatible(environment):
     here = structs.replace(environment, cpu_features=("sse4_2", "vaes"))
     assert find_differences(environment, here) == [
         EnvironmentDifference("cpu_features", "uses avx2 fma", "not on this processor")
@@ -54,13 +54,13 @@ def test_a_processor_that_lacks_an_instruction_set_is_not(environment):
     [
         (["accel0"], [], True),
         (["vfio/0"], ["0x8086", "0x1ae0"], True),
-        (["vfio/0"], ["0x8086", "0x10de"], False),  # a GPU that is passed through
+        (["vfio/0"], ["0x8086", "0x10de"], False),  # a passed-through GPU
         (["vfio/vfio"], ["0x1ae0"], False),
         (["accel", "null"], ["0x1ae0"], False),
         ([], [], False),
     ],
 )
-def test_a_tpu_is_known_by_the_files_of_its_driver_and_its_vendor(tmp_path, files, vendors, attached):
+def test_is_tpu_attached_reads_device_files_and_pci_vendor(tmp_path, files, vendors, attached):
     for file in files:
         (tmp_path / "dev" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "dev" / file).touch()
@@ -72,20 +72,20 @@ def test_a_tpu_is_known_by_the_files_of_its_driver_and_its_vendor(tmp_path, file
 
 @pytest.fixture
 def here(environment) -> Environment:
-    """What a bundle that was built on this machine says."""
+    """The environment of a bundle that was built on this machine."""
     return structs.replace(environment, platform_version="cpu", **structs.asdict(read_host_environment("cpu")))
 
 
-def test_what_was_built_here_fits_before_jax_starts(here):
+def test_bundle_built_on_this_machine_has_no_differences_before_jax_starts(here):
     assert compare_with_host(here) == ([], [])
 
 
 @pytest.mark.parametrize("field", PLAIN_FIELDS)
-def test_a_field_that_differs_is_found_before_jax_starts(here, field):
+def test_differing_field_is_found_before_jax_starts(here, field):
     value = getattr(here, field)
     other = {int: 7, str: "other", tuple: ("1",)}[type(value)]
     found, later = compare_with_host(structs.replace(here, **{field: other}))
-    if field == "device_count":  # of one machine's processor, as many as it is told
+    if field == "device_count":  # a host can be split into any number of virtual CPU devices
         assert (found, later) == ([], ["device_count", "coordinates"])
     elif field == "platform":
         assert "platform_version" in later
@@ -93,12 +93,12 @@ def test_a_field_that_differs_is_found_before_jax_starts(here, field):
         assert [one.field for one in found] == [field]
 
 
-def test_an_instruction_set_that_is_missing_is_found_before_jax_starts(here):
+def test_missing_cpu_feature_is_found_before_jax_starts(here):
     (found,), _ = compare_with_host(structs.replace(here, cpu_features=("sse2048",)))
     assert found == EnvironmentDifference("cpu_features", "uses sse2048", "not on this processor")
 
 
-def test_what_only_an_accelerator_can_tell_is_not_guessed(here):
+def test_fields_of_an_accelerator_are_left_for_later(here):
     on_gpu = structs.replace(here, platform="gpu", cpu_features=(), platform_version="cuda", device_kind="NVIDIA H100")
     found, later = compare_with_host(on_gpu)
     assert found == []
@@ -106,7 +106,7 @@ def test_what_only_an_accelerator_can_tell_is_not_guessed(here):
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
-def test_without_a_tpu_what_was_built_for_one_does_not_fit(here):
+def test_tpu_bundle_is_incompatible_without_a_tpu(here):
     slice_ = structs.replace(here, platform="tpu", machine="", cpu_features=(), topology="v5e:2x2", device_count=4)
     found, later = compare_with_host(slice_)
     assert EnvironmentDifference("platform", "tpu", "no TPU is attached") in found

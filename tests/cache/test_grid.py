@@ -1,4 +1,4 @@
-"""The grid: read, refused, and asked what fits."""
+"""Grids: parsing, refusals, and the choice of buckets and chunks."""
 
 import pytest
 from hypothesis import given
@@ -24,31 +24,31 @@ GRIDS = st.builds(
 ).filter(lambda grid: grid.prefill[-1] <= grid.length[-1])
 
 
-def test_axes_may_come_in_any_order():
+def test_parse_grid_accepts_axes_and_sizes_in_any_order():
     grid = parse_grid("k=7,0,3 prefill=32,8 length=128,32 batch=4,1", BLOCK)
     assert grid == Grid(batch=(1, 4), length=(32, 128), k=(0, 3, 7), prefill=(8, 32))
 
 
-def test_k_zero_is_always_there():
+def test_k_zero_is_always_added():
     assert parse_grid("batch=1 length=32 k=7 prefill=8", BLOCK).k == (0, 7)
 
 
-def test_the_example_of_the_messages_is_a_grid():
+def test_example_in_messages_is_a_valid_grid():
     assert str(parse_grid(EXAMPLE_BUCKETS, BLOCK)) == EXAMPLE_BUCKETS
 
 
 @given(GRIDS)
-def test_a_grid_is_read_back_from_its_text(grid):
+def test_parse_grid_inverts_str(grid):
     assert parse_grid(str(grid), BLOCK) == grid
 
 
-def test_a_toml_file_says_the_same(tmp_path):
+def test_toml_file_gives_the_same_grid_as_the_text(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text("batch = [1, 4]\nlength = [32, 128]\nk = [3, 7]\nprefill = [8, 32]\n")
     assert parse_grid(str(path), BLOCK) == parse_grid(TEXT, BLOCK)
 
 
-def test_a_toml_file_may_give_one_size_as_a_number(tmp_path):
+def test_toml_file_may_hold_a_single_size_as_a_number(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text("batch = 1\nlength = 32\nk = 3\nprefill = 8\n")
     assert parse_grid(str(path), BLOCK) == Grid(batch=(1,), length=(32,), k=(0, 3), prefill=(8,))
@@ -57,9 +57,9 @@ def test_a_toml_file_may_give_one_size_as_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "batch, length, k, prefill not given. All four are needed, for example"),
-        ("batch=1 length=32", "k, prefill not given"),
-        ("batch=1 length=32 k=3 prefill=8 width=2", "unknown width; the axes are batch, length, k, prefill"),
+        ("", "batch, length, k, prefill missing. All four axes are needed, for example"),
+        ("batch=1 length=32", "k, prefill missing"),
+        ("batch=1 length=32 k=3 prefill=8 width=2", "unknown width; expected batch, length, k, prefill"),
         ("batch=1 length=32 k=3 prefill=8 batch=2", "batch is given twice"),
         ("batch=1, length=32 k=3 prefill=8", "cannot read 'batch=1,'"),
         ("batch= length=32 k=3 prefill=8", "cannot read 'batch='"),
@@ -68,17 +68,17 @@ def test_a_toml_file_may_give_one_size_as_a_number(tmp_path):
         ("batch=1.5 length=32 k=3 prefill=8", "cannot read 'batch=1.5'"),
         ("batch=٤ length=32 k=3 prefill=8", "cannot read 'batch=٤'"),
         ("nonsense", "cannot read 'nonsense'"),
-        ("batch=0 length=32 k=3 prefill=8", "batch holds 0; it is rows decoded together, at least 1"),
-        ("batch=1 length=1 k=0 prefill=1", "length holds 1; it is kv positions attended to, at least 2"),
-        ("batch=1 length=32 k=3 prefill=0", "prefill holds 0; it is prompt tokens per chunk, at least 1"),
+        ("batch=0 length=32 k=3 prefill=8", "batch holds 0; expected rows decoded together, at least 1"),
+        ("batch=1 length=1 k=0 prefill=1", "length holds 1; expected kv positions attended to, at least 2"),
+        ("batch=1 length=32 k=3 prefill=0", "prefill holds 0; expected prompt tokens per chunk, at least 1"),
         ("batch=1 length=99999999999 k=3 prefill=8", "length holds 99999999999"),
-        ("batch=1,4,1 length=32 k=3 prefill=8", "batch names a size twice: 1,4,1"),
+        ("batch=1,4,1 length=32 k=3 prefill=8", "batch has a size twice: 1,4,1"),
         ("batch=1 length=32 k=16 prefill=8", "k=16, but a block of 16 holds the anchor and 15 drafted tokens"),
         ("batch=1 length=8,32 k=8 prefill=8", "length=8 is too short to verify k=8 tokens behind the anchor"),
         ("batch=1 length=32 k=3 prefill=8,64", "prefill=64 is wider than the longest length=32"),
     ],
 )
-def test_a_text_that_is_no_grid_is_refused_with_the_place(text, words):
+def test_invalid_text_is_refused_with_the_invalid_part(text, words):
     with pytest.raises(BadInput) as refused:
         parse_grid(text, BLOCK)
     assert str(refused.value).startswith(f"--buckets '{text}': {words}")
@@ -88,7 +88,7 @@ def test_a_text_that_is_no_grid_is_refused_with_the_place(text, words):
     ("content", "words"),
     [
         ("batch = [1", ": not TOML: "),
-        ("batch = [1]\nlength = [32]\nk = [3]", ": prefill not given"),
+        ("batch = [1]\nlength = [32]\nk = [3]", ": prefill missing"),
         ("batch = [1]\nlength = [32]\nk = [3]\nprefill = [8]\nrows = 1", ": unknown rows"),
         ("batch = true\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds True"),
         ("batch = [1.0]\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds 1.0"),
@@ -97,7 +97,7 @@ def test_a_text_that_is_no_grid_is_refused_with_the_place(text, words):
         ("batch = [-4]\nlength = [32]\nk = [3]\nprefill = [8]", ": batch holds -4"),
     ],
 )
-def test_a_toml_file_that_is_no_grid_is_refused_with_its_name(tmp_path, content, words):
+def test_invalid_toml_file_is_refused_with_its_path(tmp_path, content, words):
     path = tmp_path / "grid.toml"
     path.write_text(content)
     with pytest.raises(BadInput) as refused:
@@ -105,12 +105,12 @@ def test_a_toml_file_that_is_no_grid_is_refused_with_its_name(tmp_path, content,
     assert f"{path}{words}" in str(refused.value)
 
 
-def test_a_toml_file_that_is_not_there_is_refused(tmp_path):
+def test_missing_toml_file_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"grid\.toml: No such file or directory"):
         parse_grid(str(tmp_path / "grid.toml"), BLOCK)
 
 
-def test_a_grid_beyond_what_the_models_were_made_for_is_refused():
+def test_grid_longer_than_the_models_positions_is_refused():
     grid = parse_grid(TEXT, BLOCK)
     check_positions(grid, 128)
     with pytest.raises(BadInput, match="length=128, but max_position_embeddings of the pair allows 127"):
@@ -118,7 +118,7 @@ def test_a_grid_beyond_what_the_models_were_made_for_is_refused():
 
 
 @given(data=st.data(), block=st.integers(2, 64), positions=st.integers(64, 1 << 17))
-def test_the_default_grid_covers_its_own_maximum(data, block, positions):
+def test_default_grid_covers_its_own_maximum(data, block, positions):
     k = data.draw(st.integers(1, block - 1))
     grid = default_grid(block, positions, k)
     check_positions(grid, positions)
@@ -126,14 +126,14 @@ def test_the_default_grid_covers_its_own_maximum(data, block, positions):
     assert grid.k[0] == 0
 
 
-def test_models_made_for_less_than_a_block_have_no_default_grid():
+def test_default_grid_refuses_models_with_fewer_positions_than_a_block():
     assert default_grid(16, 16, 15).capacity == 16
-    with pytest.raises(BadInput, match="max_position_embeddings .* 15 .*block of 16.* --buckets, with k below 15"):
+    with pytest.raises(BadInput, match="max_position_embeddings .* 15 .*block of 16.* --buckets with k below 15"):
         default_grid(16, 15, 15)
 
 
 @given(GRIDS, st.integers(1, 25), st.integers(1, 350), st.integers(0, BLOCK))
-def test_the_bucket_is_the_smallest_that_fits(grid, batch, length, k):
+def test_fit_returns_the_smallest_bucket_that_fits(grid, batch, length, k):
     fitting = [b for b in grid.buckets() if b.batch >= batch and b.length >= length and b.k >= k]
     if fitting:
         found = grid.fit(batch, length, k)
@@ -145,18 +145,18 @@ def test_the_bucket_is_the_smallest_that_fits(grid, batch, length, k):
 
 
 @given(GRIDS)
-def test_a_grid_covers_everything_up_to_its_maximum(grid):
+def test_fit_covers_the_maximum_of_the_grid(grid):
     assert grid.fit(grid.slots, grid.capacity, grid.k[-1]) == max(grid.buckets())
     assert grid.fit(1, 1, 0) == min(grid.buckets())
 
 
 @given(GRIDS)
-def test_what_is_counted_is_what_is_listed(grid):
+def test_count_equals_the_number_of_buckets_and_chunks(grid):
     assert grid.count() == len(grid.buckets()) + len(grid.chunks())
 
 
 @given(GRIDS, st.data())
-def test_chunks_walk_through_every_prompt_that_the_kv_holds(grid, data):
+def test_fit_chunk_covers_every_prompt_up_to_the_capacity(grid, data):
     prompt = data.draw(st.integers(1, grid.capacity))
     start = 0
     while start < prompt:
@@ -164,29 +164,29 @@ def test_chunks_walk_through_every_prompt_that_the_kv_holds(grid, data):
         assert chunk in grid.chunks()
         count = min(chunk.prefill, prompt - start)
         assert start + count <= chunk.length
-        assert not any(count <= width < chunk.prefill for width in grid.prefill), "a narrower chunk does the same"
+        assert not any(count <= width < chunk.prefill for width in grid.prefill), "a narrower chunk would do"
         assert not any(start + count <= c.length < chunk.length for c in grid.chunks() if c.prefill == chunk.prefill), (
-            "a shorter bucket does the same"
+            "a shorter bucket would do"
         )
         start += count
 
 
-def test_a_prompt_longer_than_the_grid_has_no_chunk():
+def test_prompt_longer_than_the_grid_raises_grid_miss():
     with pytest.raises(GridMiss, match="no executable holds batch=1, length=129, k=0"):
         parse_grid(TEXT, BLOCK).fit_chunk(120, 9)
 
 
-def test_no_chunk_is_wider_than_what_it_attends_to():
+def test_no_chunk_is_wider_than_its_length():
     grid = parse_grid("batch=1 length=16,64 k=0 prefill=8,32", BLOCK)
     assert grid.chunks() == [Chunk(8, 16), Chunk(8, 64), Chunk(32, 64)]
 
 
-def test_the_kv_has_slack_for_the_widest_write():
+def test_widest_write_is_the_largest_chunk_or_block():
     assert parse_grid(TEXT, BLOCK).widest_write == 32
     assert parse_grid("batch=1 length=32 k=15 prefill=8", BLOCK).widest_write == 16
 
 
-def test_a_miss_names_the_request_the_edge_and_the_remedy():
+def test_grid_miss_names_request_edge_and_remedy():
     with pytest.raises(GridMiss) as miss:
         parse_grid(TEXT, BLOCK).fit(5, 200, 7)
     assert str(miss.value) == (
@@ -196,14 +196,14 @@ def test_a_miss_names_the_request_the_edge_and_the_remedy():
 
 
 @given(GRIDS, st.integers(1, 40), st.integers(1, 3000), st.integers(0, BLOCK - 1))
-def test_the_remedy_of_a_miss_is_a_grid_that_fits(grid, batch, length, k):
+def test_remedy_of_a_grid_miss_fits_the_request(grid, batch, length, k):
     remedy = str(grid.miss(batch, length, k)).split("'")[1]
     wider = parse_grid(remedy, BLOCK)
     wider.fit(batch, length, k)
     assert all(set(getattr(grid, axis)) <= set(getattr(wider, axis)) for axis in ("batch", "length", "k", "prefill"))
 
 
-def test_rounds_stand_beside_the_axes_and_widen_what_is_written():
+def test_rounds_are_optional_and_widen_the_widest_write():
     grid = parse_grid("batch=1,4 length=64 k=0,3 prefill=4 rounds=8", BLOCK)
     assert (grid.rounds, grid.widest_write) == (8, 8)
     assert str(grid) == "batch=1,4 length=64 k=0,3 prefill=4 rounds=8"
@@ -212,7 +212,7 @@ def test_rounds_stand_beside_the_axes_and_widen_what_is_written():
     assert plain.rounds == 1 and "rounds" not in str(plain) and plain.buckets() == grid.buckets()
 
 
-def test_rounds_in_a_file(tmp_path):
+def test_toml_file_may_set_rounds(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text("batch = [1]\nlength = [64]\nk = [0, 3]\nprefill = [4]\nrounds = 8\n")
     assert parse_grid(str(path), BLOCK).rounds == 8
@@ -220,9 +220,9 @@ def test_rounds_in_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("rounds", "words"),
-    [("rounds=4,8", "one number"), ("rounds=0", "rounds holds 0"), ("rounds=8", "is for batch=1, and batch is 2")],
+    [("rounds=4,8", "a single number"), ("rounds=0", "rounds holds 0"), ("rounds=8", "needs batch=1, but batch is 2")],
 )
-def test_rounds_that_cannot_be(rounds, words):
+def test_invalid_rounds_are_refused(rounds, words):
     batch = 2 if rounds == "rounds=8" else 1
     with pytest.raises(BadInput, match=words):
         parse_grid(f"batch={batch} length=64 k=0,3 prefill=4 {rounds}", BLOCK)
