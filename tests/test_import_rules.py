@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources and seen in a process that serves. Each check is shown to fail, too."""
+"""Import rules: which package may import which, what a serving process loads, and that imports have no side effects."""
 
 import ast
 import json
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOMS = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
-MODULES = sorted(str(path.relative_to(REPOSITORY)) for room in ROOMS for path in (REPOSITORY / room).rglob("*.py"))
-MODELS = ("flax", "torch", "transformers")  # what serving must not wait for
-# Where imports may lead, ours and foreign; a room may always import from itself.
+PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
+MODULES = sorted(
+    str(path.relative_to(REPOSITORY)) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")
+)
+MODELS = ("flax", "torch", "transformers")  # slow to import, not needed to serve
+# The other packages of the project that each package may import.
 MAY_IMPORT = {
     "cache": (),
     "compile": ("cache",),
@@ -22,7 +24,8 @@ MAY_IMPORT = {
     "bin": ("cache", "runtime"),
     "benchmarks": ("cache", "compile", "runtime"),
 }
-WEB = ("fastapi", "pydantic", "starlette", "uvicorn")  # an engine is embedded in services of any kind
+WEB = ("fastapi", "pydantic", "starlette", "uvicorn")  # a service that embeds the engine may use another web framework
+# Distributions that each package must not import.
 FORBIDDEN = {
     "cache": (*MODELS, *WEB, "ray"),
     "compile": (*WEB, "ray"),
@@ -31,8 +34,16 @@ FORBIDDEN = {
     "bin": (*MODELS, "ray"),
     "benchmarks": WEB,
 }
-EXTRAS = ("datasets", "matplotlib", "torch", "transformers")  # imported where they are used, by who has them
-WORKERS = ("benchmarks/peer_torch.py", "benchmarks/peer_torch_forward.py")  # processes of their own, for nothing else
+EXTRAS = (
+    "datasets",
+    "matplotlib",
+    "torch",
+    "transformers",
+)  # imported inside functions, since they may not be installed
+WORKERS = (
+    "benchmarks/peer_torch.py",
+    "benchmarks/peer_torch_forward.py",
+)  # run as subprocesses, which need torch at once
 BUILDING = tuple(  # one command
     f"bin/{name}.py" for name in ("precompile", "job", "place", "rebuild", "plan", "build_report", "bucket_table")
 )
@@ -47,15 +58,12 @@ EXCEPTIONS = {
         for package in EXTRAS
     ),
     *((f"compile/pipeline/ray_{name}.py", "ray") for name in ("cluster", "worker")),
-    (
-        "runtime/text/chat_template.py",
-        "transformers",
-    ),  # chat templates, inside a function
+    ("runtime/text/chat_template.py", "transformers"),  # inside a function
 }
 
 
-def imports(source: str) -> Iterator[tuple[str, bool]]:
-    """All imported names, dotted, and whether importing the module imports them; hidden imports as "?"."""
+def list_imports(source: str) -> Iterator[tuple[str, bool]]:
+    """All imported names, dotted, and whether importing the module imports them; "?" for a dynamic import."""
     tree = ast.parse(source)
     lazy = {
         id(inner)
@@ -64,36 +72,36 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        at_once = id(node) not in lazy
+        eager = id(node) not in lazy
         if isinstance(node, ast.Import):
-            yield from ((alias.name, at_once) for alias in node.names)
+            yield from ((alias.name, eager) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((f"{'.' * node.level}{node.module or ''}.{alias.name}", at_once) for alias in node.names)
+            yield from ((f"{'.' * node.level}{node.module or ''}.{alias.name}", eager) for alias in node.names)
         elif isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
             if name in ("__import__", "import_module"):
-                yield "?", at_once
+                yield "?", eager
 
 
-def begins(name: str, package: str) -> bool:
+def is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def violations(module: str, source: str) -> list[str]:
-    """Imports in `module`, named like "runtime/engine_loop.py", that go through a wall."""
-    room = module.partition("/")[0]
-    open_rooms = tuple(f"dflash_aot.{other}" for other in (room, *MAY_IMPORT[room]))
+def find_violations(module: str, source: str) -> list[str]:
+    """Imports in `module`, named like "runtime/engine_loop.py", that the rules forbid."""
+    package = module.partition("/")[0]
+    allowed = tuple(f"dflash_aot.{other}" for other in (package, *MAY_IMPORT[package]))
     found = []
-    for name, at_once in imports(source):
-        if any(module == excepted and begins(name, package) for excepted, package in EXCEPTIONS):
-            if at_once and not begins(name, "dflash_aot"):
-                found.append(f"{module} imports {name} at once")
+    for name, eager in list_imports(source):
+        if any(module == excepted and is_in(name, other) for excepted, other in EXCEPTIONS):
+            if eager and not is_in(name, "dflash_aot"):
+                found.append(f"{module} imports {name} outside a function")
             continue
         wrong = (
             name.startswith((".", "?", "importlib.import_module"))
-            or begins(name, "jax._src")
-            or any(begins(name, package) for package in FORBIDDEN[room])
-            or (begins(name, "dflash_aot") and not any(begins(name, one) for one in open_rooms))
+            or is_in(name, "jax._src")
+            or any(is_in(name, other) for other in FORBIDDEN[package])
+            or (is_in(name, "dflash_aot") and not any(is_in(name, other) for other in allowed))
         )
         if wrong:
             found.append(f"{module} imports {name}")
@@ -101,8 +109,8 @@ def violations(module: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_import_goes_through_a_wall(module):
-    assert violations(module, (REPOSITORY / module).read_text()) == []
+def test_module_keeps_the_import_rules(module):
+    assert find_violations(module, (REPOSITORY / module).read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -138,8 +146,8 @@ def test_no_import_goes_through_a_wall(module):
         ("benchmarks/pictures.py", "import matplotlib"),
     ],
 )
-def test_an_import_through_a_wall_is_found(module, source):
-    assert violations(module, source) != []
+def test_forbidden_import_is_found(module, source):
+    assert find_violations(module, source) != []
 
 
 @pytest.mark.parametrize(
@@ -157,8 +165,8 @@ def test_an_import_through_a_wall_is_found(module, source):
         ("runtime/thing.py", "NAMES = ('jax._src.core', 'flax')"),
     ],
 )
-def test_what_is_allowed_is_not_found(module, source):
-    assert violations(module, source) == []
+def test_allowed_import_is_not_found(module, source):
+    assert find_violations(module, source) == []
 
 
 SERVE = """
@@ -174,25 +182,77 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-def modules_after_serving(bundle, target, before: str = "") -> list[str]:
-    """Those that have no business there, in a process that opens an engine and generates text."""
+def list_unneeded_modules(bundle, target, before: str = "") -> list[str]:
+    """Modules that serving does not need, as loaded by a process that opens an engine and generates text."""
     command = [sys.executable, "-c", SERVE.format(before=before), str(bundle("tiny")), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours = ("dflash_aot.compile", "dflash_aot.benchmarks")
     unwanted = (*MODELS, *ours, "fsspec", "huggingface_hub", "prometheus_client")
-    return [name for name in json.loads(done.stdout) if any(begins(name, package) for package in unwanted)]
+    return [name for name in json.loads(done.stdout) if any(is_in(name, package) for package in unwanted)]
 
 
-def test_a_process_that_serves_never_imports_model_code(bundle, speaking_target):
-    assert modules_after_serving(bundle, speaking_target) == []
+def test_serving_process_never_imports_model_code(bundle, speaking_target):
+    assert list_unneeded_modules(bundle, speaking_target) == []
 
 
-def test_a_process_that_is_watched_has_loaded_what_that_needs(bundle, speaking_target):
-    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.runtime.metrics.prometheus")
+def test_serving_process_with_metrics_imports_prometheus_client(bundle, speaking_target):
+    found = list_unneeded_modules(bundle, speaking_target, before="import dflash_aot.runtime.metrics.prometheus")
     assert "prometheus_client" in found
 
 
-def test_a_process_that_imports_model_code_is_found(bundle, speaking_target):
-    found = modules_after_serving(bundle, speaking_target, before="import dflash_aot.compile.programs.programs")
+def test_imported_model_code_is_found(bundle, speaking_target):
+    found = list_unneeded_modules(bundle, speaking_target, before="import dflash_aot.compile.programs.programs")
     assert "dflash_aot.compile.programs.programs" in found and "flax" in found
+
+
+# -- side effects
+
+SIDE_EFFECTS = """
+import gc, importlib, json, logging, os, signal, sys
+import jax
+
+
+def read_state():
+    return {
+        "signals": [str(signal.getsignal(number)) for number in signal.Signals],
+        "gc": [gc.isenabled(), gc.get_freeze_count()],
+        "environ": dict(os.environ),
+        "jax": {name: str(value) for name, value in jax.config.values.items()},
+        "logging": [str(logging.getLogger().handlers), logging.getLogger().level],
+    }
+
+
+changed, before = {}, read_state()
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    changed[module], before = [name for name, value in read_state().items() if value != before[name]], read_state()
+print(json.dumps(changed))
+"""
+COMMANDS = [f"dflash_aot.bin.{name}" for name in ("console_scripts", "bundle", "run", "serve", "precompile", "bench")]
+
+
+def find_side_effects(modules: list[str], folder: Path) -> dict[str, list[str]]:
+    """What importing each module changes in a process that has imported JAX."""
+    command = [sys.executable, "-c", SIDE_EFFECTS, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_a_command_changes_nothing_in_the_process(tmp_path):
+    """Signal handlers, the garbage collector, the environment, JAX and logging are configured by `main`."""
+    assert find_side_effects(COMMANDS, tmp_path) == {module: [] for module in COMMANDS}
+
+
+def test_side_effects_of_an_import_are_found(tmp_path):
+    (tmp_path / "effects.py").write_text(
+        "import gc, logging, os, signal\n"
+        "import jax\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "gc.disable()\n"
+        "os.environ['DFLASH_TEST'] = '1'\n"
+        "jax.config.update('jax_traceback_in_locations_limit', 0)\n"
+        "logging.basicConfig()\n"
+    )
+    assert find_side_effects(["effects"], tmp_path) == {"effects": ["signals", "gc", "environ", "jax", "logging"]}

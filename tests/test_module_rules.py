@@ -1,0 +1,88 @@
+"""Rules for every module: a docstring, a name of its own, class names that mean one thing, no crumbs."""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
+FOLDERS = (*PACKAGES, "examples", "tests")
+FEWEST_LINES = 40
+SHORT_MODULES: dict[str, str] = {}  # module: why it is a file of its own
+SHARED_CLASS_NAMES: dict[str, str] = {}  # name: why two classes have it
+
+
+def find_modules(root: Path, folders: tuple[str, ...] = PACKAGES) -> list[Path]:
+    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+
+
+def find_undocumented(root: Path) -> list[str]:
+    """Modules without a docstring."""
+    return [path.name for path in find_modules(root, FOLDERS) if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def find_shadowing(root: Path) -> list[str]:
+    """Modules that hide a module of the standard library from a script beside them."""
+    return [path.name for path in find_modules(root, FOLDERS) if path.stem in sys.stdlib_module_names]
+
+
+def find_shared_class_names(root: Path) -> dict[str, list[str]]:
+    """Public top-level classes with the same name, and the modules that define them."""
+    places = defaultdict(list)
+    for path in find_modules(root):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(root).as_posix())
+    return {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def find_short_modules(root: Path) -> Iterator[str]:
+    """Modules with fewer lines than a module should have. A package's `__init__.py` may be empty."""
+    for path in find_modules(root):
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < FEWEST_LINES:
+            yield path.relative_to(root).as_posix()
+
+
+def check_exceptions(found: set[str], allowed: Mapping[str, str]) -> None:
+    """Fails for what is found without being allowed, and for what is allowed without need."""
+    assert sorted(found - allowed.keys()) == []
+    assert sorted(allowed.keys() - found) == []
+
+
+def test_every_module_has_a_docstring():
+    assert find_undocumented(REPOSITORY) == []
+
+
+def test_no_module_has_the_name_of_a_standard_module():
+    assert find_shadowing(REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("find", "place", "text"),
+    [
+        (find_undocumented, "runtime/thing.py", "x = 1"),
+        (find_shadowing, "compile/queue.py", '"""A module."""'),
+    ],
+)
+def test_broken_rule_is_found(tmp_path, find, place, text):
+    path = tmp_path / place
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert find(tmp_path) == [path.name]
+
+
+def test_shared_class_name_and_short_module_are_found(tmp_path):
+    for package in ("cache", "compile"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "thing.py").write_text("class Thing:\n    class Part:\n        pass\n" + "\n" * 37)
+    (tmp_path / "cache/short.py").write_text("x = 1\n" * 39)
+    assert find_shared_class_names(tmp_path) == {"Thing": ["cache/thing.py", "compile/thing.py"]}
+    assert list(find_short_modules(tmp_path)) == ["cache/short.py"]
+    with pytest.raises(AssertionError):
+        check_exceptions({"cache/short.py"}, {})
+    with pytest.raises(AssertionError):
+        check_exceptions(set(), {"cache/short.py": "it is gone"})
