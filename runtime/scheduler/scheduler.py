@@ -13,8 +13,8 @@ from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.slots import RunningRequest, Slots
-from dflash_aot.runtime.speculation.burst_length import BurstLength
 from dflash_aot.runtime.speculation.controller import SpeculationController
+from dflash_aot.runtime.speculation.cost_model import BurstLength
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""The cost model: seconds of a round of every shape, as they are while serving. Pure: no arrays, no clock."""
+"""The cost model: seconds of a round of every shape while serving, and how many rounds one dispatch runs. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, log, log2
 
+from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.execution_plan import RoundShape
 
 SPEED_ROUNDS = 16  # rounds that the machine's speed is a mean of
 FACTOR_ROUNDS = 128  # rounds that a shape's own factor is a mean of, at most
 MAX_SURPRISE = log(2.0)  # a larger difference from the expected time has another cause
 OTHER_PROGRAM = 4.0  # doublings of distance between shapes that draft, or sample, and shapes that do not
+BURST_SECONDS = 0.05  # between two deltas at most; a request that arrives meanwhile waits for two bursts at most
+NEW_TIME_WEIGHT = 0.25  # of the latest time in the running mean
 NO_TIMES: Mapping[RoundShape, float] = {}
 
 
@@ -102,3 +105,23 @@ def _find_distance(one: RoundShape, other: RoundShape) -> float:
     )
     doublings = sum(abs(log2(size / other_size)) for size, other_size in sizes)
     return doublings + OTHER_PROGRAM * ((sampled != other_sampled) + (bool(bucket.k) != bool(other_bucket.k)))
+
+
+class BurstLength:
+    """As many rounds as fit into a burst, by the bucket's round times so far; one round until a time is known."""
+
+    def __init__(self, max_rounds: int, burst_seconds: float = BURST_SECONDS):
+        self._max_rounds, self._burst_seconds = max_rounds, burst_seconds
+        self._seconds: dict[Bucket, float] = {}
+
+    def note_round_time(self, bucket: Bucket, seconds: float) -> None:
+        """A round of this bucket took `seconds`, back to back with the previous one."""
+        before = self._seconds.get(bucket, seconds)
+        self._seconds[bucket] = before + NEW_TIME_WEIGHT * (seconds - before)
+
+    def choose(self, bucket: Bucket, room: int) -> int:
+        """Rounds, at least 1, and at most `room`, for which there are positions."""
+        seconds = self._seconds.get(bucket)
+        if seconds is None:
+            return 1
+        return max(1, min(self._max_rounds, room, int(self._burst_seconds / seconds)))

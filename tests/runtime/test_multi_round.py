@@ -8,7 +8,7 @@ import pytest
 
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.speculation.burst_length import BurstLength
+from dflash_aot.runtime.speculation.cost_model import BurstLength
 from tests.runtime.toy import (
     BLOCK,
     SAMPLED,
