@@ -38,7 +38,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_target import attach
 from dflash_aot.compile.pipeline.compilation_manager import build
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.pipeline.threads import Threads
 
 target, draft = msgspec.json.decode(sys.stdin.readline(), type=tuple[Target, Draft])
@@ -50,7 +50,7 @@ def stall(progress):
         sys.stdin.readline()
 
 store, grid = Store(Path(sys.argv[1])), parse_grid(sys.argv[2], draft.block)
-source = Traced(Programs(target, draft, "float32"), grid, "cpu")
+source = TracedPrograms(Programs(target, draft, "float32"), grid, "cpu")
 with store.open_for_building(), Threads(attach("cpu", None, None), store, 1) as threads:
     build(source, threads, store, stall)
 """

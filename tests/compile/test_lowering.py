@@ -32,10 +32,10 @@ from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
-source = Traced(Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block), "cpu")
+source = TracedPrograms(Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block), "cpu")
 environment = read_environment("cpu")
 print(json.dumps({one.label: executable_key(source.export(one), one, environment) for one in source.signatures}))
 """

@@ -65,7 +65,7 @@ from dflash_aot.compile.models import kv_cache
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.pipeline.build_target import describe
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.program_source import Traced
+from dflash_aot.compile.programs.program_source import TracedPrograms
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 devices = describe(TOPOLOGIES["v5e:1x1"]).devices
@@ -104,9 +104,9 @@ def text(program, kv, rows):
     return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
 def unheld():
-    kv.with_layout_constraint = lambda array, layout: array
+    kv_cache.with_layout_constraint = lambda array, layout: array
     programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
-    source = Traced(programs, grid, "tpu")
+    source = TracedPrograms(programs, grid, "tpu")
     (signature,) = (one for one in source.signatures if one.label == "kv_write rows=8 width=16")
     return lower_program(source.export(signature), signature, source.known, devices).compile().as_text()
 
@@ -204,7 +204,7 @@ def test_a_copy_of_kv_is_found_and_named(bad, program):
 
 
 def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
-    """Why kv.py constrains it."""
+    """Shows why `kv_cache._keep_layout` is needed."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
     (signature,) = (one for one in programs.list_signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
