@@ -22,7 +22,7 @@ def tokenizer(speaking_target) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tokens(engine, tokenizer) -> list[int]:
-    """Everything that follows the prompt, up to the end of the grid."""
+    """All tokens that follow the prompt, up to the end of the grid."""
     return engine.generate(tokenizer.encode(PROMPT), SamplingParams(stop_token_ids=())).token_ids
 
 
@@ -33,14 +33,14 @@ def test_text_and_its_token_ids_give_the_same_answer(engine, tokenizer, tokens):
     assert result.text == tokenizer.decode(tokens) != ""
 
 
-def test_deltas_add_up_to_the_text(engine, tokenizer, tokens):
+def test_streamed_deltas_add_up_to_the_text(engine, tokenizer, tokens):
     stream = engine.stream(PROMPT, SamplingParams(stop_token_ids=()))
     assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
 
 
 def test_any_part_of_the_text_can_be_a_stop_string(engine, tokenizer, tokens):
     whole = tokenizer.decode(tokens)
-    # A part that ends in a character which is not whole yet is only known later.
+    # U+FFFD stands for an incomplete character, which is known only later.
     for stop in {whole[at : at + size] for at in range(len(whole)) for size in (1, 3)}:
         if "\ufffd" in stop:
             continue
