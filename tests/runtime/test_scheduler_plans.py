@@ -1,0 +1,196 @@
+"""The scheduler's plans as plain data, by hand: no device, no arrays, no loop."""
+
+import pytest
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.request_builder import DEFAULT_OPTIONS, check_options
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, Scheduler, UnknownLengths
+from dflash_aot.runtime.scheduler.slots import RunningRequest
+from dflash_aot.runtime.speculation.controller import FixedK
+
+GRID = "batch=1,2,4 length=16,64 k=0,3 prefill=4,16"
+
+
+def make_scheduler(buckets: str = GRID, sampling: tuple = ("greedy", "sample")) -> tuple[Scheduler, RequestQueue]:
+    queue = RequestQueue(9)
+    return Scheduler(parse_grid(buckets, 4), sampling, 3, queue, FixedK(3)), queue
+
+
+def ask(queue: RequestQueue, prompt: int, limit: int = 10, deadline: float | None = None, **params) -> Request:
+    request = Request([1] * prompt, SamplingParams(**params), limit, frozenset(), None, lambda delta: None, 0.0)
+    request.deadline = deadline
+    queue.put(request)
+    return request
+
+
+def prefill(scheduler: Scheduler) -> list[PrefillPlan]:
+    """Plans and starts every chunk; first tokens are read at once."""
+    plans = []
+    while plan := scheduler.plan_prefill():
+        scheduler.start_prefill(plan)
+        plan.running.first_token_in_flight = False
+        plan.running.request.token_ids += [7] * plan.gives_first_token
+        plans.append(plan)
+    return plans
+
+
+def start(scheduler: Scheduler) -> RoundPlan:
+    plan = scheduler.plan_round()
+    assert plan is not None
+    return scheduler.start_round(plan)
+
+
+def finish(plan: RoundPlan, accepted: int) -> None:
+    for running in plan.batch.requests:
+        running.finish_rounds(plan.rounds, plan.bucket.k, plan.rounds * (accepted + 1))
+        running.request.token_ids += [7] * plan.rounds * (accepted + 1)
+
+
+def test_idle_scheduler_plans_nothing():
+    scheduler, queue = make_scheduler()
+    assert scheduler.is_idle and scheduler.plan_prefill() is None and scheduler.plan_round() is None
+    ask(queue, 3)
+    assert not scheduler.is_idle
+
+
+def test_waiting_requests_fill_free_slots():
+    scheduler, queue = make_scheduler()
+    requests = [ask(queue, 3) for _ in range(6)]
+    assert scheduler.fill_slots() == requests[:4]
+    assert [running.request for running in scheduler.slots] == requests[:4] and len(queue) == 2
+
+
+def test_prompt_is_prefilled_in_chunks_and_the_last_gives_the_first_token():
+    scheduler, queue = make_scheduler()
+    ask(queue, 22)
+    scheduler.fill_slots()
+    plans = prefill(scheduler)
+    assert [(plan.chunk, plan.start, len(plan.tokens)) for plan in plans] == [
+        (Chunk(16, 16), 0, 16),
+        (Chunk(16, 64), 16, 6),
+    ]
+    assert [plan.gives_first_token for plan in plans] == [False, True]
+
+
+def test_sampled_prompt_keeps_its_last_token_for_its_first_round():
+    scheduler, queue = make_scheduler()
+    ask(queue, 5, temperature=1.0)
+    scheduler.fill_slots()
+    (plan,) = prefill(scheduler)
+    assert (len(plan.tokens), plan.gives_first_token) == (4, False)
+    first, second = start(scheduler), start(scheduler)
+    assert first.batch.sampled and [*first.new_sampling_states] == [plan.running]
+    assert second.new_sampling_states == []
+
+
+def test_greedy_request_is_sampled_where_no_greedy_executable_exists():
+    scheduler, queue = make_scheduler(sampling=("sample",))
+    ask(queue, 5)
+    scheduler.fill_slots()
+    assert [running.sampled for running in scheduler.slots] == [True]
+
+
+def test_round_takes_the_smallest_bucket_that_holds_the_length_bound():
+    scheduler, queue = make_scheduler()
+    ask(queue, 8)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    # 8 positions, then bounds of 12 and 16 while no outcome was read: 8 + 1 + 3, 12 + 1 + 3, 16 + 1 + 3 positions.
+    assert [start(scheduler).bucket for _ in range(3)] == [Bucket(1, 16, 3), Bucket(1, 16, 3), Bucket(1, 64, 3)]
+
+
+def test_loose_length_bounds_ask_for_a_commit_first():
+    scheduler, queue = make_scheduler("batch=1 length=16 k=0,3 prefill=16")
+    ask(queue, 8, limit=9)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    plans = [start(scheduler), start(scheduler)]
+    with pytest.raises(UnknownLengths):  # the bound is 16: not even K = 0 is certain to fit
+        scheduler.plan_round()
+    for plan in plans:
+        finish(plan, accepted=0)
+    assert start(scheduler).bucket == Bucket(1, 16, 3)  # 8 + 2 positions are certain
+
+
+def test_requests_are_compacted_where_a_smaller_batch_holds_them():
+    scheduler, queue = make_scheduler()
+    for _ in range(4):
+        ask(queue, 3)
+    scheduler.fill_slots()
+    first, _, third, fourth = scheduler.slots
+    for running in (first, third):
+        scheduler.slots.free(running)
+    assert scheduler.compact() == [(3, 0)]
+    assert scheduler.slots.slot_of(fourth) == 0 and scheduler.compact() == []
+
+
+def test_ended_requests_are_dropped_with_their_reason():
+    scheduler, queue = make_scheduler("batch=1 length=16 k=0,3 prefill=16")
+    running, late, cancelled = ask(queue, 3, deadline=5.0), ask(queue, 3, deadline=2.0), ask(queue, 3)
+    scheduler.fill_slots()
+    cancelled.cancelled = True
+    queue.note_cancel()
+    assert scheduler.drop_ended(2.0) == [(late, "its deadline of 2 s has passed"), (cancelled, "")]
+    assert scheduler.drop_ended(5.0) == [(running, "its deadline of 5 s has passed")]
+    assert scheduler.is_idle
+
+
+def test_multi_round_steps_begin_with_one_round_of_a_new_k():
+    scheduler, queue = make_scheduler("batch=1,2 length=64 k=0,3 prefill=16 rounds=4")
+    ask(queue, 8, limit=50)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    first = start(scheduler)
+    assert (first.multi_round, first.rounds, first.tokens_outstanding) == (True, 1, 49)
+    finish(first, accepted=3)
+    scheduler.note_round_time(first, 0.01)
+    second = start(scheduler)
+    assert (second.multi_round, second.rounds, second.tokens_outstanding) == (True, 4, 45)
+    finish(second, accepted=3)
+    ask(queue, 8)
+    scheduler.fill_slots()
+    assert not start(scheduler).multi_round  # the request is not alone any more
+
+
+def test_emptied_scheduler_returns_its_requests():
+    scheduler, queue = make_scheduler()
+    requests = [ask(queue, 3), ask(queue, 3)]
+    scheduler.fill_slots()
+    assert scheduler.empty() == requests and scheduler.is_idle
+
+
+def test_options_are_completed_by_defaults():
+    assert check_options({}) == DEFAULT_OPTIONS == {"priority": 0, "deadline": None, "wait": False}
+    assert check_options({"deadline": 3}) == {**DEFAULT_OPTIONS, "deadline": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"prio": 1}, TypeError, "unknown keyword argument prio: the options are priority, deadline, wait"),
+        ({"priority": 1.0}, BadInput, r"priority is 1\.0: a whole number is needed"),
+        ({"priority": True}, BadInput, "priority is True"),
+        ({"deadline": 0}, BadInput, "deadline is 0: seconds from now are needed"),
+        ({"deadline": float("nan")}, BadInput, "deadline is nan"),
+        ({"wait": -1}, BadInput, "wait is -1: True, False or seconds are needed"),
+        ({"wait": None}, BadInput, "wait is None"),
+    ],
+)
+def test_invalid_option_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        check_options(options)
+
+
+def test_length_bound_of_a_batch_is_that_of_its_longest_request():
+    scheduler, queue = make_scheduler()
+    ask(queue, 3)
+    ask(queue, 9)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    plan = start(scheduler)
+    assert [type(running) for running in plan.batch.by_slot] == [RunningRequest, RunningRequest]
+    assert (plan.bucket.batch, plan.batch.length_bound) == (2, 9 + 4)
