@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from dflash_aot.bin.bundle_calls import Calls, call_executables, format_calls
 from dflash_aot.bin.bundle_reports import format_signers
-from dflash_aot.bin.command_line import format_bytes
+from dflash_aot.bin.bundle_self_test import SelfTestReport, format_self_tests, self_test_bundle
 from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
 from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove_garbage
 from dflash_aot.cache.bundle.manifest import (
@@ -37,6 +36,7 @@ from dflash_aot.cache.remote.fetch import fetch_bundle
 from dflash_aot.cache.remote.push import push_bundle
 from dflash_aot.cache.signing import signatures
 from dflash_aot.cache.signing.signatures import Signers, check_signature, list_signers
+from dflash_aot.cache.units import format_bytes
 
 HOUR = 3600.0  # seconds
 NO_GOLDEN = GoldenOptions()
@@ -73,7 +73,7 @@ class VerificationReport(msgspec.Struct, frozen=True):
     quarantined: dict[str, str] = msgspec.field(name="set_aside")  # the names in --json
     not_quarantined: str | None = msgspec.field(name="not_set_aside")
     rebuild: str = msgspec.field(name="mend")
-    calls: Calls | None = None
+    calls: SelfTestReport | None = None
     golden: AnswerReport | None = None
 
 
@@ -111,7 +111,7 @@ def verify_bundle(
     With a public `key` the signature is verified first: an unsigned manifest is not parsed. `deep` also calls every
     executable, if all files are sound; `record` adds missing self-test results to the manifest. `golden`: answers are
     compared if files and executables are sound. Raises MissingBundle, CorruptBundle, BadInput, and what
-    `call_executables` and `check_answers` raise.
+    `self_test_bundle` and `check_answers` raise.
     """
     content = read_manifest_bytes(bundle)
     signer = check_signature(bundle, content, key) if key is not None else None
@@ -119,7 +119,7 @@ def verify_bundle(
     check_consistent(bundle, manifest)
     promises, flaws = list_expected_files(bundle, manifest), find_file_flaws(bundle, manifest)
     moved, left = quarantine_flaws(bundle, manifest, flaws) if quarantine else ({}, None)
-    calls = call_executables(bundle, manifest, quarantine, record) if deep and not flaws else None
+    calls = self_test_bundle(bundle, manifest, quarantine, record) if deep and not flaws else None
     sound = not flaws and not (calls and calls.faults)
     return VerificationReport(
         bundle=str(bundle),
@@ -167,7 +167,7 @@ def format_verification(report: VerificationReport) -> str:
         return "\n".join([*lines, f"{broken}. Rebuild: {report.rebuild}"])
     lines.append(f"{report.files} files, {format_bytes(report.bytes)}: all match the manifest")
     if report.calls:
-        lines.append(format_calls(report.calls))
+        lines.append(format_self_tests(report.calls))
     if report.golden:
         lines.append(format_answers(report.golden))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.bin.command_line import format_bytes, format_table
+from dflash_aot.bin.command_line import format_table
 from dflash_aot.cache.bundle.manifest import (
     Blob,
     DraftModel,
@@ -24,6 +24,7 @@ from dflash_aot.cache.environment import Environment, EnvironmentDifference, com
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.model_config.architecture import Decoder
 from dflash_aot.cache.signing.signatures import Signers, list_signers
+from dflash_aot.cache.units import format_bytes
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
 DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it

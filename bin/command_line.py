@@ -160,15 +160,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def format_bytes(count: float) -> str:
-    """A size with a decimal unit, such as 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def seconds_since_process_start() -> float:
     """Returns the seconds since the kernel started this process, including the interpreter's own start."""
     try:

@@ -1,4 +1,4 @@
-"""What executables are built for: attached devices, or a TPU slice that is only described to the compiler."""
+"""Build target: the attached devices, or a TPU slice that is only described to the compiler."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -6,12 +6,18 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
-from dflash_aot.cache.devices import attached_devices, make_environment, order_in_mesh, read_environment
-from dflash_aot.cache.environment import Environment, libtpu_version
+from dflash_aot.cache.devices import (
+    attached_devices,
+    make_environment,
+    order_in_mesh,
+    read_environment,
+    select_jax_platforms,
+)
+from dflash_aot.cache.environment import Environment, is_tpu_attached, libtpu_version
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.topology import Topology
+from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 
-# What a process must have in its environment before it imports JAX, to compile for a TPU that is not there.
+# Environment variables that a process needs before it imports JAX, to compile for a TPU that is not attached.
 COMPILE_ONLY = MappingProxyType(
     {
         "JAX_PLATFORMS": "cpu",
@@ -26,32 +32,70 @@ CHIP_CONFIGS = {"v4": "megacore"}  # as JAX starts the chip on a TPU host: both 
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Devices in the order of their mesh; described ones can be compiled for, and nothing else."""
+class TargetDevices:
+    """Devices to compile for, attached or described. A described device can be compiled for, and nothing else.
+
+    Attributes:
+        devices: in the order of their mesh.
+        environment: what executables for them depend on.
+    """
 
     devices: tuple[jax.Device, ...]
     environment: Environment
 
 
-def attach(platform: str, topology: Topology | None, tensor_parallel: int | None) -> Machine:
-    """The attached devices; starts JAX. Raises BadInput where they are not what was asked for."""
+# A slice is described in other processes than this one: its compiler may crash.
+BuildTarget = TargetDevices | Topology
+
+
+def choose_build_target(platform: str | None, topology_name: str | None, tensor_parallel: int | None) -> BuildTarget:
+    """The attached devices, or a described slice where no TPU is attached. Starts JAX. Raises BadInput."""
+    topology = parse_topology(topology_name) if topology_name is not None else None
+    platform = platform or ("tpu" if topology else None)
+    if topology and platform != "tpu":
+        raise BadInput(f"--topology {topology.name} is a TPU slice, but --platform is {platform}")
+    select_jax_platforms(platform)
+    if platform == "tpu" and not is_tpu_attached():
+        if topology is None:
+            raise BadInput(
+                f"--platform tpu: no TPU is attached. Name the slice with --topology: {', '.join(TOPOLOGIES)}"
+            )
+        count_devices(topology, tensor_parallel)
+        return topology
+    try:
+        platform = platform or jax.default_backend()
+    except RuntimeError as error:  # of the user's JAX_PLATFORMS
+        raise BadInput(f"no device: {error}") from error
+    return attach_devices(platform, topology, tensor_parallel)
+
+
+def name_target(built: Environment) -> tuple[str, str | None, int | None]:
+    """Platform, topology and tensor_parallel with which `choose_build_target` finds the devices of a bundle again."""
+    topology = TOPOLOGIES.get(built.topology)
+    whole = topology is not None and topology.devices == built.device_count
+    platform = "cuda" if built.platform == "gpu" else built.platform
+    return platform, built.topology if whole else None, None if whole else built.device_count
+
+
+def attach_devices(platform: str, topology: Topology | None, tensor_parallel: int | None) -> TargetDevices:
+    """The attached devices. Starts JAX. Raises BadInput where they are not the requested ones."""
     count = count_devices(topology, tensor_parallel)
     try:
-        machine = Machine(attached_devices(platform, count), read_environment(platform, count))
+        attached = TargetDevices(attached_devices(platform, count), read_environment(platform, count))
     except RuntimeError as error:
         raise BadInput(f"--platform {platform}: {error}") from error
-    here = machine.environment
+    here = attached.environment
     if topology and topology.name != here.topology:
         raise BadInput(
-            f"--topology {topology.name}: a TPU is attached, and it is {here.topology or here.device_kind}. Without "
-            "--topology it is built for; other slices are built for where no TPU is attached"
+            f"--topology {topology.name}: the attached TPU is {here.topology or here.device_kind}. Leave --topology "
+            "out to build for the attached TPU; build for other slices where no TPU is attached"
         )
-    return machine
+    return attached
 
 
-def describe(topology: Topology) -> Machine:
-    """A slice that is not there, for a process that `COMPILE_ONLY` was set for."""
-    # Experimental, and the only way to a compiler without its device.
+def describe_devices(topology: Topology) -> TargetDevices:
+    """The devices of a slice that is not attached, in a process that was started with `COMPILE_ONLY`."""
+    # Experimental, and the only interface to a compiler without its device.
     chips = topologies.get_topology_desc(
         topology.name,
         platform="tpu",
@@ -59,17 +103,17 @@ def describe(topology: Topology) -> Machine:
         chips_per_host_bounds=(*topology.shape, 1)[:3],
     )
     devices = order_in_mesh(chips.devices)
-    return Machine(devices, make_environment(devices, topology.name))
+    return TargetDevices(devices, make_environment(devices, topology.name))
 
 
 def count_devices(topology: Topology | None, tensor_parallel: int | None) -> int:
-    """How many devices share every layer: all of a slice, otherwise one unless said. Raises BadInput."""
+    """The number of devices that share every layer: all of a slice, otherwise 1 by default. Raises BadInput."""
     if topology is None:
         return tensor_parallel or 1
     if tensor_parallel not in (None, topology.devices):
         raise BadInput(
-            f"--tensor_parallel {tensor_parallel}: {topology.name} has {topology.devices} devices, and all of a slice "
-            "are used. Name a slice of that size with --topology"
+            f"--tensor_parallel {tensor_parallel}: {topology.name} has {topology.devices} devices, and all devices of "
+            "a slice are used. Name a slice of that size with --topology"
         )
     return topology.devices
 
@@ -81,3 +125,20 @@ def check_compiler() -> None:
             'the TPU compiler is not installed: pip install "dflash-aot[tpu]", '
             'or in a clone: pip install -c constraints.txt ".[tpu]"'
         )
+
+
+def name_platform(target: BuildTarget) -> str:
+    """As JAX names it: "cpu", "gpu" or "tpu"."""
+    return "tpu" if isinstance(target, Topology) else target.environment.platform
+
+
+def count_target_devices(target: BuildTarget) -> int:
+    """The number of devices that share every layer."""
+    return target.devices if isinstance(target, Topology) else target.environment.device_count
+
+
+def find_chip(target: BuildTarget) -> Chip | None:
+    """The figures of the target's chips; None where they are unknown."""
+    if isinstance(target, Topology):
+        return target.chip
+    return next((chip for chip in CHIPS if chip.device_kind == target.environment.device_kind), None)

@@ -1,9 +1,7 @@
-"""The compilation manager: every signature of a grid becomes an executable in a store, or a failure with a reason."""
+"""Compilation manager: finds or compiles every executable of a grid, and reports every failure with its reason."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Protocol
 
 import msgspec
 
@@ -14,110 +12,97 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.signature import Signature
-from dflash_aot.compile.pipeline.executable_builder import Order, explain
+from dflash_aot.compile.pipeline.compiler_pool import CompilerPool
+from dflash_aot.compile.pipeline.executable_builder import CompileJob, explain_failure
+from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import ProgramSource
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """One executable is done, or about to be: `done` of `total` are; `entry` is None at its start."""
+class Compilation(msgspec.Struct, frozen=True):
+    """The executables of a build.
 
-    done: int
-    total: int
-    label: str
-    compiled: bool
-    entry: Entry | None
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What a build came to: all entries in the grid's order, and the keys of those that had to be compiled."""
+    Attributes:
+        entries: all, in the grid's order.
+        compiled: keys of those that this build compiled; the others were found.
+        seconds: how long the build took.
+    """
 
     entries: tuple[Entry, ...]
     compiled: frozenset[str]
     seconds: float
 
 
-class Site(Protocol):
-    """Where executables are compiled, up to `jobs` at a time: threads of this process, or processes of their own."""
-
-    jobs: int
-    environment: Environment
-
-    def start(self, order: Order) -> Future[Entry]: ...
-
-
-def build(
+def compile_all(
     source: ProgramSource,
-    site: Site,
+    pool: CompilerPool,
     store: Store,
-    observe: Callable[[Progress], None],
+    observer: BuildObserver | None = None,
     shared: SharedStore | None = None,
-) -> Report:
-    """Compiles what neither store holds yet. `observe` is called from this thread, and programs are traced here.
+) -> Compilation:
+    """Compiles what neither store holds. Calls the observer and traces programs in this thread.
 
-    Every executable is published as soon as it is compiled: a build that is killed loses what is in flight.
+    Every executable is stored as soon as it is compiled: a build that is killed loses only what is in flight.
     Raises BuildFailed with every failure, after the rest has been built.
     """
     began = time.monotonic()
-    build_ = _Build(source, store, observe, shared)
-    build_.run(site)
-    return build_.report(time.monotonic() - began)
+    run = _CompilationRun(source, store, observer or BuildObserver(), shared)
+    run.compile(pool)
+    return run.summarize(time.monotonic() - began)
 
 
-class _Build:
-    """One run: what is asked for, what is there, what failed."""
+class _CompilationRun:
+    """One run: what is requested, what is found, what failed."""
 
-    def __init__(
-        self, source: ProgramSource, store: Store, observe: Callable[[Progress], None], shared: SharedStore | None
-    ):
-        self._source, self._store, self._observe, self._shared = source, store, observe, shared
+    def __init__(self, source: ProgramSource, store: Store, observer: BuildObserver, shared: SharedStore | None):
+        self._source, self._store, self._observer, self._shared = source, store, observer, shared
         self._built: dict[str, Entry] = {}
         self._compiled: set[str] = set()
         self._failures: dict[str, BaseException] = {}
 
-    def run(self, site: Site) -> None:
+    def compile(self, pool: CompilerPool) -> None:
         pending: dict[Future[Entry], str] = {}
         for signature in self._source.signatures:
-            self._say(signature.label)
+            self._report_progress(signature.label)
             try:
-                order = self._prepare(signature, site.environment)
-                if entry := self._store.find(order.key, order.signature, order.program) or self._take_shared(order):
-                    self._note(signature.label, entry)
+                job = self._prepare_job(signature, pool.environment)
+                if entry := self._store.find(job.key, job.signature, job.program) or self._find_shared(job):
+                    self._finish(signature.label, entry)
                 else:
-                    pending[site.start(order)] = signature.label
+                    pending[pool.start(job)] = signature.label
             except Exception as error:
                 self._failures[signature.label] = error
-            self._collect(pending, at_least=1 if len(pending) == site.jobs else 0)
+            self._collect(pending, at_least=1 if len(pending) == pool.jobs else 0)
         while pending:
             self._collect(pending, at_least=1)
 
-    def report(self, seconds: float) -> Report:
+    def summarize(self, seconds: float) -> Compilation:
         labels = [signature.label for signature in self._source.signatures]
         if self._failures:
-            lines = "\n".join(f"  {label}: {explain(error)}" for label, error in self._failures.items())
+            lines = "\n".join(f"  {label}: {explain_failure(error)}" for label, error in self._failures.items())
             raise BuildFailed(
                 f"{len(self._failures)} of {len(labels)} executables could not be built, the others are kept:\n{lines}"
             )
         compiled = frozenset(self._built[label].key for label in self._compiled)
-        return Report(tuple(self._built[label] for label in labels), compiled, seconds)
+        return Compilation(tuple(self._built[label] for label in labels), compiled, seconds)
 
-    def _prepare(self, signature: Signature, environment: Environment) -> Order:
+    def _prepare_job(self, signature: Signature, environment: Environment) -> CompileJob:
         program, known = self._source.export(signature), self._source.known
         named = {name: known[name] for name in (*signature.weights, *signature.state)}
-        return Order(signature, named, program, executable_key(program, signature, environment))
+        return CompileJob(signature, named, program, executable_key(program, signature, environment))
 
-    def _take_shared(self, order: Order) -> Entry | None:
-        """What somebody else built, put into the bundle."""
-        if self._shared is None or (found := self._shared.find(order.key, order.signature, order.program)) is None:
+    def _find_shared(self, job: CompileJob) -> Entry | None:
+        """The entry of an executable from the shared store, copied into the bundle."""
+        if self._shared is None or (found := self._shared.find(job.key, job.signature, job.program)) is None:
             return None
         try:
             self._store.add(found.entry, found.executable, found.program)
-        except BuildFailed as error:  # it was set aside here
+        except BuildFailed as error:  # it is quarantined here
             self._shared.reject(found, str(error))
             return None
         return found.entry
 
     def _collect(self, pending: dict[Future[Entry], str], at_least: int) -> None:
-        """Everything that is done by now; waits for the first where one is needed."""
+        """Takes all finished compilations; waits for the first if `at_least` is 1."""
         done, _ = wait(pending, None if at_least else 0, FIRST_COMPLETED)
         for future in done:
             label = pending.pop(future)
@@ -125,12 +110,12 @@ class _Build:
                 self._failures[label] = error
             else:
                 self._compiled.add(label)
-                self._note(label, future.result())
+                self._finish(label, future.result())
 
-    def _note(self, label: str, entry: Entry) -> None:
+    def _finish(self, label: str, entry: Entry) -> None:
         self._built[label] = entry
-        self._say(label, entry)
+        self._report_progress(label, entry)
 
-    def _say(self, label: str, entry: Entry | None = None) -> None:
+    def _report_progress(self, label: str, entry: Entry | None = None) -> None:
         done, compiled = len(self._built) + len(self._failures), label in self._compiled
-        self._observe(Progress(done, len(self._source.signatures), label, compiled, entry))
+        self._observer.on_executable(Progress(done, len(self._source.signatures), label, compiled, entry))

@@ -1,10 +1,13 @@
-"""One executable from its program to its place in the store: compiled, checked, kept."""
+"""Executable builder: compiles one program, checks the executable and serializes it."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import msgspec
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
@@ -14,12 +17,19 @@ from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.inspection import inspect_executable, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
-from dflash_aot.compile.pipeline.build_target import Machine
+from dflash_aot.compile.pipeline.build_target import TargetDevices
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What is to be compiled: a signature, the weights and state that it names, its StableHLO, and the key it gets."""
+class CompileJob(msgspec.Struct, frozen=True):
+    """One executable to compile; also a message to worker processes.
+
+    Attributes:
+        signature: its inputs and outputs.
+        known: the weights and state that the signature names, by name.
+        program: portable StableHLO.
+        key: the executable's key.
+    """
 
     signature: Signature
     known: dict[str, ArraySpec]
@@ -27,42 +37,46 @@ class Order(msgspec.Struct, frozen=True):
     key: str
 
 
-class Builder:
-    """Compiles for one machine into one store."""
+class CompileResult(msgspec.Struct, frozen=True):
+    """A worker process's answer to a CompileJob.
 
-    def __init__(self, machine: Machine, store: Store):
-        self._machine, self._store = machine, store
-
-    def compile(self, order: Order) -> Entry:
-        """Makes and publishes. Raises BuildFailed, or what the compiler raises."""
-        entry, executable, program = make_executable(self._machine, order)
-        self._store.add(entry, executable, program)
-        return entry
-
-
-def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes]:
-    """Compiles, checks, serializes: an entry, and its two files, packed. Raises BuildFailed, or what the compiler does.
-
-    JAX's own cache of executables is off from here on, in all threads.
+    Attributes:
+        entry: the executable's entry; None where it could not be built.
+        failure: why it could not.
     """
-    # Nobody verifies what comes from there, and on CPU it cannot be serialized once more: it has lost functions.
-    jax.config.update("jax_enable_compilation_cache", False)
+
+    entry: Entry | None
+    failure: str = ""
+
+
+def build_executable(devices: TargetDevices, store: Store, job: CompileJob) -> Entry:
+    """Compiles an executable and adds it to the store. Raises BuildFailed, or what the compiler raises."""
+    entry, executable, program = compile_executable(devices, job)
+    store.add(entry, executable, program)
+    return entry
+
+
+def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, bytes, bytes]:
+    """Compiles, checks and serializes; call it inside `jax_cache_disabled`.
+
+    Returns the entry, the packed executable and the packed program. Raises BuildFailed, or what the compiler raises.
+    """
     began = time.monotonic()
-    lowered = lower_program(order.program, order.signature, order.known, machine.devices)
-    compiled = lowered.compile(compiler_options=compiler_options(machine.environment))
+    lowered = lower_program(job.program, job.signature, job.known, devices.devices)
+    compiled = lowered.compile(compiler_options=compiler_options(devices.environment))
     inspection = inspect_executable(
         compiled,
-        [array.name for array in input_arrays(order.signature, order.known)],
-        [array.name for array in output_arrays(order.signature, order.known)],
+        [array.name for array in input_arrays(job.signature, job.known)],
+        [array.name for array in output_arrays(job.signature, job.known)],
     )
-    check_donation(order.signature, inspection.donated)
+    check_donation(job.signature, inspection.donated)
     serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
     blob, executable = pack_blob(serialized)
-    program_blob, program = pack_blob(order.program)
+    program_blob, program = pack_blob(job.program)
     entry = Entry(
         **msgspec.structs.asdict(blob),
-        signature=order.signature,
-        key=order.key,
+        signature=job.signature,
+        key=job.key,
         program=program_blob,
         seconds=time.monotonic() - began,
         memory=_read_memory(compiled),
@@ -72,10 +86,29 @@ def make_executable(machine: Machine, order: Order) -> tuple[Entry, bytes, bytes
     return entry, executable, program
 
 
+@contextmanager
+def jax_cache_disabled() -> Iterator[None]:
+    """Inside, JAX's own cache of executables is off, in all threads.
+
+    Nobody verifies an executable from there, and on a CPU it cannot be serialized again.
+    """
+    before = jax.config.values["jax_enable_compilation_cache"]
+    _enable_jax_cache(False)
+    try:
+        yield
+    finally:
+        _enable_jax_cache(before)
+
+
+def _enable_jax_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # JAX reads the setting at the first compilation only
+
+
 def _read_memory(compiled: jax.stages.Compiled) -> MemoryUse:
     memory = compiled.memory_analysis()
     if memory is None:
-        raise BuildFailed("the compiler does not tell what memory this takes")
+        raise BuildFailed("the compiler does not report the memory that this executable takes")
     return MemoryUse(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -85,8 +118,8 @@ def _read_memory(compiled: jax.stages.Compiled) -> MemoryUse:
     )
 
 
-def explain(error: BaseException) -> str:
-    """Why an executable could not be built, in a line."""
+def explain_failure(error: BaseException) -> str:
+    """Why an executable could not be built, in one line."""
     if exhausted := explain_out_of_memory(error):
         return exhausted
     line = next(iter(str(error).splitlines()), "")

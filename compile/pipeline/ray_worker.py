@@ -1,4 +1,7 @@
-"""What a process of a Ray cluster does: one executable, handed back as bytes. See `worker` for why only one."""
+"""Ray worker: what a process of a Ray cluster runs, which compiles one executable and returns its bytes.
+
+A process compiles one executable only, for the reason given in `worker_process`.
+"""
 
 import msgspec
 
@@ -6,44 +9,58 @@ from dflash_aot.cache.environment import Environment, is_tpu_attached
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.topology import parse_topology
-from dflash_aot.compile.pipeline.build_target import Machine, attach, describe
-from dflash_aot.compile.pipeline.executable_builder import Order, explain, make_executable
-from dflash_aot.compile.pipeline.worker_process import Answer
+from dflash_aot.compile.pipeline.build_target import TargetDevices, attach_devices, describe_devices
+from dflash_aot.compile.pipeline.executable_builder import (
+    CompileJob,
+    CompileResult,
+    compile_executable,
+    explain_failure,
+    jax_cache_disabled,
+)
 
-REMEDY = "Nodes that build need the versions and flags of the machine that starts the build, for CPU its processor too"
+REMEDY = (
+    "Nodes that build need the versions and flags of the machine that starts the build, and for CPU executables its "
+    "processor"
+)
 
 
 def describe_slice(topology: str) -> bytes:
-    """The environment of a TPU slice as the compiler of a node describes it, as JSON."""
-    return msgspec.json.encode(describe(parse_topology(topology)).environment)
+    """The environment of a TPU slice as the compiler of this node describes it, as JSON."""
+    return msgspec.json.encode(describe_devices(parse_topology(topology)).environment)
 
 
-def make_for(environment: bytes, order: bytes) -> tuple[bytes, bytes, bytes]:
-    """An Answer as JSON, the packed executable and the packed program; empty where there is none."""
-    wanted, asked = msgspec.json.decode(environment, type=Environment), msgspec.json.decode(order, type=Order)
+def compile_on_node(environment: bytes, job: bytes) -> tuple[bytes, bytes, bytes]:
+    """A CompileResult as JSON, the packed executable and the packed program; both empty after a failure.
+
+    Args:
+        environment: of the devices to compile for, an Environment as JSON.
+        job: a CompileJob as JSON.
+    """
+    wanted, asked = msgspec.json.decode(environment, type=Environment), msgspec.json.decode(job, type=CompileJob)
     try:
-        entry, executable, program = make_executable(_open_machine(wanted, asked), asked)
+        with jax_cache_disabled():
+            entry, executable, program = compile_executable(_open_devices(wanted, asked), asked)
     except Exception as error:
-        return msgspec.json.encode(Answer(None, explain(error))), b"", b""
-    return msgspec.json.encode(Answer(entry)), executable, program
+        return msgspec.json.encode(CompileResult(None, explain_failure(error))), b"", b""
+    return msgspec.json.encode(CompileResult(entry)), executable, program
 
 
-def _open_machine(wanted: Environment, order: Order) -> Machine:
-    """Raises BuildFailed where what is made here would not be what its key says."""
+def _open_devices(wanted: Environment, job: CompileJob) -> TargetDevices:
+    """Raises BuildFailed where an executable from this node would not match its key."""
     if wanted.platform == "tpu" and is_tpu_attached():
-        raise BuildFailed(f"{name_node()} has a TPU: slices are described where none is attached")
-    described = parse_topology(wanted.topology) if wanted.platform == "tpu" else None
-    machine = describe(described) if described else attach(wanted.platform, None, wanted.device_count)
-    check_same(wanted, machine.environment, name_node())
-    if executable_key(order.program, order.signature, machine.environment) != order.key:
-        raise BuildFailed(f"{name_node()} has another version of dflash-aot, by which it would be another executable")
-    return machine
+        raise BuildFailed(f"{name_node()} has a TPU: slices can be described only where no TPU is attached")
+    topology = parse_topology(wanted.topology) if wanted.platform == "tpu" else None
+    devices = describe_devices(topology) if topology else attach_devices(wanted.platform, None, wanted.device_count)
+    check_same(wanted, devices.environment, name_node())
+    if executable_key(job.program, job.signature, devices.environment) != job.key:
+        raise BuildFailed(f"{name_node()} has another version of dflash-aot, which would build another executable")
+    return devices
 
 
 def check_same(wanted: Environment, found: Environment, node: str) -> None:
-    """Executables are found by all of it. Raises BuildFailed with every difference, and both values."""
+    """Raises BuildFailed with every field of the environment that differs, and both values."""
     different = [
-        _tell_apart(field, getattr(wanted, field), getattr(found, field))
+        _format_difference(field, getattr(wanted, field), getattr(found, field))
         for field in Environment.__struct_fields__
         if getattr(wanted, field) != getattr(found, field)
     ]
@@ -51,8 +68,8 @@ def check_same(wanted: Environment, found: Environment, node: str) -> None:
         raise BuildFailed(f"{node} would build something else: {'; '.join(different)}. {REMEDY}")
 
 
-def _tell_apart(field: str, wanted: object, found: object) -> str:
-    if isinstance(wanted, tuple) and isinstance(found, tuple):  # of names, dozens that are the same
+def _format_difference(field: str, wanted: object, found: object) -> str:
+    if isinstance(wanted, tuple) and isinstance(found, tuple):  # dozens of names, most of them in both
         wanted, found = (
             " ".join(one for one in ours if one not in theirs) for ours, theirs in ((wanted, found), (found, wanted))
         )
@@ -60,7 +77,7 @@ def _tell_apart(field: str, wanted: object, found: object) -> str:
 
 
 def name_node() -> str:
-    """The node that this process is on, as Ray's tools list it."""
-    import ray  # noqa: PLC0415  see `ray_cluster`
+    """The node that this process runs on, as Ray's tools list it."""
+    import ray  # noqa: PLC0415  see `ray_pool`
 
     return f"Ray's node {ray.util.get_node_ip_address()}"

@@ -1,47 +1,47 @@
-"""What an executable computes from inputs that anyone can make: recorded once, compared wherever it runs later."""
+"""Self-test of executables: calls one with reproducible inputs, records its results and compares records."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
 
 import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.devices import make_sharding
+from dflash_aot.cache.self_test import INPUTS_VERSION
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.runtime.executables.executable import Executable
-from dflash_aot.runtime.self_test.inputs import VERSION, make_argument, make_state, make_weight
+from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 
-PLACES = 16  # of each output, beside its mean
-# By how much numbers may differ between two compilers or processors: a share of the larger of number and mean. What
-# bfloat16 rounds differs by a percent after some layers, and of two tokens that are as good as equally likely either
-# may then be chosen.
+SAMPLES = 16  # values recorded of each output, besides its mean
+# By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.
+# Rounded to bfloat16, numbers differ by a percent after some layers; then either of two almost equally likely tokens
+# may be chosen.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 AGREEING_TOKENS = {"float32": 1.0, "bfloat16": 0.5}
 
 
-class CanaryBench:
-    """Weights and state as canaries have them, on the devices; each executable is called once."""
+class SelfTestCaller:
+    """Calls each executable once, with test weights and test state on the devices."""
 
     def __init__(self, known: Mapping[str, ArraySpec], vocab: int, devices: Sequence[jax.Device]):
         self._known, self._vocab, self._devices = known, vocab, devices
         self._weights: dict[str, jax.Array] = {}
 
     def call(self, executable: Executable) -> SelfTest:
-        """Raises ValueError for numbers that are none."""
+        """The record of the results. Raises ValueError for NaN or infinity."""
         signature, donated = executable.signature, executable.signature.donated
         executable.bind(self._place_weights(signature))
         before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
         state = _State({name: self._place(self._known[name], values) for name, values in before.items()})
         arguments = [self._place(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
         results = executable(state, *arguments)
-        outputs = [_describe(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
+        outputs = [_record_output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):
-            outputs += [_describe(name, values) for name, values in _read_result(signature, array.name, result)]
-        return SelfTest(VERSION, tuple(outputs))
+            outputs += [_record_output(name, values) for name, values in _read_result(signature, array.name, result)]
+        return SelfTest(INPUTS_VERSION, tuple(outputs))
 
     def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
-        """Only those of this executable stay: the next one takes mostly the same, or none of them."""
+        """Keeps this executable's weights only: the next executable takes mostly the same weights, or none of them."""
         kept = {name: self._weights[name] for name in signature.weights if name in self._weights}
         self._weights = kept
         for name in signature.weights:
@@ -54,7 +54,7 @@ class CanaryBench:
 
 
 class _State:
-    """Arrays by name, for one call."""
+    """State arrays by name, for one call."""
 
     def __init__(self, arrays: dict[str, jax.Array]):
         self.arrays = arrays
@@ -67,7 +67,7 @@ class _State:
 
 
 def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tuple[str, np.ndarray]]:
-    """The numbers of a result; a sampled verdict ends with log-probabilities that lie among whole numbers."""
+    """The named parts of a result: a sampled verdict ends with log-probabilities, stored as int32."""
     values = np.asarray(result)
     if signature.program != "sampled_verify" or name != "verdict":
         return [(name, values)]
@@ -76,26 +76,21 @@ def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tup
     return [(name, values[:, :chosen]), ("logprobs", logprobs)]
 
 
-def _describe(name: str, values: np.ndarray, before: np.ndarray | None = None) -> SelfTestOutput:
-    """Some of its numbers, and their mean; of what was there before, only what the call changed."""
+def _record_output(name: str, values: np.ndarray, before: np.ndarray | None = None) -> SelfTestOutput:
+    """Some values of an output and their mean; of a state array, only the values that the call changed."""
     flat = values.ravel()
     if before is not None:
         flat = flat[flat != before.ravel()]
     numbers = flat.astype(np.float64)
     if not np.isfinite(numbers).all():
         raise ValueError(f"{name} holds NaN or infinity")
-    places = np.linspace(0, numbers.size - 1, min(PLACES, numbers.size)).astype(int)
+    samples = np.linspace(0, numbers.size - 1, min(SAMPLES, numbers.size)).astype(int)
     mean = float(np.abs(numbers).mean()) if numbers.size else 0.0
-    return SelfTestOutput(name, str(values.dtype), numbers.size, tuple(numbers[places].tolist()), mean)
-
-
-def is_comparable(golden: SelfTest | None) -> TypeGuard[SelfTest]:
-    """Whether it is of the inputs that are made today."""
-    return golden is not None and golden.version == VERSION
+    return SelfTestOutput(name, str(values.dtype), numbers.size, tuple(numbers[samples].tolist()), mean)
 
 
 def find_deviations(golden: SelfTest, found: SelfTest, dtype: str) -> list[str]:
-    """Where an executable of a bundle in `dtype` does not compute what was recorded, output by output."""
+    """Differences between two records of an executable, output by output; [] if they agree as far as `dtype` allows."""
     if (outputs := _name_outputs(found)) != (recorded := _name_outputs(golden)):
         return [f"outputs are {outputs}, recorded are {recorded}"]
     pairs = list(zip(golden.outputs, found.outputs, strict=True))
@@ -106,8 +101,8 @@ def find_deviations(golden: SelfTest, found: SelfTest, dtype: str) -> list[str]:
     return deviations
 
 
-def _name_outputs(canary: SelfTest) -> str:
-    return ", ".join(f"{output.name} {output.dtype}" for output in canary.outputs)
+def _name_outputs(record: SelfTest) -> str:
+    return ", ".join(f"{output.name} {output.dtype}" for output in record.outputs)
 
 
 def _compare_numbers(pairs: Iterable[tuple[SelfTestOutput, SelfTestOutput]], tolerance: float) -> Iterator[str]:
@@ -130,7 +125,7 @@ def _compare_values(golden: SelfTestOutput, found: SelfTestOutput, tolerance: fl
 
 
 def _compare_tokens(pairs: Sequence[tuple[SelfTestOutput, SelfTestOutput]], share: float) -> Iterator[str]:
-    """Whole numbers, all outputs together: a token that was chosen stands in several."""
+    """Whole numbers of all outputs together, because a token appears in several outputs."""
     alike = total = 0
     first = ""
     for golden, found in pairs:

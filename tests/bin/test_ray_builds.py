@@ -1,4 +1,4 @@
-"""dflash-precompile --executor ray."""
+"""dflash-precompile --executor ray: a crashed worker, unreachable clusters, refused flags."""
 
 import importlib.util
 import json
@@ -13,12 +13,12 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.bin import precompile
-from dflash_aot.bin.place import check_cluster
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.compile.pipeline.build_target import Machine
+from dflash_aot.compile.pipeline.build_target import TargetDevices
+from dflash_aot.compile.pipeline.compiler_pool import check_ray_target
 from tests.ray_processes import PATIENCE, wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -34,23 +34,23 @@ def flags(tied) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    """The user's is none of ours."""
+    """Hides the user's own cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_costs_nothing_and_the_team_finds_all_of_it(command, flags, tmp_path):
+def test_killed_worker_is_replaced_and_the_shared_store_gets_all_executables(command, flags, tmp_path):
     store = f"--store={tmp_path / 'store'}"
     on_ray = [*flags, f"--bundle={tmp_path / 'first'}", store, "--executor=ray", "--jobs=2"]
     line = [sys.executable, "-m", "dflash_aot.bin.precompile", *on_ray]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        os.kill(wait_for_running("make_for", process.pid)[0], signal.SIGKILL)
+        os.kill(wait_for_running("compile_on_node", process.pid)[0], signal.SIGKILL)
         out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     first = json.loads(out)
     count = first["executables"]
     assert (first["compiled"], first["store"]["written"]) == (count, count)
-    assert "compiling on a Ray of its own on this machine: 2 at a time" in err
+    assert "compiling on a local Ray cluster: 2 at a time" in err
     assert not any(chatter in err for chatter in ("raylet", "Traceback", "Warning", "worker"))
     assert find_file_flaws(tmp_path / "first", read_manifest(tmp_path / "first")) == []
 
@@ -59,7 +59,7 @@ def test_a_worker_that_is_killed_costs_nothing_and_the_team_finds_all_of_it(comm
     assert read_manifest(tmp_path / "second").entries == read_manifest(tmp_path / "first").entries
 
 
-def test_a_cluster_that_is_not_there_is_named(command, flags, tmp_path):
+def test_unreachable_cluster_is_named(command, flags, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
     done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--executor=ray", f"--ray_address={address}")
@@ -67,27 +67,27 @@ def test_a_cluster_that_is_not_there_is_named(command, flags, tmp_path):
     assert f"--executor ray: no connection to {address}: " in done.err
 
 
-def test_an_address_without_the_executor_is_refused(command, flags, tmp_path):
+def test_ray_address_without_executor_ray_is_refused(command, flags, tmp_path):
     done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--ray_address=head:6379")
     assert done.code == 2 and "--ray_address head:6379 without --executor ray" in done.err
 
 
-def test_a_plan_asks_no_cluster(command, flags):
+def test_plan_refuses_the_executor(command, flags):
     done = command(precompile, *flags, "--plan", "--executor=ray")
     assert done.code == 2 and "--executor cannot be given with it" in done.err
 
 
-def test_without_ray_the_command_that_installs_it_is_told(command, flags, tmp_path, monkeypatch):
+def test_missing_ray_is_reported_with_its_install_command(command, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--executor=ray")
     assert done.code == 2 and 'Ray is not installed: pip install "dflash-aot[ray]"' in done.err
 
 
-def test_an_attached_accelerator_is_compiled_for_where_it_is():
-    here = Machine(attached_devices("cpu", 1), read_environment("cpu"))
-    check_cluster(here)
+def test_attached_accelerator_is_refused_on_ray():
+    here = TargetDevices(attached_devices("cpu", 1), read_environment("cpu"))
+    check_ray_target(here)
     with pytest.raises(BadInput, match="a NVIDIA H100 is attached, .* --executor local"):
-        check_cluster(
-            Machine(here.devices, structs.replace(here.environment, platform="gpu", device_kind="NVIDIA H100"))
+        check_ray_target(
+            TargetDevices(here.devices, structs.replace(here.environment, platform="gpu", device_kind="NVIDIA H100"))
         )

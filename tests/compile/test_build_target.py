@@ -1,4 +1,4 @@
-"""Devices to build for: attached ones, and slices that only the TPU compiler knows."""
+"""Build targets: attached devices, and slices that are described to the TPU compiler."""
 
 import os
 import subprocess
@@ -11,21 +11,21 @@ from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.topology import CHIPS, GIB, TOPOLOGIES, parse_topology
-from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, attach, count_devices
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, attach_devices, count_devices
 
 DESCRIBE = f"""
 import sys
 import jax, msgspec
 from jax.sharding import SingleDeviceSharding
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.pipeline.build_target import describe
+from dflash_aot.compile.pipeline.build_target import describe_devices
 
 environments, refusals = {{}}, {{}}
 for topology in TOPOLOGIES.values():
-    machine = describe(topology)
-    environments[topology.name] = machine.environment
+    described = describe_devices(topology)
+    environments[topology.name] = described.environment
     if topology.chips == 1:
-        whole = SingleDeviceSharding(machine.devices[0])
+        whole = SingleDeviceSharding(described.devices[0])
         too_much = jax.ShapeDtypeStruct(({200 * GIB} // 4096, 1024), "float32", sharding=whole)
         try:
             jax.jit(lambda x: x + 1).trace(too_much).lower(lowering_platforms=("tpu",)).compile()
@@ -37,7 +37,7 @@ sys.stdout.buffer.write(msgspec.json.encode((environments, refusals)))
 
 @pytest.fixture(scope="module")
 def described() -> tuple[dict[str, Environment], dict[str, str]]:
-    """The environment of every slice that is offered, and what its chip says to a program that is too large."""
+    """The environment of every topology, and the compiler's error for a program too large for each chip."""
     environment = {**os.environ, **COMPILE_ONLY, "LIBTPU_INIT_ARGS": "--xla_tpu_enable_latency_hiding_scheduler=true"}
     done = subprocess.run([sys.executable, "-c", DESCRIBE], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -45,7 +45,7 @@ def described() -> tuple[dict[str, Environment], dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_compiler_knows_every_slice_that_is_offered(described, name):
+def test_compiler_describes_every_topology(described, name):
     environment, topology = described[0][name], parse_topology(name)
     assert (environment.platform, environment.topology, environment.device_count) == ("tpu", name, topology.devices)
     assert environment.device_kind == topology.chip.device_kind
@@ -54,16 +54,16 @@ def test_the_compiler_knows_every_slice_that_is_offered(described, name):
     assert {"0,0,0,0", f"{corner},{topology.chip.devices - 1}"} <= set(environment.coordinates)
 
 
-def test_the_order_of_the_mesh_is_a_ring_where_jax_knows_one(described):
+def test_mesh_order_is_jaxs_ring(described):
     assert described[0]["v5e:2x2"].coordinates == ("0,0,0,0", "1,0,0,0", "1,1,0,0", "0,1,0,0")
 
 
-def test_what_a_program_may_use_is_what_the_compiler_says(described):
+def test_available_bytes_of_a_chip_are_the_compilers(described):
     for chip in CHIPS:
         assert f"exceeds available HBM ({chip.available_bytes / GIB:.2f}G)" in described[1][chip.name], chip.name
 
 
-def test_a_described_tpu_is_told_from_another_by_compiler_and_flags_not_by_its_builder(described):
+def test_described_environment_holds_compiler_and_flags_but_not_the_building_host(described):
     environment = described[0]["v5e:1x1"]
     assert environment.libtpu and "TPU v5 lite" in environment.platform_version
     assert (environment.machine, environment.cpu_features) == ("", ())
@@ -73,24 +73,24 @@ def test_a_described_tpu_is_told_from_another_by_compiler_and_flags_not_by_its_b
 
 
 def test_attached_devices_are_those_of_this_machine():
-    machine = attach("cpu", None, None)
-    assert machine.environment == read_environment("cpu")
-    assert [str(device.id) for device in machine.devices] == list(machine.environment.coordinates)
+    attached = attach_devices("cpu", None, None)
+    assert attached.environment == read_environment("cpu")
+    assert [str(device.id) for device in attached.devices] == list(attached.environment.coordinates)
 
 
-def test_too_few_attached_devices_are_refused_in_words():
+def test_too_few_attached_devices_are_refused():
     with pytest.raises(BadInput, match="--platform cpu: 4096 cpu devices are needed, .* are attached. XLA_FLAGS=--xla"):
-        attach("cpu", None, 4096)
+        attach_devices("cpu", None, 4096)
 
 
 @pytest.mark.parametrize(
     ("name", "tensor_parallel", "devices"),
     [(None, None, 1), (None, 4, 4), ("v5e:2x2", None, 4), ("v5e:2x2", 4, 4), ("tpu7x:1x1x1", None, 2)],
 )
-def test_a_slice_is_used_as_a_whole(name, tensor_parallel, devices):
+def test_all_devices_of_a_slice_are_used(name, tensor_parallel, devices):
     assert count_devices(name and parse_topology(name), tensor_parallel) == devices
 
 
-def test_a_part_of_a_slice_is_refused():
+def test_part_of_a_slice_is_refused():
     with pytest.raises(BadInput, match="--tensor_parallel 2: v5e:2x2 has 4 devices"):
         count_devices(parse_topology("v5e:2x2"), 2)

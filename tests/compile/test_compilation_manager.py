@@ -1,4 +1,4 @@
-"""Builds of a small pair: complete, incremental, resumable, and honest about what failed."""
+"""The compilation manager on a small pair: complete, incremental and resumed builds, and failures."""
 
 import shutil
 import signal
@@ -12,9 +12,10 @@ import pytest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.compile.pipeline.build_target import attach
-from dflash_aot.compile.pipeline.compilation_manager import build
-from dflash_aot.compile.pipeline.threads import Threads
+from dflash_aot.compile.pipeline.build_target import attach_devices
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
+from dflash_aot.compile.pipeline.compiler_pool import InProcessPool
+from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -35,123 +36,135 @@ import msgspec
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.compile.pipeline.build_target import attach
-from dflash_aot.compile.pipeline.compilation_manager import build
+from dflash_aot.compile.pipeline.build_target import attach_devices
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.pipeline.threads import Threads
+from dflash_aot.compile.pipeline.compiler_pool import InProcessPool
+from dflash_aot.compile.pipeline.observer import BuildObserver
 
 target, draft = msgspec.json.decode(sys.stdin.readline(), type=tuple[Target, Draft])
 
-def stall(progress):
-    if progress.compiled:
-        print(progress.label, flush=True)
-    if progress.done == 3:
-        sys.stdin.readline()
+class StallingObserver(BuildObserver):
+    def on_executable(self, progress):
+        if progress.compiled:
+            print(progress.label, flush=True)
+        if progress.done == 3:
+            sys.stdin.readline()
 
 store, grid = Store(Path(sys.argv[1])), parse_grid(sys.argv[2], draft.block)
 source = TracedPrograms(Programs(target, draft, "float32"), grid, "cpu")
-with store.open_for_building(), Threads(attach("cpu", None, None), store, 1) as threads:
-    build(source, threads, store, stall)
+with store.open_for_building(), InProcessPool(attach_devices("cpu", None, None), store, 1) as pool:
+    compile_all(source, pool, store, StallingObserver())
 """
+
+
+class RecordingObserver(BuildObserver):
+    """Keeps the progress of all executables."""
+
+    def __init__(self):
+        self.progress = []
+
+    def on_executable(self, progress):
+        self.progress.append(progress)
 
 
 @pytest.fixture(scope="module")
 def build_in(small_pair):
-    """A bundle directory and what may differ → the report, and everything that was said on the way."""
-    machine = attach("cpu", None, None)
+    """Builds into a directory; returns the compilation and the progress that was reported."""
+    devices = attach_devices("cpu", None, None)
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
-        store, said = Store(bundle), []
+        store, observer = Store(bundle), RecordingObserver()
         source = TracedPrograms(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block), "cpu")
-        with store.open_for_building(), Threads(machine, store, jobs) as threads:
-            report = build(source, threads, store, said.append)
-        return report, said
+        with store.open_for_building(), InProcessPool(devices, store, jobs) as pool:
+            compilation = compile_all(source, pool, store, observer)
+        return compilation, observer.progress
 
     return run
 
 
 @pytest.fixture(scope="module")
 def first(build_in, tmp_path_factory):
-    """A complete build: its directory, report and progress. Only to be read."""
+    """A complete build: its directory, compilation and progress. Read-only."""
     bundle = tmp_path_factory.mktemp("first")
     return bundle, *build_in(bundle)
 
 
 @pytest.fixture
 def copied(first, tmp_path):
-    """The complete build, somewhere else."""
+    """A copy of the complete build."""
     return shutil.copytree(first[0], tmp_path / "bundle")
 
 
-def labels(report, keys):
-    return [entry.signature.label for entry in report.entries if entry.key in keys]
+def labels(compilation, keys):
+    return [entry.signature.label for entry in compilation.entries if entry.key in keys]
 
 
-def recorded(bundle):
+def count_records(bundle):
     return len(list((bundle / "entries").iterdir()))
 
 
 class BrokenPrograms(Programs):
-    """One program that cannot be traced, and one that can but not compiled."""
+    """One program that cannot be traced, and one that cannot be compiled."""
 
     def draft(self, *_, **__):
-        raise ValueError("no draft today\nand more that nobody reads")
+        raise ValueError("no draft today\nand more lines")
 
     def kv_write(self, arrays):
         unknown = jax.ffi.ffi_call("tpu_custom_call", jax.typeof(arrays["draft_k"]))
         return {**super().kv_write(arrays), "draft_k": unknown(arrays["draft_k"])}
 
 
-def test_a_first_build_compiles_every_program_of_the_grid(first):
-    _, report, _ = first
-    assert [entry.signature.label for entry in report.entries] == LABELS
-    assert labels(report, report.compiled) == LABELS
+def test_first_build_compiles_every_program_of_the_grid(first):
+    _, compilation, _ = first
+    assert [entry.signature.label for entry in compilation.entries] == LABELS
+    assert labels(compilation, compilation.compiled) == LABELS
 
 
-def test_a_build_says_what_it_is_at_and_what_is_done(first):
-    _, _, said = first
-    assert [p.label for p in said if p.entry is None] == LABELS
-    finished = [p for p in said if p.entry is not None]
+def test_observer_is_told_of_each_executable_begun_and_finished(first):
+    _, _, progress = first
+    assert [p.label for p in progress if p.entry is None] == LABELS
+    finished = [p for p in progress if p.entry is not None]
     assert [p.label for p in finished] == [p.entry.signature.label for p in finished] == LABELS
     assert [p.done for p in finished] == [1, 2, 3, 4, 5, 6, 7]
-    assert {p.total for p in said} == {len(LABELS)}
+    assert {p.total for p in progress} == {len(LABELS)}
 
 
-def test_every_executable_is_kept_with_what_it_cost(first):
-    bundle, report, _ = first
-    for entry in report.entries:
+def test_entry_holds_size_time_and_memory_of_its_executable(first):
+    bundle, compilation, _ = first
+    for entry in compilation.entries:
         assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
         assert entry.seconds > 0
         assert entry.memory.arguments > 0
-    assert not (bundle / "manifest.json").exists()  # that is published by who knows the rest of it
+    assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
-def test_every_executable_writes_its_state_in_place(first, small_pair):
-    _, report, _ = first
+def test_executable_updates_its_state_in_place(first, small_pair):
+    _, compilation, _ = first
     known = Programs(*small_pair, "float32").arrays_by_name(parse_grid(BUCKETS, 4))
-    for entry in report.entries:
+    for entry in compilation.entries:
         state_bytes = sum(known[name].bytes for name in entry.signature.donated)
         assert entry.memory.aliased == state_bytes, entry.signature.label
 
 
-def test_the_same_build_elsewhere_compiles_nothing(copied, build_in, first):
-    again, said = build_in(copied)
+def test_second_build_compiles_nothing(copied, build_in, first):
+    again, progress = build_in(copied)
     assert again.compiled == frozenset()
     assert again.entries == first[1].entries
-    assert not any(progress.compiled for progress in said)
+    assert not any(p.compiled for p in progress)
 
 
-def test_a_new_bucket_compiles_only_what_it_adds(copied, build_in):
-    report, _ = build_in(copied, "batch=1 length=32 k=0,1,3 prefill=16")
+def test_new_bucket_compiles_only_its_executables(copied, build_in):
+    compilation, _ = build_in(copied, "batch=1 length=32 k=0,1,3 prefill=16")
     expected = ["draft batch=1 length=32 k=1", "verify batch=1 length=32 k=1", "kv_write rows=1 width=2"]
-    assert labels(report, report.compiled) == expected
-    assert len(report.entries) == len(LABELS) + 3
+    assert labels(compilation, compilation.compiled) == expected
+    assert len(compilation.entries) == len(LABELS) + 3
 
 
-def test_a_damaged_executable_is_compiled_again(copied, build_in, first):
-    _, report, _ = first
-    damaged = report.entries[4]
+def test_damaged_executable_is_compiled_again(copied, build_in, first):
+    _, compilation, _ = first
+    damaged = compilation.entries[4]
     path = copied / "executables" / damaged.sha256
     path.write_bytes(path.read_bytes()[:-1])
     again, _ = build_in(copied)
@@ -159,7 +172,7 @@ def test_a_damaged_executable_is_compiled_again(copied, build_in, first):
     assert all(Store(copied).read_executable(entry) for entry in again.entries)
 
 
-def test_every_failure_is_reported_and_all_else_is_built(tmp_path, build_in, first):
+def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, build_in, first):
     with pytest.raises(BuildFailed) as failed:
         build_in(tmp_path, programs=BrokenPrograms, jobs=2)
     summary, *lines = str(failed.value).splitlines()
@@ -169,12 +182,12 @@ def test_every_failure_is_reported_and_all_else_is_built(tmp_path, build_in, fir
     assert sorted(reasons) == ["kv_write rows=1 width=1", "kv_write rows=1 width=16", "kv_write rows=1 width=4"]
     assert all("tpu_custom_call" in reason for reason in reasons.values())
     assert not (tmp_path / "manifest.json").exists()
-    report, _ = build_in(tmp_path, jobs=2)
-    assert labels(report, report.compiled) == ["draft batch=1 length=32 k=3", *LABELS[4:]]
-    assert [entry.key for entry in report.entries] == [entry.key for entry in first[1].entries]
+    compilation, _ = build_in(tmp_path, jobs=2)
+    assert labels(compilation, compilation.compiled) == ["draft batch=1 length=32 k=3", *LABELS[4:]]
+    assert [entry.key for entry in compilation.entries] == [entry.key for entry in first[1].entries]
 
 
-def test_a_killed_build_goes_on_where_it_was(tmp_path, small_pair, build_in):
+def test_killed_build_is_resumed(tmp_path, small_pair, build_in):
     command = [sys.executable, "-c", STALLING_BUILDER, str(tmp_path), BUCKETS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
         try:
@@ -184,6 +197,6 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path, small_pair, build_in):
         finally:
             builder.send_signal(signal.SIGKILL)
     assert built == LABELS[:3]
-    assert recorded(tmp_path) == 3
-    report, _ = build_in(tmp_path)
-    assert labels(report, report.compiled) == LABELS[3:]
+    assert count_records(tmp_path) == 3
+    compilation, _ = build_in(tmp_path)
+    assert labels(compilation, compilation.compiled) == LABELS[3:]

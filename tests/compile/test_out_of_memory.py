@@ -18,9 +18,9 @@ import json
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.pipeline.build_target import describe
+from dflash_aot.compile.pipeline.build_target import describe_devices
 
-place = SingleDeviceSharding(describe(TOPOLOGIES["v5e:1x1"]).devices[0])
+place = SingleDeviceSharding(describe_devices(TOPOLOGIES["v5e:1x1"]).devices[0])
 messages = []
 for count in (20 * 1024 * 16, 16126 * 16 - 1):
     array = jax.ShapeDtypeStruct((count, 16, 1024), jnp.float32, sharding=place)

@@ -1,4 +1,4 @@
-"""A build that finds what others have built: it compiles the rest, and what was found to do wrong here."""
+"""Builds with a shared store: found executables are not compiled, missing and quarantined ones are."""
 
 import pickle
 from concurrent.futures import Future
@@ -11,12 +11,12 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.remote.object_store import DirectoryStore
 from dflash_aot.cache.remote.shared_store import SharedStore
-from dflash_aot.compile.pipeline.compilation_manager import build
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.programs.program_source import BundledPrograms
 
 
-class Compiler:
-    """Makes something of its own of every order, and remembers for what."""
+class RecordingPool:
+    """A compiler pool that returns its own bytes for every job, and records the labels."""
 
     jobs = 1
 
@@ -24,10 +24,10 @@ class Compiler:
         self.environment, self.started = manifest.environment, []
         self._entries, self._store = {entry.key: entry for entry in manifest.entries}, store
 
-    def start(self, order):
-        self.started.append(order.signature.label)
-        (blob, executable), (program, text) = pack_blob(pickle.dumps("compiled here")), pack_blob(order.program)
-        entry = structs.replace(self._entries[order.key], **structs.asdict(blob), program=program)
+    def start(self, job):
+        self.started.append(job.signature.label)
+        (blob, executable), (program, text) = pack_blob(pickle.dumps("compiled here")), pack_blob(job.program)
+        entry = structs.replace(self._entries[job.key], **structs.asdict(blob), program=program)
         self._store.add(entry, executable, text)
         done = Future()
         done.set_result(entry)
@@ -36,7 +36,7 @@ class Compiler:
 
 @pytest.fixture
 def built(bundle):
-    """A bundle that somebody else has built."""
+    """A bundle that another machine has built."""
     return Store(bundle("tiny"))
 
 
@@ -47,7 +47,7 @@ def manifest(built):
 
 @pytest.fixture
 def open_shared(tmp_path, built, manifest):
-    """A builder's view of a store that holds all of it."""
+    """Opens a shared store that holds all executables of the bundle."""
     with SharedStore(DirectoryStore(tmp_path / "shared")) as shared:
         for entry in manifest.entries:
             shared.add(built, entry)
@@ -56,18 +56,18 @@ def open_shared(tmp_path, built, manifest):
 
 @pytest.fixture
 def run(tmp_path, built, manifest):
-    """A build of the same elsewhere, with what is shared → the report, and what was compiled for it."""
+    """Builds the bundle in another directory with a shared store; returns the compilation, and labels compiled."""
     store = Store(tmp_path / "bundle")
 
     def run(shared):
-        compiler = Compiler(manifest, store)
+        pool = RecordingPool(manifest, store)
         with store.open_for_building():
-            return build(BundledPrograms(manifest, built), compiler, store, lambda _: None, shared), compiler.started
+            return compile_all(BundledPrograms(manifest, built), pool, store, shared=shared), pool.started
 
     return run
 
 
-def test_what_others_have_built_is_not_compiled(run, open_shared, manifest, tmp_path):
+def test_executables_in_the_shared_store_are_not_compiled(run, open_shared, manifest, tmp_path):
     shared = open_shared()
     report, compiled = run(shared)
     assert (compiled, report.compiled, report.entries) == ([], frozenset(), manifest.entries)
@@ -75,14 +75,14 @@ def test_what_others_have_built_is_not_compiled(run, open_shared, manifest, tmp_
     assert shared.report().hits == len(manifest.entries)
 
 
-def test_what_is_here_is_not_looked_for(run, open_shared):
+def test_executables_in_the_bundle_are_not_looked_up_in_the_shared_store(run, open_shared):
     run(open_shared())
     shared = open_shared()
     run(shared)
     assert (shared.report().hits, shared.report().misses) == (0, 0)
 
 
-def test_what_was_set_aside_here_is_compiled_all_the_same(run, open_shared, manifest, tmp_path, built):
+def test_shared_executable_that_is_quarantined_here_is_compiled(run, open_shared, manifest, tmp_path, built):
     entry, store = manifest.entries[2], Store(tmp_path / "bundle")
     with store.open_for_building():
         store.add(entry, built.executable_path(entry).read_bytes(), built.program_path(entry).read_bytes())
@@ -98,7 +98,7 @@ def test_what_was_set_aside_here_is_compiled_all_the_same(run, open_shared, mani
     assert open_shared().find(entry.key, entry.signature, built.read_program(entry)).entry == report.entries[2]
 
 
-def test_what_nobody_has_built_is_compiled(run, open_shared, manifest, tmp_path):
+def test_executable_missing_from_the_shared_store_is_compiled(run, open_shared, manifest, tmp_path):
     entry = manifest.entries[4]
     (tmp_path / "shared" / "entries" / f"{entry.key}.json").unlink()
     shared = open_shared()

@@ -24,8 +24,8 @@ from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts,
 from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.analysis.memory_plan import MemoryPlanner
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
-from dflash_aot.compile.pipeline.compilation_manager import build
-from dflash_aot.compile.pipeline.worker_pool import Workers
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
+from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -63,12 +63,12 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.compile.models import kv_cache
 from dflash_aot.compile.programs.lowering import lower_program
-from dflash_aot.compile.pipeline.build_target import describe
+from dflash_aot.compile.pipeline.build_target import describe_devices
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.program_source import TracedPrograms
 
 target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
-devices = describe(TOPOLOGIES["v5e:1x1"]).devices
+devices = describe_devices(TOPOLOGIES["v5e:1x1"]).devices
 LAYERS, ROWS, HEADS, POSITIONS, WIDTH, TOKENS = 4, 4, 8, 1024, 128, 16
 
 def spec(*shape, dtype="bfloat16"):
@@ -164,8 +164,8 @@ def built(request, pair, tmp_path_factory) -> Executables:
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
-    with store.open_for_building(), Workers(topology, bundle, jobs=min(2, len(labels))) as workers:
-        entries = build(source, workers, store, lambda progress: None).entries
+    with store.open_for_building(), WorkerPool(topology, bundle, jobs=min(2, len(labels))) as pool:
+        entries = compile_all(source, pool, store).entries
     assert len(entries) == len(labels)
     return Executables(programs, grid, topology, collectives, entries)
 

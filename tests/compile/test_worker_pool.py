@@ -1,4 +1,4 @@
-"""Building for a TPU that is not there, in processes that may die."""
+"""The worker pool: builds for a TPU that is not attached, in processes that may crash."""
 
 import os
 import platform
@@ -15,11 +15,11 @@ from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.topology import parse_topology
-from dflash_aot.compile.pipeline import worker_pool as module
+from dflash_aot.compile.pipeline import worker_pool
 from dflash_aot.compile.pipeline.build_target import check_compiler
-from dflash_aot.compile.pipeline.compilation_manager import build
-from dflash_aot.compile.pipeline.executable_builder import Order
-from dflash_aot.compile.pipeline.worker_pool import Workers, find_last_words
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
+from dflash_aot.compile.pipeline.executable_builder import CompileJob
+from dflash_aot.compile.pipeline.worker_pool import WorkerPool, find_last_words
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libtpu is for L
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """The directory that all tests of this file build in."""
+    """The bundle directory that the tests of this file share."""
     return tmp_path_factory.mktemp("bundle")
 
 
@@ -44,17 +44,17 @@ def source(small_pair) -> TracedPrograms:
 
 @pytest.fixture(scope="module")
 def first(source, bundle):
-    """A build of everything, two at a time: its report, and the workers' environment."""
+    """A complete build, two executables at a time: the compilation, and the pool's environment."""
     store = Store(bundle)
-    with store.open_for_building(), Workers(SLICE, bundle, 2) as workers:
-        return build(source, workers, store, lambda _: None), workers.environment
+    with store.open_for_building(), WorkerPool(SLICE, bundle, 2) as pool:
+        return compile_all(source, pool, store), pool.environment
 
 
 @pytest.fixture(scope="module")
-def orders(source, first) -> list[Order]:
-    """What workers are asked for, executable by executable."""
+def compile_jobs(source, first) -> list[CompileJob]:
+    """The job of each executable."""
     return [
-        Order(one, dict(source.known), text, executable_key(text, one, first[1]))
+        CompileJob(one, dict(source.known), text, executable_key(text, one, first[1]))
         for one in source.signatures
         for text in [source.export(one)]
     ]
@@ -62,13 +62,13 @@ def orders(source, first) -> list[Order]:
 
 @pytest.fixture
 def logs(tmp_path, monkeypatch) -> Path:
-    """Where workers started from here on keep theirs."""
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    """The directory of the logs of workers that are started from here on."""
+    monkeypatch.setattr(worker_pool.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def children() -> set[int]:
-    """Processes that this one has started and that have not been waited for."""
+    """Child processes that have not been waited for."""
     while True:
         with suppress(
             FileNotFoundError, ProcessLookupError
@@ -77,7 +77,7 @@ def children() -> set[int]:
             return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
-def test_everything_is_built_for_a_tpu_that_is_not_there(first, source, bundle):
+def test_pool_compiles_every_executable_for_a_tpu_that_is_not_attached(first, source, bundle):
     report, environment = first
     assert [entry.signature for entry in report.entries] == source.signatures
     assert len(report.compiled) == len(source.signatures)
@@ -87,29 +87,29 @@ def test_everything_is_built_for_a_tpu_that_is_not_there(first, source, bundle):
         assert all("T(" in entry.analysis.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
 
 
-def test_what_is_built_is_found_again_and_nothing_is_left_behind(first, source, bundle, logs):
+def test_second_build_finds_all_executables_and_leaves_no_process_or_log(first, source, bundle, logs):
     before = children()
-    with Workers(SLICE, bundle, 1) as workers:
+    with WorkerPool(SLICE, bundle, 1) as pool:
         assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
-        again = build(source, workers, Store(bundle), lambda _: None)
+        again = compile_all(source, pool, Store(bundle))
     assert (again.entries, again.compiled) == (first[0].entries, frozenset())
     assert (children(), list(logs.glob(LOGS))) == (before, [])
 
 
-def test_a_worker_that_dies_takes_one_executable_with_it_and_tells_where_to_look(first, orders, bundle, logs):
+def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jobs, bundle, logs):
     before = children()
-    with Workers(SLICE, bundle, 1) as workers:
+    with WorkerPool(SLICE, bundle, 1) as pool:
         (log,), (worker,) = logs.glob(LOGS), children() - before
         os.kill(worker, signal.SIGABRT)
         os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # libtpu's handler takes its time, and writes
         with open(log, "a") as end:
             end.write("F0101 00:00:00.000000 1 heap.cc:1] Check failed: enough\n*** stack trace ***\n    @ 0x1 f()\n")
         with pytest.raises(BuildFailed) as failed:
-            workers.start(orders[0]).result()
+            pool.start(compile_jobs[0]).result()
         words = str(failed.value)
-        assert words.startswith(f"the compiler's process was ended by SIGABRT. {log} says: F0101")
+        assert words.startswith(f"the compiler process was ended by SIGABRT. {log}: F0101")
         assert words.endswith("Check failed: enough")
-        assert workers.start(orders[0]).result().key == first[0].entries[0].key
+        assert pool.start(compile_jobs[0]).result().key == first[0].entries[0].key
         assert worker not in children()
     assert (children(), list(logs.glob(LOGS))) == (before, [log])
 
@@ -118,58 +118,58 @@ def test_a_worker_that_dies_takes_one_executable_with_it_and_tells_where_to_look
     ("number", "words"),
     [
         (signal.SIGUSR1, "SIGUSR1. Log: "),
-        (signal.SIGKILL, "SIGKILL: where nobody did that, memory was short, and --jobs 1 takes less. Log: "),
+        (signal.SIGKILL, "SIGKILL: unless a person did that, memory was short, and --jobs 1 needs less. Log: "),
     ],
 )
-def test_what_a_worker_says_at_its_start_is_no_reason_for_its_end(orders, bundle, logs, monkeypatch, number, words):
+def test_log_of_a_workers_start_is_not_quoted_after_a_crash(compile_jobs, bundle, logs, monkeypatch, number, words):
     monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax")
     before = children()
-    with Workers(SLICE, bundle, 1) as workers:
+    with WorkerPool(SLICE, bundle, 1) as pool:
         (log,), (worker,) = logs.glob(LOGS), children() - before
         assert log.read_text().strip()
         os.kill(worker, number)
         with pytest.raises(BuildFailed) as failed:
-            workers.start(orders[0]).result()
-    assert str(failed.value) == f"the compiler's process was ended by {words}{log}"
+            pool.start(compile_jobs[0]).result()
+    assert str(failed.value) == f"the compiler process was ended by {words}{log}"
 
 
-def test_what_kills_every_worker_is_told_once(orders, bundle, logs, monkeypatch):
+def test_pool_gives_up_after_two_workers_crash_before_any_answers(compile_jobs, bundle, logs, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
-    with Workers(SLICE, bundle, 1) as workers:
-        failures = [str(workers.start(order).exception()) for order in orders[:4]]
+    with WorkerPool(SLICE, bundle, 1) as pool:
+        failures = [str(pool.start(job).exception()) for job in compile_jobs[:4]]
     assert all("xla_nonsense" in failure for failure in failures[:2])
-    assert failures[2].startswith("given up: ") and failures[2].endswith(f"see {orders[0].signature.label}")
+    assert failures[2].startswith("given up: ") and failures[2].endswith(f"see {compile_jobs[0].signature.label}")
     assert failures[3] == failures[2]
     assert len(list(logs.glob(LOGS))) == 2
 
 
-def test_a_worker_that_is_still_starting_is_ended_too(orders, bundle):
+def test_closed_pool_ends_workers_that_are_starting(compile_jobs, bundle):
     before = children()
-    with Workers(SLICE, bundle, 2) as workers:
-        for order in orders[:2]:
-            workers.start(order)
+    with WorkerPool(SLICE, bundle, 2) as pool:
+        for job in compile_jobs[:2]:
+            pool.start(job)
         while len(children() - before) < 2:
             time.sleep(0.01)
     assert children() == before
 
 
-def test_an_executable_is_the_same_bytes_whoever_built_it_when(first, orders, tmp_path, monkeypatch):
+def test_executable_has_the_same_bytes_in_any_order_directory_and_user(first, compile_jobs, tmp_path, monkeypatch):
     """In another bundle, one at a time in another order, from another directory, as another user."""
     monkeypatch.chdir(tmp_path)
     for variable in ("USER", "LOGNAME", "HOME"):
         monkeypatch.setenv(variable, "/nowhere/else")
-    with Store(tmp_path / "other place").open_for_building(), Workers(SLICE, tmp_path / "other place", 1) as workers:
-        for entry, order in reversed(list(zip(first[0].entries, orders, strict=True))[2:5]):
-            again = workers.start(order).result()
+    with Store(tmp_path / "other place").open_for_building(), WorkerPool(SLICE, tmp_path / "other place", 1) as pool:
+        for entry, job in reversed(list(zip(first[0].entries, compile_jobs, strict=True))[2:5]):
+            again = pool.start(job).result()
             assert (again.key, again.sha256, again.program) == (entry.key, entry.sha256, entry.program)
 
 
-def test_nothing_of_the_building_machine_is_in_what_is_kept(first, bundle):
+def test_stored_files_name_no_path_of_the_building_machine(first, bundle):
     telling = [
         str(bundle),
-        str(Path(module.__file__).parent),
+        str(Path(worker_pool.__file__).parent),
         str(Path.home()),
-        *([platform.node()] if len(platform.node()) > 3 else []),  # "vm" stands in every executable
+        *([platform.node()] if len(platform.node()) > 3 else []),  # "vm" is part of every executable
         ".py",
         "site-packages",
     ]
@@ -178,13 +178,13 @@ def test_nothing_of_the_building_machine_is_in_what_is_kept(first, bundle):
             assert [word for word in telling if word.encode() in kept] == [], entry.signature.label
 
 
-def test_flags_that_the_compiler_does_not_know_are_told_in_its_words(tmp_path, logs, monkeypatch):
+def test_unknown_compiler_flag_is_reported_in_the_compilers_words(tmp_path, logs, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
-    with pytest.raises(BuildFailed, match=r"process ended with 1\. .* says: ERROR: Unknown .* flag 'no_such_flag'"):
-        Workers(SLICE, tmp_path, 1)
+    with pytest.raises(BuildFailed, match=r"process ended with 1\. .*: ERROR: Unknown .* flag 'no_such_flag'"):
+        WorkerPool(SLICE, tmp_path, 1)
 
 
-def test_without_the_compiler_the_command_that_installs_it_is_told(monkeypatch, tmp_path):
+def test_missing_compiler_is_reported_with_its_install_command(monkeypatch, tmp_path):
     check_compiler()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(
@@ -206,5 +206,5 @@ def test_without_the_compiler_the_command_that_installs_it_is_told(monkeypatch, 
         ("Traceback\n  File x\nValueError: of Python\n", "ValueError: of Python"),
     ],
 )
-def test_last_words_are_those_that_tell(log, words):
+def test_last_words_are_the_line_that_explains_the_crash(log, words):
     assert find_last_words(log) == words

@@ -28,8 +28,8 @@ from dflash_aot.cache.bundle.manifest import (
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
+from dflash_aot.cache.self_test import SelfTests, set_up_self_tests
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.self_test.client import Canaries, order_canaries
 
 BUILD = "dflash-precompile"
 
@@ -336,8 +336,8 @@ def test_executable_that_runs_out_of_memory_is_not_corrupt(copy):
     assert f"dflash-bundle inspect {copy}" in words and BUILD in words
     manifest, entry = read_manifest(copy), find_entry(copy, "verify")
     raised = pytest.raises(IncompatibleBundle, match=f"{entry.signature.label} cannot be called here: .*EXHAUSTED")
-    with Canaries(order_canaries(copy, manifest)) as canaries, raised:
-        canaries.try_one(entry)
+    with SelfTests(set_up_self_tests(copy, manifest)) as self_tests, raised:
+        self_tests.run(entry)
 
 
 # -- meant for another environment

@@ -1,4 +1,4 @@
-"""Canaries: inputs that anyone can make, outputs that are kept, deviations that are named."""
+"""Self-test of executables: reproducible inputs, and the comparison of records."""
 
 import json
 import subprocess
@@ -9,9 +9,10 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
+from dflash_aot.cache.self_test import is_comparable
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
-from dflash_aot.runtime.self_test.self_test import find_deviations, is_comparable
+from dflash_aot.runtime.self_test.self_test import find_deviations
 
 NOISE_ELSEWHERE = """
 import json
@@ -22,13 +23,13 @@ print(json.dumps(make_weight(ArraySpec("target.lm_head.weight", (3, 5), "float32
 """
 
 
-def every_signature(bundle):
+def list_signatures(bundle):
     manifest = read_manifest(bundle("sampled"))
     return manifest, [entry.signature for entry in manifest.entries]
 
 
-def test_every_input_of_every_program_can_be_made(bundle):
-    manifest, signatures = every_signature(bundle)
+def test_inputs_have_the_shapes_and_dtypes_of_every_signature(bundle):
+    manifest, signatures = list_signatures(bundle)
     known, vocab = manifest.arrays_by_name(), manifest.target.facts.decoder.vocab
     for signature in signatures:
         made = [(known[name], make_state(known[name], signature, vocab)) for name in signature.state]
@@ -41,7 +42,7 @@ def test_every_input_of_every_program_can_be_made(bundle):
 
 
 def test_positions_stay_inside_their_bucket(bundle):
-    manifest, signatures = every_signature(bundle)
+    manifest, signatures = list_signatures(bundle)
     for signature in signatures:
         for name, bucket_width in (("lengths", "k"), ("starts", "prefill")):
             arrays = [one for one in signature.arguments if one.name == name]
@@ -55,8 +56,8 @@ def test_positions_stay_inside_their_bucket(bundle):
                 assert 0 < make(array, signature, 512).max() + width <= signature.bucket["length"], bucket_width
 
 
-def test_nothing_is_written_yet_where_the_call_writes(bundle):
-    manifest, signatures = every_signature(bundle)
+def test_kv_cache_is_empty_where_the_call_writes(bundle):
+    manifest, signatures = list_signatures(bundle)
     verify = next(one for one in signatures if one.label == "verify batch=3 length=208 k=7")
     keys = make_state(manifest.arrays_by_name()["target_k"], verify, 512)
     start = int(make_state(manifest.arrays_by_name()["lengths"], verify, 512)[0])
@@ -75,12 +76,12 @@ def test_noise_is_the_same_in_every_process():
     assert abs(whole.mean()) < 1e-4 and np.isclose(np.abs(whole).max(), 0.05, rtol=1e-4)
 
 
-def test_no_two_rows_of_a_large_matrix_are_alike():
+def test_rows_of_a_large_matrix_are_all_different():
     head = make_weight(ArraySpec("target.lm_head.weight", (151_936, 8), "float32"))
     assert np.unique(head, axis=0).shape == head.shape
 
 
-def test_norms_are_around_one_and_maps_lead_nowhere():
+def test_norm_weights_are_around_one_and_vocabulary_maps_are_zero():
     assert np.isclose(make_weight(ArraySpec("target.model.norm.weight", (10_000,), "float32")).mean(), 1, atol=0.01)
     assert not make_weight(ArraySpec("draft.d2t", (7,), "int32")).any()
 
@@ -94,12 +95,12 @@ def deviations(floats=FLOATS, tokens=TOKENS, dtype="float32", **changes):
     return find_deviations(GOLDEN, structs.replace(SelfTest(1, (floats, tokens)), **changes), dtype)
 
 
-def test_what_was_recorded_deviates_in_nothing():
+def test_equal_records_have_no_deviations():
     assert deviations() == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_is_no_deviation(dtype):
+def test_rounding_is_not_a_deviation(dtype):
     share = {"float32": 5e-4, "bfloat16": 0.05}[dtype]
     rounded = structs.replace(FLOATS, values=(1.0 + share, -2.0, 0.5 - share), mean=1.2 * (1 + share / 2))
     assert deviations(rounded, dtype=dtype) == []
@@ -114,11 +115,11 @@ def test_rounding_is_no_deviation(dtype):
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_numbers_are_named(changes, words, dtype):
+def test_different_numbers_are_named(changes, words, dtype):
     assert deviations(structs.replace(FLOATS, **changes), dtype=dtype) == [words]
 
 
-def test_another_token_is_a_deviation_in_float32_and_may_be_a_tie_in_bfloat16():
+def test_other_token_is_a_deviation_in_float32_but_may_be_a_tie_in_bfloat16():
     one, all_ = (structs.replace(TOKENS, values=values) for values in ((0.0, 18.0, 3.0, 9.0), (5.0, 6.0, 7.0, 9.0)))
     words = ["1 of 4 whole numbers differ, the first: verdict is 18, recorded is 17"]
     assert deviations(tokens=one) == words
@@ -128,7 +129,7 @@ def test_another_token_is_a_deviation_in_float32_and_may_be_a_tie_in_bfloat16():
     ]
 
 
-def test_what_is_of_other_inputs_is_not_comparable():
+def test_record_of_other_inputs_is_not_comparable():
     assert is_comparable(GOLDEN)
     assert not is_comparable(structs.replace(GOLDEN, version=2)) and not is_comparable(None)
 

@@ -1,0 +1,251 @@
+"""Output of dflash-precompile: progress bars while it builds, then its plan or report, as tables or as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from dflash_aot.bin.command_line import format_table
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.remote.shared_store import StoreReport
+from dflash_aot.cache.units import format_bytes
+from dflash_aot.compile.analysis.build_estimate import BuildEstimate
+from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
+from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
+from dflash_aot.compile.pipeline.deployment import BucketEstimate, Deployment, MemoryEstimate
+from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
+
+EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
+EXECUTABLE_NOTE = """GB, GFLOP: what one call must move and compute, calculated from the models' facts
+its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once"""
+BUCKET_HEADER = ("batch", "length", "k", "memory", "fits", "draft ms", "verify ms", "kv_write ms", "round ms")
+BUCKET_NOTE = """memory: of each device, for a grid that ends at this bucket
+ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement"""
+
+
+class TerminalObserver(BuildObserver):
+    """Shows a build's progress on standard error."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def on_plan(self, deployment: Deployment) -> None:
+        draft = deployment.draft
+        print(f"draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
+
+    def on_phase(self, phase: BuildPhase, total: int) -> None:
+        """A bar with count, elapsed and remaining time; while compiling also with the last executable begun."""
+        options = {"desc": "calling", "leave": False} if phase == "self-test" else {}
+        self._bar = tqdm(total=total, unit="exe", file=sys.stderr, dynamic_ncols=True, **options)
+
+    def on_executable(self, progress: Progress) -> None:
+        if self._bar is None:
+            return
+        if progress.entry is None:
+            self._bar.set_postfix_str(progress.label)
+        self._bar.update(progress.done - self._bar.n)
+
+    def on_phase_end(self, phase: BuildPhase) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def on_info(self, message: str) -> None:
+        print(message, file=sys.stderr)
+
+    def on_warning(self, message: str) -> None:
+        print(f"WARNING: {message}", file=sys.stderr)
+
+
+def describe_draft(draft: Draft) -> str:
+    """What was read from the draft's config, for people."""
+    sliding = sum(window is not None for window in draft.windows)
+    parts = [
+        f"{draft.decoder.layers} layers" + (f", {sliding} of them with a sliding window" if sliding else ""),
+        f"blocks of {draft.block}",
+        f"target_layer_ids {', '.join(map(str, draft.target_layer_ids))}",
+    ]
+    if draft.vocab is not None:
+        parts.append(f"its own head over {draft.vocab} of {draft.decoder.vocab} tokens")
+    return ", ".join(parts)
+
+
+# -- the plan
+
+
+def print_plan(plan: BuildPlan, as_json: bool) -> None:
+    """Counts, the expected time and size, memory and time bounds of each bucket, and what padding wastes."""
+    deployment, estimate = plan.deployment, plan.estimate
+    count = sum(plan.executables.values())
+    if as_json:
+        summary = {
+            "bundle": str(plan.bundle),
+            "dialect": deployment.draft.dialect,
+            "grid": str(deployment.grid),
+            "sampling": deployment.programs.pair.sampling,
+            "executables": count,
+            "programs": plan.executables,
+            "weight_bytes": plan.weight_bytes,
+            "state_bytes": plan.state_bytes,
+            "expected_seconds": estimate and estimate.seconds / plan.jobs,
+            "expected_bytes": estimate and round(estimate.bytes),
+            "padding_waste": plan.padding_waste,
+        }
+        print(json.dumps({**summary, **list_memory(plan.memory)}))
+        return
+    shares = ", ".join(f"{axis} {share:.0%}" for axis, share in plan.padding_waste.items())
+    lines = [
+        format_table(("program", "executables"), [(name, str(number)) for name, number in plan.executables.items()]),
+        f"{count} executables for {deployment.grid}",
+        format_estimate(estimate, plan.jobs),
+        f"padding of a request that is 1 larger than a size, at worst: {shares}",
+        f"{'on all devices' if deployment.devices > 1 else 'on the device'}: weights {format_bytes(plan.weight_bytes)},"
+        f" kv and other state {format_bytes(plan.state_bytes)}, and temporaries",
+        *format_memory(plan.memory, deployment),
+    ]
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+def format_estimate(estimate: BuildEstimate | None, jobs: int) -> str:
+    if estimate is None:
+        return "build time: no estimate for this platform"
+    minutes = estimate.seconds / jobs / 60
+    return f"estimate: {minutes:.1f} min to build with --jobs {jobs}, {format_bytes(estimate.bytes)} on disk"
+
+
+# -- the report
+
+
+def print_report(report: BuildReport, as_json: bool) -> None:
+    """Executable by executable, then bucket by bucket, or the same as JSON."""
+    entries, compiled = report.entries, report.compiled
+    size, found = sum(entry.bytes for entry in entries), len(entries) - len(compiled)
+    deployment = report.deployment
+    if as_json:
+        summary = {
+            "bundle": str(report.bundle),
+            "dialect": deployment.draft.dialect,
+            "sampling": deployment.programs.pair.sampling,
+            "executables": len(entries),
+            "compiled": len(compiled),
+            "reused": found,
+            "seconds": report.seconds,
+            "bytes": size,
+            "canaries": sum(entry.self_test is not None for entry in entries),
+            "reproducible": report.reproducibility and msgspec.to_builtins(report.reproducibility),
+            "store": report.store and msgspec.to_builtins(report.store),
+            "findings": list(report.findings),
+            "entries": [list_entry(deployment, entry, entry.key in compiled) for entry in entries],
+        }
+        print(json.dumps({**summary, **list_memory(report.memory)}))
+        return
+    rows = [_format_entry(deployment, entry, entry.key in compiled) for entry in entries]
+    lines = [format_table(EXECUTABLE_HEADER, rows), EXECUTABLE_NOTE, *format_memory(report.memory, deployment)]
+    lines += [f"WARNING: {finding}" for finding in report.findings]
+    if report.reproducibility:
+        lines.append(f"built twice: {report.reproducibility.summary}")
+    if report.store:
+        lines += _format_store(report.store)
+    kept = f", {found} were there already" if found else ""
+    done = (
+        f"{len(compiled)} compiled{kept}" if compiled else f"nothing to compile: all {len(entries)} were there already"
+    )
+    lines.append(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {report.bundle}")
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+def _format_store(store: StoreReport) -> list[str]:
+    counts = f"{store.hits} executables found, {store.misses} not found, {store.written} written"
+    return [*(f"WARNING: {failure}" for failure in store.failures), f"store {store.url}: {counts}"]
+
+
+def list_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str, Any]:
+    """One executable for JSON; `work` is calculated from the models' facts, `compiler` is the compiler's count."""
+    work, chip = deployment.roofline.cost(entry.signature), deployment.chip
+    return {
+        "program": entry.signature.program,
+        "bucket": entry.signature.bucket,
+        "seconds": entry.seconds,
+        "bytes": entry.bytes,
+        "temporaries": entry.memory.temporaries,
+        "code": entry.memory.code,
+        "work": {"bytes": work.bytes, "flops": work.flops},
+        "compiler": {"bytes": entry.cost.bytes_accessed, "flops": entry.cost.flops},
+        "bound_seconds": chip and work.bound_seconds(chip),
+        "compiled": compiled,
+    }
+
+
+def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple[str, ...]:
+    work, cost = deployment.roofline.cost(entry.signature), entry.cost
+    return (
+        entry.signature.program,
+        " ".join(f"{axis}={extent}" for axis, extent in entry.signature.bucket.items()),
+        f"{entry.seconds:.1f}" if compiled else "kept",
+        format_bytes(entry.bytes),
+        format_bytes(entry.memory.temporaries),
+        *(f"{figure / 1e9:.3f}" for figure in (work.bytes, cost.bytes_accessed, work.flops, cost.flops)),
+    )
+
+
+# -- memory and time bounds, of both
+
+
+def list_memory(estimate: MemoryEstimate | None) -> dict[str, Any]:
+    """For JSON; nothing without a chip's figures."""
+    if estimate is None:
+        return {}
+    memory, available = estimate.memory, estimate.chip.available_bytes
+    hbm = {**msgspec.structs.asdict(memory), "total": memory.total, "available": available, "fits": estimate.fits}
+    return {
+        "chip": estimate.chip.name,
+        "devices": estimate.devices,
+        "hbm_bytes": hbm,
+        "fits_up_to": msgspec.structs.asdict(estimate.proposal),
+        "tau": estimate.tau,
+        "buckets": [_list_bucket(bucket) for bucket in estimate.buckets],
+    }
+
+
+def _list_bucket(bucket: BucketEstimate) -> dict[str, Any]:
+    return {
+        **msgspec.structs.asdict(bucket.bucket),
+        "hbm_bytes": bucket.hbm_bytes,
+        "fits": bucket.fits,
+        "bound_seconds": {**msgspec.structs.asdict(bucket.bound), "round": bucket.bound.round},
+        "bound_seconds_per_token": bucket.seconds_per_token,
+    }
+
+
+def format_memory(estimate: MemoryEstimate | None, deployment: Deployment) -> list[str]:
+    """For people; nothing without a chip's figures."""
+    if estimate is None:
+        return []
+    available = estimate.chip.available_bytes
+    verdict = "fits" if estimate.fits else "does not fit"
+    return [
+        _format_buckets(estimate.buckets, estimate.tau),
+        BUCKET_NOTE,
+        f"{verdict} {estimate.chip.name}: {describe_verdict(estimate.memory, available)}",
+        describe_proposal(estimate.proposal, deployment.grid),
+    ]
+
+
+def _format_buckets(buckets: Sequence[BucketEstimate], tau: float | None) -> str:
+    header = BUCKET_HEADER if tau is None else (*BUCKET_HEADER, f"ms/token, τ={tau:g}")
+    return format_table(header, [_format_bucket(bucket)[: len(header)] for bucket in buckets])
+
+
+def _format_bucket(bucket: BucketEstimate) -> list[str]:
+    bound = bucket.bound
+    times = (bound.draft, bound.verify, bound.kv_write, bound.round, bucket.seconds_per_token)
+    return [
+        *(str(size) for size in msgspec.structs.astuple(bucket.bucket)),
+        f"{bucket.hbm_bytes / 1e9:.2f} GB",
+        "yes" if bucket.fits else "no",
+        *("-" if seconds is None or not seconds else f"{seconds * 1e3:.2f}" for seconds in times),
+    ]

@@ -1,0 +1,123 @@
+"""Build job: compiles what is missing of a bundle, runs self-tests, publishes the bundle and shares its executables."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Manifest, SelfTest, TargetModel
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.environment import Environment
+from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.units import format_bytes
+from dflash_aot.compile.analysis.build_estimate import estimate_build
+from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures, check_fits, read_compiler_figures
+from dflash_aot.compile.pipeline.build_target import BuildTarget
+from dflash_aot.compile.pipeline.compilation_manager import Compilation, compile_all
+from dflash_aot.compile.pipeline.compiler_pool import check_ray_target, open_compiler_pool
+from dflash_aot.compile.pipeline.deployment import Deployment
+from dflash_aot.compile.pipeline.observer import BuildObserver
+from dflash_aot.compile.pipeline.self_tests import run_self_tests
+from dflash_aot.compile.programs.program_source import ProgramSource
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """What is built, from what, and where.
+
+    Attributes:
+        target: the target's reference and facts, for the manifest.
+        draft: likewise the draft's.
+        deployment: the pair with its grid and devices.
+        source: the programs.
+        build_target: the devices to compile for.
+        store: the bundle's directory.
+        jobs: executables compiled at a time; None: see `choose_jobs`.
+        self_test: whether new executables are called once.
+        records: by label, earlier self-test results that new executables must reproduce.
+        known: a manifest whose executables the store holds, with build records or without.
+        ray_address: the Ray cluster that compiles; None: this machine does.
+    """
+
+    target: TargetModel
+    draft: DraftModel
+    deployment: Deployment
+    source: ProgramSource
+    build_target: BuildTarget
+    store: Store
+    jobs: int | None = None
+    self_test: bool = True
+    records: Mapping[str, SelfTest] = field(default_factory=dict)
+    known: Manifest | None = None
+    ray_address: str | None = None
+
+
+def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
+    """Raises BuildFailed, BadInput."""
+    if job.ray_address is not None:
+        check_ray_target(job.build_target)
+    check_memory(job.deployment, observer)
+    with job.store.open_for_building():
+        check_disk_space(job)
+        if job.known:
+            job.store.restore_records(job.known)
+        with open_compiler_pool(job.build_target, job.store, job.jobs, job.ray_address, observer) as pool:
+            observer.on_phase("compile", len(job.source.signatures))
+            try:
+                compilation = compile_all(job.source, pool, job.store, observer, shared)
+            finally:
+                observer.on_phase_end("compile")
+        if conflicts := find_layout_conflicts(compilation.entries):
+            raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
+        check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
+        manifest = _describe_bundle(job, pool.environment, compilation)
+        check_consistent(job.store.bundle, manifest)
+        entries = run_self_tests(job.store, manifest, compilation.compiled, job.records, job.self_test, observer)
+        job.store.publish(msgspec.structs.replace(manifest, entries=entries))
+    if shared:
+        for entry in entries:
+            shared.add(job.store, entry)
+    return msgspec.structs.replace(compilation, entries=entries)
+
+
+def check_disk_space(job: BuildJob) -> None:
+    """Raises BadInput where the disk has less free space than the missing executables are estimated to take."""
+    signatures, pair = job.source.signatures, job.deployment.programs.pair
+    estimate = estimate_build(signatures, pair, job.deployment.platform)
+    missing = estimate.bytes - job.store.stored_bytes(signatures) if estimate else 0
+    free = shutil.disk_usage(job.store.bundle).free
+    if missing > free:
+        raise BadInput(
+            f"{job.store.bundle}: {len(signatures)} executables take about {format_bytes(missing)} more on disk, and "
+            f"{format_bytes(free)} are free there. Make room, name another directory with --bundle, or a smaller grid"
+        )
+
+
+def check_memory(deployment: Deployment, observer: BuildObserver, measured: CompilerFigures | None = None) -> None:
+    """Before and after a build: raises and warns as `check_fits` does."""
+    grid, chip = deployment.grid, deployment.chip
+    if chip is None:
+        return
+    doubt = check_fits(deployment.programs, grid, deployment.devices, chip, deployment.positions, measured)
+    if doubt:
+        observer.on_warning(doubt)
+
+
+def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compilation) -> Manifest:
+    deployment, programs = job.deployment, job.deployment.programs
+    return Manifest(
+        schema=SCHEMA,
+        environment=environment,
+        target=job.target,
+        draft=job.draft,
+        dtype=deployment.dtype,
+        sampling=programs.pair.sampling,
+        grid=deployment.grid,
+        state=job.source.state,
+        weights=job.source.recipes,
+        entries=compilation.entries,
+    )

@@ -1,0 +1,127 @@
+"""Build plan and build report: what a build will make, and what it made."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.remote.shared_store import StoreReport
+from dflash_aot.cache.signature import state_arrays
+from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
+from dflash_aot.compile.analysis.executable_checks import find_problems
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures
+from dflash_aot.compile.pipeline.build_job import BuildJob
+from dflash_aot.compile.pipeline.compilation_manager import Compilation
+from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
+from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
+from dflash_aot.compile.pipeline.reproducibility import Comparison
+
+
+class BuildPlan(msgspec.Struct, frozen=True):
+    """What a build will make.
+
+    Attributes:
+        bundle: where.
+        deployment: the pair with its grid and devices.
+        executables: counts by program.
+        weight_bytes: of all weights, on all devices together.
+        state_bytes: of the kv cache and other state, on all devices together.
+        jobs: executables compiled at a time.
+        estimate: seconds of one core, and bytes on disk; None for a platform without estimates.
+        padding_waste: by axis, the largest share of a size that is padding.
+        memory: device memory and round times; None for devices without figures.
+    """
+
+    bundle: Path
+    deployment: Deployment
+    executables: dict[str, int]
+    weight_bytes: int
+    state_bytes: int
+    jobs: int
+    estimate: BuildEstimate | None
+    padding_waste: dict[str, float]
+    memory: MemoryEstimate | None
+
+
+class BuildReport(msgspec.Struct, frozen=True):
+    """What a build made.
+
+    Attributes:
+        bundle: where.
+        deployment: the pair with its grid and devices.
+        entries: all executables, in the grid's order.
+        compiled: keys of the executables that this build compiled; the others were found.
+        seconds: how long compiling took, found executables included.
+        findings: what a TPU executable does and should not; empty on other platforms.
+        memory: device memory and round times, from the compiler's figures; None for devices without figures.
+        reproducibility: how far a second build agrees, if that was checked.
+        store: what was found in the shared store and written to it, if there is one.
+    """
+
+    bundle: Path
+    deployment: Deployment
+    entries: tuple[Entry, ...]
+    compiled: frozenset[str]
+    seconds: float
+    findings: tuple[str, ...]
+    memory: MemoryEstimate | None
+    reproducibility: Comparison | None = None
+    store: StoreReport | None = None
+
+
+def plan_executables(job: BuildJob, tau: float | None) -> BuildPlan:
+    """The plan of a job. `tau`: tokens per round, if known."""
+    deployment = job.deployment
+    programs, grid = deployment.programs, deployment.grid
+    signatures = programs.list_signatures(grid)
+    return BuildPlan(
+        bundle=job.store.bundle,
+        deployment=deployment,
+        executables=dict(Counter(signature.program for signature in signatures)),
+        weight_bytes=sum(recipe.bytes for recipe in programs.recipes()),
+        state_bytes=sum(array.bytes for array in state_arrays(programs.pair, grid)),
+        jobs=choose_jobs(job.build_target, job.jobs),
+        estimate=estimate_build(signatures, programs.pair, deployment.platform),
+        padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
+        memory=estimate_memory(deployment, tau, CompilerFigures()),
+    )
+
+
+def report_compilation(
+    deployment: Deployment,
+    bundle: Path,
+    compilation: Compilation,
+    tau: float | None = None,
+    reproducibility: Comparison | None = None,
+    store: StoreReport | None = None,
+) -> BuildReport:
+    """The report of a finished build. `tau`: tokens per round, if known."""
+    return BuildReport(
+        bundle=bundle,
+        deployment=deployment,
+        entries=compilation.entries,
+        compiled=compilation.compiled,
+        seconds=compilation.seconds,
+        findings=tuple(_list_findings(deployment, compilation.entries)),
+        memory=estimate_memory(deployment, tau, read_compiler_figures(compilation.entries)),
+        reproducibility=reproducibility,
+        store=store,
+    )
+
+
+def find_padding_waste(sizes: Sequence[int]) -> float:
+    """The share of a size that is padding for a request one larger than the size below, at worst; 0 for one size."""
+    return max((1 - (small + 1) / large for small, large in zip(sizes[:-1], sizes[1:], strict=True)), default=0.0)
+
+
+def _list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:
+    if deployment.platform != "tpu":
+        return []
+    programs, known = deployment.programs, deployment.programs.arrays_by_name(deployment.grid)
+    return [
+        problem
+        for entry in entries
+        for problem in find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
+    ]

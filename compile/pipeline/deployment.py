@@ -1,0 +1,149 @@
+"""Deployment: a checkpoint pair with its grid, for devices of one kind, and estimates of its memory and round times."""
+
+import msgspec
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
+from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
+from dflash_aot.compile.pipeline.build_target import BuildTarget, count_target_devices, find_chip, name_platform
+from dflash_aot.compile.programs.programs import Programs
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """What is built, and for what.
+
+    Attributes:
+        target: facts of the target.
+        draft: facts of the draft.
+        programs: their programs.
+        grid: the grid whose executables are built.
+        dtype: "float32" or "bfloat16", of weights and arithmetic.
+        platform: "cpu", "gpu" or "tpu".
+        devices: the number of devices that share every layer.
+        chip: the TPU chip's figures; None for other devices.
+    """
+
+    target: Target
+    draft: Draft
+    programs: Programs
+    grid: Grid
+    dtype: str
+    platform: str
+    devices: int
+    chip: Chip | None
+
+    @property
+    def positions(self) -> int:
+        """The sequence length that both models were made for."""
+        return min(self.target.decoder.positions, self.draft.decoder.positions)
+
+    @property
+    def roofline(self) -> Roofline:
+        return Roofline(self.target, self.draft, self.dtype, self.grid, self.devices)
+
+
+class BucketEstimate(msgspec.Struct, frozen=True):
+    """One bucket of a deployment on a TPU.
+
+    Attributes:
+        bucket: its sizes.
+        hbm_bytes: memory of each device for a grid that ends at this bucket.
+        fits: whether the device has that memory.
+        bound: the least time that a full bucket's round takes.
+        seconds_per_token: the least time per token; None where τ is unknown or too large for the bucket's k.
+    """
+
+    bucket: Bucket
+    hbm_bytes: int
+    fits: bool
+    bound: RoundBound
+    seconds_per_token: float | None
+
+
+class MemoryEstimate(msgspec.Struct, frozen=True):
+    """Device memory of a deployment on a TPU, and its buckets.
+
+    Attributes:
+        chip: the chip's figures.
+        devices: the number of devices that share every layer.
+        memory: bytes of each device.
+        proposal: how far the grid could be extended.
+        tau: tokens per round, if known.
+        buckets: in the grid's order.
+    """
+
+    chip: Chip
+    devices: int
+    memory: MemoryPlan
+    proposal: GridProposal
+    tau: float | None
+    buckets: tuple[BucketEstimate, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.chip.available_bytes
+
+
+def plan_deployment(
+    target: Target,
+    draft: Draft,
+    grid: Grid,
+    dtype: str | None,
+    sampling: tuple[SamplingMode, ...],
+    build_target: BuildTarget,
+) -> Deployment:
+    """A pair on a build target; `dtype` None: float32 on a CPU, else bfloat16.
+
+    Raises BadInput where the devices cannot share the pair.
+    """
+    platform, devices = name_platform(build_target), count_target_devices(build_target)
+    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices, sampling=sampling)
+    return Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(build_target))
+
+
+def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:
+    """Raises BadInput for a τ that no round of the grid can yield, or where the devices' figures are unknown."""
+    if tau is None:
+        return
+    if not 1 <= tau <= grid.k[-1] + 1:
+        raise BadInput(
+            f"--tau {tau:g}: a round yields between 1 and {grid.k[-1] + 1} tokens, because the largest k is "
+            f"{grid.k[-1]}"
+        )
+    if chip is None:
+        raise BadInput(f"--tau {tau:g}: times are predicted for TPUs only, whose chips' figures are known")
+
+
+def estimate_memory(deployment: Deployment, tau: float | None, measured: CompilerFigures) -> MemoryEstimate | None:
+    """Memory and round times, from the compiler's figures where `measured` has them; None without figures."""
+    if (chip := deployment.chip) is None:
+        return None
+    planner = MemoryPlanner(deployment.programs, deployment.devices, tiled=True, measured=measured)
+    return MemoryEstimate(
+        chip=chip,
+        devices=deployment.devices,
+        memory=planner.plan(deployment.grid),
+        proposal=planner.propose(deployment.grid, chip.available_bytes, deployment.positions),
+        tau=tau,
+        buckets=tuple(_estimate_buckets(deployment, chip, planner, tau)),
+    )
+
+
+def _estimate_buckets(
+    deployment: Deployment, chip: Chip, planner: MemoryPlanner, tau: float | None
+) -> list[BucketEstimate]:
+    """In the grid's order. A round without speculation yields one token, a round with it `tau`."""
+    roofline, grid, estimates = deployment.roofline, deployment.grid, []
+    for bucket in grid.buckets():
+        size = planner.plan(cut_grid(grid, bucket)).total
+        bound = roofline.bound_round(bucket, chip)
+        yielded = tau if bucket.k else 1.0
+        possible = yielded is not None and yielded <= bucket.k + 1
+        per_token = bound.round / yielded if yielded and possible else None
+        estimates.append(BucketEstimate(bucket, size, size <= chip.available_bytes, bound, per_token))
+    return estimates

@@ -1,0 +1,272 @@
+"""Precompile: builds the bundle of a checkpoint pair. The library interface behind `dflash-precompile`."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel, read_manifest
+from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.remote.object_store import open_object_store
+from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, check_sampling_modes
+from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
+from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
+from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
+from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
+from dflash_aot.compile.pipeline.deployment import check_tau, plan_deployment
+from dflash_aot.compile.pipeline.observer import BuildObserver
+from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
+from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
+
+
+def precompile(
+    target: str | Path,
+    draft: str | Path,
+    bundle: str | Path,
+    *,
+    grid: Grid | str | None = None,
+    num_speculative_tokens: int | None = None,
+    platform: str | None = None,
+    topology: str | None = None,
+    tensor_parallel: int | None = None,
+    dtype: str | None = None,
+    sampling: Sequence[str] = SAMPLING_MODES,
+    jobs: int | None = None,
+    self_test: bool = True,
+    store: str | None = None,
+    ray_address: str | None = None,
+    check_reproducible: bool = False,
+    tau: float | None = None,
+    observer: BuildObserver | None = None,
+) -> BuildReport:
+    """Builds what is missing of the bundle of a target and its draft, and publishes the bundle.
+
+    Needs only the two config.json. Prints nothing, and reads no environment variables but those that JAX, its compilers
+    and the libraries behind `store` read. Starts JAX for the platform, in this process.
+
+    Args:
+        target: the target's directory, its hub id in the local cache, or "embedded".
+        draft: its DFlash draft, likewise.
+        bundle: the directory to build in. Executables that it holds already are not compiled again.
+        grid: the grid; or text such as "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256", or the name of a .toml with
+            these keys; None: a default for the pair.
+        num_speculative_tokens: the largest k of the default grid; None: as the draft's config says.
+        platform: "cpu", "cuda" or "tpu"; None: what is attached.
+        topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
+        tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
+        dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
+        sampling: kinds of verification to build, of "greedy" and "sample".
+        jobs: executables compiled at a time; None: a default for the platform.
+        self_test: call every new executable once, in a subprocess, and record what it computes.
+        store: a shared store, a directory or URL: executables are looked up and added there.
+        ray_address: a Ray cluster that compiles, "host:port", "auto" or "local"; None: this machine.
+        check_reproducible: build a second time, in a subprocess, and compare.
+        tau: tokens per round, if known: predicts the least time per token on a TPU.
+        observer: receives progress; None: ignored.
+
+    Raises:
+        BadInput: arguments that cannot be used; of it BadCheckpoint and StoreFailed.
+        BuildFailed: executables that could not be built, with all reasons.
+    """
+    observer = observer or BuildObserver()
+    job = _prepare_build(
+        str(target),
+        str(draft),
+        Path(bundle),
+        grid=grid,
+        num_speculative_tokens=num_speculative_tokens,
+        platform=platform,
+        topology=topology,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        sampling=sampling,
+        jobs=jobs,
+        self_test=self_test,
+        ray_address=ray_address,
+    )
+    return _build(job, store, check_reproducible, tau, observer)
+
+
+def plan_build(
+    target: str | Path,
+    draft: str | Path,
+    bundle: str | Path,
+    *,
+    grid: Grid | str | None = None,
+    num_speculative_tokens: int | None = None,
+    platform: str | None = None,
+    topology: str | None = None,
+    tensor_parallel: int | None = None,
+    dtype: str | None = None,
+    sampling: Sequence[str] = SAMPLING_MODES,
+    jobs: int | None = None,
+    tau: float | None = None,
+    observer: BuildObserver | None = None,
+) -> BuildPlan:
+    """What `precompile` would build, and estimates of time and memory; compiles and writes nothing.
+
+    Arguments and errors are those of `precompile`.
+    """
+    job = _prepare_build(
+        str(target),
+        str(draft),
+        Path(bundle),
+        grid=grid,
+        num_speculative_tokens=num_speculative_tokens,
+        platform=platform,
+        topology=topology,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        sampling=sampling,
+        jobs=jobs,
+    )
+    _announce(job, tau, observer or BuildObserver())
+    return plan_executables(job, tau)
+
+
+def rebuild(
+    bundle: str | Path,
+    into: str | Path | None = None,
+    *,
+    require_signature: str | Path | None = None,
+    jobs: int | None = None,
+    self_test: bool = True,
+    store: str | None = None,
+    ray_address: str | None = None,
+    tau: float | None = None,
+    observer: BuildObserver | None = None,
+) -> BuildReport:
+    """Compiles a bundle's programs anew, with this machine's compiler: the same grid, for the same kind of devices.
+
+    Needs no checkpoint. Executables must compute what those of the bundle computed. Other arguments are those of
+    `precompile`.
+
+    Args:
+        bundle: the bundle's directory.
+        into: the directory to build in; None: `bundle`.
+        require_signature: the file of a public key, PEM; only a manifest that its owner signed is read.
+
+    Raises:
+        MissingBundle: there is no bundle; of it CorruptBundle.
+        BadInput, BuildFailed: as `precompile` does.
+    """
+    directory = Path(bundle)
+    own_store = Store(Path(into) if into is not None else directory)
+    manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
+    check_consistent(directory, manifest)
+    build_target = choose_build_target(*name_target(manifest.environment))
+    facts = manifest.target.facts, manifest.draft.facts
+    job = BuildJob(
+        target=manifest.target,
+        draft=manifest.draft,
+        deployment=plan_deployment(*facts, manifest.grid, manifest.dtype, manifest.sampling, build_target),
+        source=BundledPrograms(manifest, Store(directory)),
+        build_target=build_target,
+        store=own_store,
+        jobs=jobs,
+        self_test=self_test,
+        records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
+        known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
+        ray_address=ray_address,
+    )
+    return _build(job, store, False, tau, observer or BuildObserver())
+
+
+def _prepare_build(
+    target: str,
+    draft: str,
+    bundle: Path,
+    *,
+    grid: Grid | str | None,
+    num_speculative_tokens: int | None,
+    platform: str | None,
+    topology: str | None,
+    tensor_parallel: int | None,
+    dtype: str | None,
+    sampling: Sequence[str],
+    jobs: int | None,
+    self_test: bool = True,
+    ray_address: str | None = None,
+) -> BuildJob:
+    """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
+    kinds = check_sampling_modes(sampling, f"--sampling '{','.join(sampling)}'")
+    target_facts, draft_facts = read_pair(target, draft)
+    chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
+    build_target = choose_build_target(platform, topology, tensor_parallel)
+    deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target)
+    return BuildJob(
+        target=TargetModel(_make_absolute(target), target_facts),
+        draft=DraftModel(_make_absolute(draft), draft_facts),
+        deployment=deployment,
+        source=TracedPrograms(deployment.programs, chosen, deployment.platform, deployment.devices),
+        build_target=build_target,
+        store=Store(bundle),
+        jobs=jobs,
+        self_test=self_test,
+        ray_address=ray_address,
+    )
+
+
+def _announce(job: BuildJob, tau: float | None, observer: BuildObserver) -> None:
+    check_tau(tau, job.deployment.grid, job.deployment.chip)
+    observer.on_plan(job.deployment)
+
+
+def _build(
+    job: BuildJob, store: str | None, check_reproducible: bool, tau: float | None, observer: BuildObserver
+) -> BuildReport:
+    _announce(job, tau, observer)
+    with _open_shared_store(store, observer) as shared:
+        compilation = run_build(job, observer, shared)
+    jobs = choose_jobs(job.build_target, job.jobs)
+    comparison = check_second_build(job.store.bundle, jobs + 1) if check_reproducible else None
+    store_report = shared.report() if shared else None
+    return report_compilation(job.deployment, job.store.bundle, compilation, tau, comparison, store_report)
+
+
+def _open_shared_store(store: str | None, observer: BuildObserver) -> AbstractContextManager[SharedStore | None]:
+    """Raises StoreFailed before anything is compiled."""
+    if store is None:
+        return nullcontext()
+    shared = SharedStore(open_object_store(store))
+    if not shared.report().writable:
+        observer.on_warning(f"{shared.report().url} is read-only: executables that are built here are not shared")
+    return shared
+
+
+def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
+    """The facts of both checkpoints, from their config.json. Raises BadCheckpoint."""
+    facts = read_target(read_config(locate_checkpoint(target, "target")))
+    return facts, read_draft(read_config(locate_checkpoint(draft, "draft")), facts)
+
+
+def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, num_speculative_tokens: int | None) -> Grid:
+    """The requested grid, or a default one. Raises BadInput."""
+    positions = min(target.decoder.positions, draft.decoder.positions)
+    k = choose_k(SpeculativeConfig(num_speculative_tokens=num_speculative_tokens), draft)
+    if grid is None:
+        return default_grid(draft.block, positions, k)
+    # A Grid is checked as its text is.
+    chosen = parse_grid(str(grid), draft.block)
+    check_positions(chosen, positions)
+    if num_speculative_tokens not in (None, chosen.k[-1]):
+        raise BadInput(
+            f"--speculative_config: num_speculative_tokens is {k}, but the largest k of --buckets is {chosen.k[-1]}"
+        )
+    return chosen
+
+
+def _make_absolute(reference: str) -> str:
+    """A directory as an absolute path, so that the bundle finds it from anywhere; a hub id unchanged."""
+    if reference == EMBEDDED or not Path(reference).expanduser().is_dir():
+        return reference
+    return str(Path(reference).expanduser().absolute())

@@ -1,0 +1,241 @@
+"""Ray pool: compiles executables as tasks of a Ray cluster, each in a fresh process, and verifies what comes back."""
+
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.bundle.store import OTHER_PROGRAM, Store, find_build_record
+from dflash_aot.cache.environment import Environment, read_flags, read_host_environment
+from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.topology import Topology
+from dflash_aot.compile.pipeline import ray_worker
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, BuildTarget, check_compiler
+from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
+
+LOCAL_RAY = "local"  # Ray's word for a cluster that is started here and ends with this process
+ANY_RAY = "auto"  # Ray's word for the cluster that this machine belongs to
+CONNECT_SECONDS = 10
+ATTEMPTS = 3  # processes of one call that may crash
+OBJECT_STORE_BYTES = 256 << 20  # executables take a few MB
+TOKEN = "If the cluster requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to its file"
+LOGS = "Ray's logs are on its node, by default in /tmp/ray/session_latest/logs"
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # executables depend on them
+
+
+class RayPool:
+    """Up to `jobs` tasks at a time.
+
+    Attributes:
+        jobs: the number of executables compiled at a time.
+        environment: that of the devices to compile for.
+    """
+
+    def __init__(self, cluster: "Cluster", environment: Environment, store: Store, jobs: int):
+        self.jobs, self.environment = jobs, environment
+        self._cluster, self._store = cluster, store
+        self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="ray")
+
+    @property
+    def location(self) -> str:
+        """Where executables are compiled, for people."""
+        local = self._cluster.address == LOCAL_RAY
+        where = "a local Ray cluster" if local else f"Ray at {self._cluster.address}"
+        return f"compiling on {where}: {self.jobs} at a time"
+
+    def start(self, job: CompileJob) -> Future[Entry]:
+        return self._threads.submit(self._compile, job)
+
+    def close(self) -> None:
+        """Cancels unfinished tasks and waits for their end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._cluster.cancel()
+        self._threads.shutdown()
+
+    def _compile(self, job: CompileJob) -> Entry:
+        """Raises BuildFailed with the task's reason, or with how its process ended."""
+        result, executable, program = self._cluster.call(
+            ray_worker.compile_on_node, msgspec.json.encode(self.environment), msgspec.json.encode(job)
+        )
+        entry = check_result(job, result, executable, program)
+        self._store.add(entry, executable, program)
+        return entry
+
+
+@contextmanager
+def open_ray_pool(target: BuildTarget, store: Store, jobs: int | None, address: str) -> Iterator[RayPool]:
+    """The pool on the cluster at `address`; `jobs` None: one for each CPU of the cluster.
+
+    Raises BadInput where there is no cluster or compiler, BuildFailed where its nodes differ from this machine.
+    """
+    described = isinstance(target, Topology)
+    if described:
+        check_compiler()
+    variables = dict(COMPILE_ONLY) if described else {"JAX_PLATFORMS": "cpu"}
+    with connect(address, {**variables, **{name: read_flags(name) for name in COMPILER_FLAGS}}) as cluster:
+        environment = _describe_on_node(cluster, target) if isinstance(target, Topology) else target.environment
+        pool = RayPool(cluster, environment, store, jobs or cluster.cpus)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+
+def _describe_on_node(cluster: "Cluster", topology: Topology) -> Environment:
+    """The slice's environment as a node describes it, which this machine must agree with. Raises BuildFailed."""
+    found = msgspec.json.decode(cluster.call(ray_worker.describe_slice, topology.name), type=Environment)
+    here: Mapping[str, object] = msgspec.structs.asdict(read_host_environment("tpu"))
+    ray_worker.check_same(msgspec.structs.replace(found, **here), found, "a node of the cluster")
+    return found
+
+
+def check_result(job: CompileJob, result: bytes, executable: bytes, program: bytes) -> Entry:
+    """The entry of a task's result, once all of the result is what the job asked for. Raises BuildFailed."""
+    try:
+        compiled = msgspec.json.decode(result, type=CompileResult)
+        if compiled.entry is None:
+            raise BuildFailed(compiled.failure)
+        entry = find_build_record(msgspec.json.encode(compiled.entry), job.key, job.signature, job.program)
+        unpack_blob(entry, executable)
+        if unpack_blob(entry.program, program) != job.program:
+            raise BuildFailed(f"a node of the cluster returned {OTHER_PROGRAM}")
+    except (BrokenBlob, ValueError) as flaw:
+        raise BuildFailed(f"a node of the cluster returned an invalid executable: {flaw}") from flaw
+    return entry
+
+
+class Cluster:
+    """A connected Ray cluster: calls functions, each in a process that has run nothing else.
+
+    Attributes:
+        address: as given to `connect`.
+        cpus: CPUs of the cluster.
+    """
+
+    def __init__(self, ray: ModuleType, address: str):
+        self.address, self.cpus = address, max(1, int(ray.cluster_resources().get("CPU", 0)))
+        self._ray = ray
+        self._lock = threading.Lock()  # guards the following
+        self._closed = False
+        self._pending: set[Any] = set()
+
+    def call(self, function: Callable[..., Any], *arguments: str | bytes) -> Any:
+        """Calls a module-level function on a node and returns its result, text or bytes like the arguments.
+
+        Raises BuildFailed where no process could complete the call, or after `cancel`.
+        """
+        task = self._ray.remote(max_calls=1, max_retries=ATTEMPTS - 1, num_cpus=1)(function)
+        with self._lock:
+            if self._closed:
+                raise BuildFailed("the build was cancelled")
+            reference = task.remote(*arguments)
+            self._pending.add(reference)
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            raise BuildFailed(self._explain(error)) from error
+        finally:
+            with self._lock:
+                self._pending.discard(reference)
+
+    def cancel(self) -> None:
+        """Ends the processes of all calls, which raise BuildFailed."""
+        with self._lock:
+            self._closed, pending = True, list(self._pending)
+        for reference in pending:
+            self._ray.cancel(reference, force=True)
+
+    def _explain(self, error: Exception) -> str:
+        kinds = self._ray.exceptions
+        if isinstance(error, kinds.OutOfMemoryError):
+            return f"Ray ended the process because memory on its node was short: fewer --jobs need less. {LOGS}"
+        if isinstance(error, kinds.WorkerCrashedError | kinds.NodeDiedError):
+            return f"{ATTEMPTS} processes crashed, one after the other: the compiler, or the memory of a node. {LOGS}"
+        if isinstance(error, kinds.RayTaskError):
+            last = str(error.cause).strip().splitlines()[-1:]
+            return f"a node of the cluster could not start: {''.join(last)}. All nodes need the same dflash-aot[ray]"
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+@contextmanager
+def connect(address: str, variables: Mapping[str, str]) -> Iterator[Cluster]:
+    """Connects to a cluster, or starts a local one; its processes get these environment variables. Raises BadInput.
+
+    Ray's output is dropped: it reports every crashed process, on standard output, which is for reports.
+    """
+    _check_reachable(address)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        ray = _import_ray(address)
+        _start_ray(ray, address, variables)
+        cluster = Cluster(ray, address)
+        try:
+            yield cluster
+        finally:
+            cluster.cancel()
+            ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raises BadInput; Ray itself would try for ten minutes."""
+    if address in (LOCAL_RAY, ANY_RAY):
+        return
+    if "://" in address:
+        raise BadInput(f"--ray_address {address}: Ray's client is not supported. Run this on a node, with host:port")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadInput(f"--ray_address {address}: give host:port of the cluster's head, {ANY_RAY} or {LOCAL_RAY}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise BadInput(f"--executor ray: no connection to {address}: {error}. Check it with `ray status`") from error
+
+
+def _import_ray(address: str) -> ModuleType:
+    """Raises BadInput where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise BadInput('Ray is not installed: pip install "dflash-aot[ray]"')
+    os.environ.setdefault("RAY_task_oom_retries", str(ATTEMPTS - 1))  # Ray's default: without end, and silently
+    if address == LOCAL_RAY:
+        # Ray reads this when it is imported; nothing else keeps all its ports on loopback, because Ray replaces a
+        # loopback `_node_ip_address` by that of the network.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    else:
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # of 20, each with a warning on the terminal
+    import ray  # noqa: PLC0415  an extra, which takes a second to load
+
+    return ray
+
+
+def _start_ray(ray: ModuleType, address: str, variables: Mapping[str, str]) -> None:
+    local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address == LOCAL_RAY else {}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with warnings.catch_warnings():
+            # JAX's warning; these children start a program at once.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+            ray.init(
+                address=address,
+                runtime_env={"env_vars": dict(variables)},
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                **local,
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise BadInput(f"--executor ray: no connection to {address}: {reason}. {TOKEN}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray installs its own handler

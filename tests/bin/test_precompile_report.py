@@ -1,0 +1,149 @@
+"""Reports of dflash-precompile: the plan, its estimates of memory and time for a TPU, and the report of a build."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.bin import precompile
+from dflash_aot.bin.command_line import default_bundle
+from dflash_aot.bin.precompile_report import print_report
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.topology import CHIPS, TOPOLOGIES
+from dflash_aot.compile.pipeline.build_report import find_padding_waste, report_compilation
+from dflash_aot.compile.pipeline.compilation_manager import Compilation
+from dflash_aot.compile.pipeline.deployment import Deployment, check_tau
+from dflash_aot.compile.programs.programs import Programs
+
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
+GRID = "batch=1,8 length=1024,4096 k=0,7,15 prefill=256"
+SMALL_GRID = "batch=1 length=32 k=0,3 prefill=16"
+needs_libtpu = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+
+
+@pytest.fixture
+def plan_tpu(command, tmp_path):
+    """Runs dflash-precompile for the configs of a published pair and a TPU slice."""
+
+    def plan(name, topology, grid, *arguments):
+        for one in (name, f"{name}-DFlash-b16"):
+            (tmp_path / one).mkdir()
+            (tmp_path / one / "config.json").write_bytes((CONFIGS / f"{one}.json").read_bytes())
+        pair = [f"--target={tmp_path / name}", f"--draft={tmp_path / name}-DFlash-b16"]
+        where = [f"--topology={topology}", f"--bundle={tmp_path / 'bundle'}", f"--buckets={grid}"]
+        done = command(precompile, *pair, *where, "--jobs=2", *arguments)
+        assert not (tmp_path / "bundle").exists()
+        return done
+
+    return plan
+
+
+@needs_libtpu
+def test_plan_for_a_tpu_has_memory_and_least_round_times(plan_tpu):
+    plan = json.loads(plan_tpu("Qwen3-4B", "v5e:1x1", GRID, "--plan", "--json", "--tau=9").out)
+    hbm, buckets = plan["hbm_bytes"], plan["buckets"]
+    assert hbm["fits"] and hbm["total"] == hbm["weights"] + hbm["state"] + hbm["temporaries"] + hbm["code"]
+    assert plan["fits_up_to"]["batch"] >= 8 and plan["fits_up_to"]["length"] >= 4096
+    assert [(one["batch"], one["length"], one["k"]) for one in buckets[:4]] == [
+        *((1, 1024, k) for k in (0, 7, 15)),
+        (1, 4096, 0),
+    ]
+    assert buckets[-1]["hbm_bytes"] == hbm["total"]  # a grid that ends at its last bucket is all of it
+    plain, seven, fifteen = buckets[:3]
+    assert plain["bound_seconds_per_token"] == plain["bound_seconds"]["round"] > 8e9 / 819e9  # 8 GB of weights
+    assert seven["bound_seconds_per_token"] is None  # nine of eight tokens
+    assert fifteen["bound_seconds_per_token"] == fifteen["bound_seconds"]["round"] / 9
+    assert 20 < plan["expected_seconds"] < 600 and 5e6 < plan["expected_bytes"] < 60e6
+
+
+def test_default_bundle_of_a_described_slice_has_its_own_directory(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    here, there = default_bundle("a/T", "a/D"), default_bundle("a/T", "a/D", "v5e:2x2")
+    assert (here, there) == (Path("/cache/dflash-aot/a-T--a-D"), Path("/cache/dflash-aot/v5e-2x2/a-T--a-D"))
+
+
+@needs_libtpu
+def test_plan_of_a_grid_that_does_not_fit_proposes_one_that_does(plan_tpu):
+    done = plan_tpu("Qwen3-4B", "v5e:1x1", GRID.replace("8", "16"), "--plan")
+    assert (done.code, done.out) == (0, "")
+    assert (
+        "does not fit v5e: weights 9.12 + " in done.err
+        and "What would fit: batch=10 at length=4096, length=" in done.err
+    )
+    assert max(map(len, done.err.splitlines())) <= 120
+
+
+@needs_libtpu
+def test_build_that_cannot_fit_is_refused_before_it_compiles(plan_tpu):
+    done = plan_tpu("Qwen3-8B", "v5e:1x1", GRID)
+    assert done.code == 5
+    assert "does not fit v5e, per device: weights 18.48 + " in done.err and "No grid of this pair fits" in done.err
+
+
+def test_plan_for_a_cpu_has_no_memory_estimate(command, tied):
+    arguments = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan", "--platform=cpu"]
+    plan = json.loads(command(precompile, *arguments, "--json").out)
+    assert plan["expected_seconds"] > 0 and "hbm_bytes" not in plan and "buckets" not in plan
+    done = command(precompile, *arguments)
+    assert "estimate: " in done.err and "fit" not in done.err
+
+
+def test_padding_waste_is_worst_for_one_more_than_a_size():
+    assert find_padding_waste([1024, 4096]) == pytest.approx(1 - 1025 / 4096)
+    assert find_padding_waste([1, 4, 8]) == 0.5  # 2 in 4, or 5 in 8
+    assert find_padding_waste([1, 2, 3]) == find_padding_waste([64]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tau", "chip", "words"),
+    [
+        (0.5, CHIPS[0], "between 1 and 4"),
+        (4.1, CHIPS[0], "--tau 4.1"),
+        (float("nan"), CHIPS[0], "nan"),
+        (2, None, "TPU"),
+    ],
+)
+def test_impossible_tau_is_refused(tau, chip, words):
+    grid = Grid((1,), (32,), (0, 3), (16,))
+    with pytest.raises(BadInput, match=words):
+        check_tau(tau, grid, chip)
+    check_tau(1, grid, CHIPS[0])
+    check_tau(4, grid, CHIPS[0])
+
+
+def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy):
+    pair = [f"--target={tied.target}", f"--draft={tied.draft}"]
+    where = [*pair, f"--bundle={copy}", f"--buckets={SMALL_GRID}", "--sampling=greedy,sample"]
+    for entry in json.loads(command(precompile, *where, "--json").out)["entries"]:
+        assert entry["bound_seconds"] is None  # a CPU's peaks are unknown
+        if entry["program"] in ("draft", "verify", "sampled_verify", "prefill"):
+            # On a CPU layers are unrolled, so the compiler counts all of them, and at least the necessary work.
+            assert entry["work"]["flops"] == pytest.approx(entry["compiler"]["flops"], rel=0.35)
+            assert 0 < entry["work"]["bytes"] < entry["compiler"]["bytes"]
+    done = command(precompile, *where)
+    table = done.err[done.err.index("program ") :].splitlines()[:-1]  # after the progress bar
+    assert "its GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
+
+
+def test_report_for_a_tpu_uses_the_compilers_memory_figures(copy, capsys):
+    manifest, chip = read_manifest(copy), TOPOLOGIES["v5e:1x1"].chip
+    target, draft = manifest.target.facts, manifest.draft.facts
+    programs = Programs(target, draft, "float32", sampling=manifest.sampling)
+    deployment = Deployment(target, draft, programs, manifest.grid, "float32", "tpu", 1, chip)
+    report = report_compilation(deployment, copy, Compilation(manifest.entries, frozenset(), 1.0), tau=2.0)
+    print_report(report, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["hbm_bytes"]["code"] == sum(entry.memory.code for entry in manifest.entries)
+    assert printed["hbm_bytes"]["temporaries"] == max(
+        entry.memory.temporaries + entry.memory.outputs - entry.memory.aliased for entry in manifest.entries
+    )
+    plain, speculative = printed["buckets"]
+    assert speculative["bound_seconds_per_token"] == speculative["bound_seconds"]["round"] / 2
+    bounds = {one["program"]: one["bound_seconds"] for one in printed["entries"] if one["bucket"].get("k") != 0}
+    assert speculative["bound_seconds"]["verify"] == bounds["verify"]
+    print_report(report, as_json=False)
+    table = capsys.readouterr().err
+    assert "ms/token, τ=2" in table and "fits v5e" in table

@@ -1,0 +1,149 @@
+"""The Ray pool: crashed processes, nodes with another environment, results that are not what was asked for."""
+
+import importlib.util
+import json
+import os
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.compile.pipeline import ray_worker
+from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
+from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY, Cluster, RayPool, check_result, connect
+from dflash_aot.compile.programs.program_source import BundledPrograms
+from tests.ray_processes import wait_for_running
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle):
+    return read_manifest(bundle("tiny"))
+
+
+@pytest.fixture(scope="module")
+def compile_jobs(bundle, manifest) -> list[CompileJob]:
+    """The jobs that this machine compiled a bundle from."""
+    source = BundledPrograms(manifest, Store(bundle("tiny")))
+    return [CompileJob(one.signature, source.known, source.export(one.signature), one.key) for one in manifest.entries]
+
+
+@pytest.fixture(scope="module")
+def connection():
+    """One Ray for all tests of this file."""
+    with connect(LOCAL_RAY, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}):
+        yield
+
+
+@pytest.fixture
+def cluster(connection) -> Cluster:
+    import ray  # noqa: PLC0415  it takes a second
+
+    return Cluster(ray, LOCAL_RAY)
+
+
+@pytest.fixture
+def returned(manifest, compile_jobs, bundle):
+    """What a task would return for the first job, from the bundle."""
+    store, entry = Store(bundle("tiny")), manifest.entries[0]
+    return (
+        msgspec.json.encode(CompileResult(entry)),
+        store.executable_path(entry).read_bytes(),
+        store.program_path(entry).read_bytes(),
+    )
+
+
+@pytest.mark.slow
+def test_task_compiles_the_job(cluster, manifest, compile_jobs, tmp_path):
+    store = Store(tmp_path / "bundle")
+    pool = RayPool(cluster, manifest.environment, store, 1)
+    with store.open_for_building():
+        entry = pool.start(compile_jobs[0]).result()
+    assert (entry.key, entry.program) == (manifest.entries[0].key, manifest.entries[0].program)
+    assert store.find(compile_jobs[0].key, compile_jobs[0].signature, compile_jobs[0].program) == entry
+
+
+def test_closed_pool_ends_its_tasks(cluster, manifest, compile_jobs, tmp_path):
+    pool = RayPool(cluster, manifest.environment, Store(tmp_path), 2)
+    futures = [pool.start(job) for job in compile_jobs[:4]]
+    wait_for_running("compile_on_node")
+    pool.close()
+    assert all(one.cancelled() or isinstance(one.exception(), BuildFailed) for one in futures)
+    wait_for_running("compile_on_node", count=0)
+    with pytest.raises(BuildFailed, match="the build was cancelled"):
+        cluster.call(json.loads, "{}")
+
+
+def test_call_fails_after_three_crashed_processes(cluster):
+    """Each process replaces itself by a program that fails."""
+    with pytest.raises(BuildFailed, match=r"^3 processes crashed, .* Ray's logs are on its node"):
+        cluster.call(os.execlp, "false", "false")
+    assert cluster.call(json.loads, '"the next one lives"') == "the next one lives"
+
+
+def test_node_that_cannot_start_a_task_says_why_in_one_line(cluster):
+    with pytest.raises(BuildFailed, match=r"^a node of the cluster could not start: Expecting .* dflash-aot\[ray\]$"):
+        cluster.call(json.loads, "{")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"jax": "0.0.1", "xla_flags": "--a=1"}, "jax {jax} there, 0.0.1 here; xla_flags none there, --a=1 here"),
+        ({"cpu_features": ("avx1024",)}, "cpu_features {features} there, avx1024 here"),
+    ],
+)
+def test_node_with_another_environment_is_refused_with_both_values(manifest, compile_jobs, changes, words):
+    here, other = manifest.environment, structs.replace(manifest.environment, **changes)
+    result, executable, _ = ray_worker.compile_on_node(msgspec.json.encode(other), msgspec.json.encode(compile_jobs[0]))
+    failure = msgspec.json.decode(result, type=CompileResult).failure
+    assert failure.startswith("Ray's node ") and ray_worker.REMEDY in failure
+    assert words.format(jax=here.jax, features=" ".join(here.cpu_features)) in failure
+    assert executable == b""
+
+
+def test_node_with_another_key_for_the_job_is_refused(manifest, compile_jobs):
+    job = structs.replace(compile_jobs[0], key=compile_jobs[1].key)
+    result, _, _ = ray_worker.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
+    assert "has another version of dflash-aot" in msgspec.json.decode(result, type=CompileResult).failure
+
+
+def test_result_is_verified(returned, compile_jobs, manifest):
+    result, executable, program = returned
+    other = msgspec.json.encode(CompileResult(manifest.entries[1]))
+    assert check_result(compile_jobs[0], *returned) == manifest.entries[0]
+    for broken, words in (
+        ((result, executable[:-1], program), "bytes, the manifest promises"),
+        ((result, executable[:-1] + b"?", program), "its sha256 is"),
+        ((result, executable, executable), "bytes, the manifest promises"),
+        ((other, executable, program), "the build record of"),
+        ((b"{", executable, program), "returned an invalid executable"),
+        ((msgspec.json.encode(CompileResult(None, "no memory")), b"", b""), "^no memory$"),
+    ):
+        with pytest.raises(BuildFailed, match=words):
+            check_result(compile_jobs[0], *broken)
+
+
+def test_result_of_another_program_is_refused(returned, compile_jobs):
+    job = structs.replace(compile_jobs[0], program=bytes(len(compile_jobs[0].program)))
+    with pytest.raises(BuildFailed, match="an executable that was compiled from another program"):
+        check_result(job, *returned)
+
+
+def test_local_ray_listens_on_loopback_only(cluster):
+    import ray  # noqa: PLC0415  it takes a second
+
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("ray://head:10001", "Ray's client is not supported"), ("head", "give host:port"), ("127.0.0.1:99999", "no conn")],
+)
+def test_unusable_address_is_refused(address, words):
+    with pytest.raises(BadInput, match=words), connect(address, {}):
+        raise AssertionError
