@@ -227,7 +227,6 @@ for module in sys.argv[1:]:
     changed[module], before = [name for name, value in read_state().items() if value != before[name]], read_state()
 print(json.dumps(changed))
 """
-COMMANDS = [f"dflash_aot.bin.{name}" for name in ("console_scripts", "bundle", "run", "serve", "precompile", "bench")]
 
 
 def find_side_effects(modules: list[str], folder: Path) -> dict[str, list[str]]:
@@ -241,10 +240,9 @@ def find_side_effects(modules: list[str], folder: Path) -> dict[str, list[str]]:
 def test_imports_have_no_side_effects(tmp_path):
     """Signal handlers, the garbage collector, the environment, JAX and logging are configured by `main`."""
     names = [module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in MODULES]
-    rooms = ("bin", "cache", "compile", "runtime", "server")
-    # Ray itself sets an environment variable when it is imported.
-    modules = [f"dflash_aot.{name}" for name in names if name.startswith(rooms) and ".ray_" not in name]
-    assert set(COMMANDS) <= set(modules)
+    # Left out: benchmarks, which import packages that may not be installed, and Ray, which sets an environment variable.
+    modules = [f"dflash_aot.{name}" for name in names if not name.startswith("benchmarks") and ".ray_" not in name]
+    assert "dflash_aot.bin.run" in modules
     assert find_side_effects(modules, tmp_path) == {module: [] for module in modules}
 
 
