@@ -1,6 +1,6 @@
-"""The engine in a plain script: one prompt, many at once, text as it comes, and what all of it took.
+"""An engine embedded in a script: one prompt, several prompts at once, streaming, statistics.
 
-dflash-precompile                                  # once: the bundle of the embedded pair
+dflash-precompile                                  # once: builds the bundle of the embedded pair
 python examples/embed_script.py [--bundle DIR]
 """
 
@@ -18,7 +18,7 @@ def main(bundle: Path) -> None:
         result = engine.generate("import os", SamplingParams(max_tokens=24))
         print(f"one: {result.text!r}, {result.finish_reason}, {1000 * result.seconds:.0f} ms")
 
-        # As many at once as the grid has rows; the others wait for theirs.
+        # Up to the largest batch of the grid runs at once; other prompts wait in the queue.
         for prompt, result in zip(PROMPTS, engine.generate_all(PROMPTS, SamplingParams(max_tokens=12)), strict=True):
             print(f"all: {prompt!r} → {result.text!r}")
 
@@ -26,7 +26,7 @@ def main(bundle: Path) -> None:
         for delta in engine.stream("class Queue:", SamplingParams(max_tokens=48)):
             print(delta.text, end="", flush=True)
             if "\n" in delta.text:
-                break  # and its slot is free
+                break  # leaving the loop cancels the request and frees its slot
 
         stats = engine.stats()
         print(f"\nstats: {stats.output_tokens} tokens in {stats.row_rounds} rounds and {stats.prefill_chunks} prefills")

@@ -1,12 +1,12 @@
-"""The engine in an asyncio worker: jobs are lines of standard input, answers lines of standard output as they end.
+"""An engine embedded in an asyncio worker: reads jobs from standard input and writes results as they finish.
 
-dflash-precompile                                  # once: the bundle of the embedded pair
+dflash-precompile                                  # once: builds the bundle of the embedded pair
 echo '{"id": 1, "prompt": "import os", "max_tokens": 16, "deadline": 5}' | python examples/embed_worker.py
     [--bundle DIR] [--concurrency 8] [--drain_seconds 30]
 
-No more than --concurrency jobs are read before others have ended. At the end of the input, or at SIGTERM, it takes no
-more, answers those under way within --drain_seconds, and ends with 0. What was cut short says "cancelled"; a job
-without an answer was not begun.
+Jobs and results are JSON lines. At most --concurrency jobs are in flight. At the end of the input, or on SIGTERM, the
+worker stops reading, finishes the jobs in flight within --drain_seconds, and exits with 0. A job that did not finish
+in time has finish_reason "cancelled". A job without a result was never started.
 """
 
 import argparse
@@ -25,7 +25,14 @@ from dflash_aot.runtime import Engine, SamplingParams
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """deadline: seconds from when it is read, its turn in line included."""
+    """A line of the input.
+
+    Attributes:
+        id: returned with the result.
+        prompt: the text to continue.
+        max_tokens: most tokens to generate.
+        deadline: seconds after reading within which the job must finish, including the time in the queue.
+    """
 
     id: int | str
     prompt: str
@@ -34,59 +41,59 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def work(engine: Engine, concurrency: int, drain_seconds: float) -> None:
-    """Until there are no more jobs, and those that were begun are answered."""
-    loop, lines, under_way = asyncio.get_running_loop(), asyncio.Queue[bytes](), set[asyncio.Task[None]]()
+    """Runs jobs until the input ends or SIGTERM arrives, then waits for those in flight."""
+    loop, lines, in_flight = asyncio.get_running_loop(), asyncio.Queue[bytes](), set[asyncio.Task[None]]()
     free = threading.Semaphore(concurrency)
     loop.add_signal_handler(signal.SIGTERM, lines.put_nowait, b"")
     threading.Thread(target=read_lines, args=(loop, lines, free), daemon=True).start()
     while line := await lines.get():
-        task = asyncio.create_task(do(engine, line))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+        task = asyncio.create_task(process_line(engine, line))
+        in_flight.add(task)
+        task.add_done_callback(in_flight.discard)
         task.add_done_callback(lambda _: free.release())
     try:
         async with asyncio.timeout(drain_seconds):
-            await asyncio.gather(*under_way)  # which it cancels when the time is over
+            await asyncio.gather(*in_flight)  # the timeout cancels them
     except TimeoutError:
-        print(f"not done within {drain_seconds:g} s", file=sys.stderr)
+        print(f"jobs were cancelled after {drain_seconds:g} s", file=sys.stderr)
 
 
 def read_lines(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[bytes], free: threading.Semaphore) -> None:
-    """In a thread, since reading blocks: each line when somebody has time for it, and b"" at the end."""
-    with open(0, "rb") as given:
+    """Runs in a thread, because reading blocks. Passes on each line when a job may start, and b"" at the end."""
+    with open(0, "rb") as stdin:
         while True:
             free.acquire()
-            line = given.readline()
+            line = stdin.readline()
             loop.call_soon_threadsafe(lines.put_nowait, line)
             if not line:
                 return
 
 
-async def do(engine: Engine, line: bytes) -> None:
-    """Prints one line, whatever becomes of the job."""
-    told: dict[str, Any] = {"id": None}
+async def process_line(engine: Engine, line: bytes) -> None:
+    """Runs one job and prints its result or its error as one line."""
+    result: dict[str, Any] = {"id": None}
     try:
         job = msgspec.json.decode(line, type=Job)
-        told["id"] = job.id
-        told |= await answer(engine, job)
+        result["id"] = job.id
+        result |= await generate(engine, job)
     except (DflashError, msgspec.DecodeError) as error:
-        told["error"] = str(error)
+        result["error"] = str(error)
     except asyncio.CancelledError:
-        told["finish_reason"] = "cancelled"
+        result["finish_reason"] = "cancelled"
         raise
     finally:
-        print(msgspec.json.encode(told).decode(), flush=True)
+        print(msgspec.json.encode(result).decode(), flush=True)
 
 
-async def answer(engine: Engine, job: Job) -> dict[str, Any]:
-    """Raises what `Engine.generate` raises."""
+async def generate(engine: Engine, job: Job) -> dict[str, Any]:
+    """The result of a job. Raises what `Engine.generate` raises."""
     params = SamplingParams(max_tokens=job.max_tokens)
     stream = await engine.asubmit(job.prompt, params, deadline=job.deadline, wait=True)
     try:
-        result = await stream.result()
+        generated = await stream.result()
     finally:
         stream.close()  # frees the slot of a job that is cancelled
-    return {"text": result.text, "finish_reason": result.finish_reason}
+    return {"text": generated.text, "finish_reason": generated.finish_reason}
 
 
 if __name__ == "__main__":
@@ -94,7 +101,7 @@ if __name__ == "__main__":
     parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--drain_seconds", type=float, default=30.0)
-    given = parser.parse_args()
-    with Engine.open(given.bundle, preload=True) as engine:
+    arguments = parser.parse_args()
+    with Engine.open(arguments.bundle, preload=True) as engine:
         print("ready", file=sys.stderr, flush=True)
-        asyncio.run(work(engine, given.concurrency, given.drain_seconds))
+        asyncio.run(work(engine, arguments.concurrency, arguments.drain_seconds))

@@ -1,4 +1,4 @@
-"""An S3 server on loopback, with a proxy before it that counts what is asked and can be told to fail."""
+"""An S3 server on loopback behind a proxy that records requests and injects faults."""
 
 import http.client
 import itertools
@@ -19,7 +19,7 @@ SETTINGS = {
     "AWS_ACCESS_KEY_ID": "an id",
     "AWS_SECRET_ACCESS_KEY": "a secret",
     "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_MAX_ATTEMPTS": "1",  # so that what is counted is what we ask
+    "AWS_MAX_ATTEMPTS": "1",  # retries of the AWS library would be recorded as requests
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
     "NO_PROXY": "127.0.0.1",
@@ -27,8 +27,15 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the server says; `sent` bytes of the body arrive before the connection breaks, all if None."""
+class ObjectResponse:
+    """A response of the server.
+
+    Attributes:
+        status: HTTP status.
+        body: the whole body.
+        headers: names and values.
+        sent: the connection breaks after this many bytes of the body; None: all are sent.
+    """
 
     status: int
     body: bytes
@@ -36,14 +43,14 @@ class Answer:
     sent: int | None = None
 
 
-Fault = Callable[[Callable[[], Answer]], Answer]  # is given what asks the server
+Fault = Callable[[Callable[[], ObjectResponse]], ObjectResponse]  # gets a function that forwards the request
 
 
 class ObjectServer:
-    """Both servers; `faults` are used up one for each request that they are for."""
+    """The S3 server and the proxy. A fault is used for one matching request."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer  # noqa: PLC0415  half a second that only its tests pay
+        from moto.server import ThreadedMotoServer  # noqa: PLC0415  takes half a second
 
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
         self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -65,23 +72,23 @@ class ObjectServer:
         self._moto.stop()
 
     def forget(self) -> None:
-        """Faults, and what was asked."""
+        """Clears faults and recorded requests."""
         with self._lock:
             self._faults.clear()
             self.asked.clear()
 
     def fail(self, method: str, part: str, *faults: Fault) -> None:
-        """The next requests with this method whose path holds `part` go wrong, one after the other."""
+        """Injects faults, in order, into the next requests with this method whose path contains `part`."""
         with self._lock:
             self._faults += [(method, part, fault) for fault in faults]
 
-    def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Answer:
-        """The server behind the proxy."""
+    def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> ObjectResponse:
+        """Sends a request to the S3 server itself, past the proxy."""
         connection = http.client.HTTPConnection(*self._backend, timeout=60)
         try:
             connection.request(method, path, body, headers or SIGNED)
-            answer = connection.getresponse()
-            return Answer(answer.status, answer.read(), tuple(answer.getheaders()))
+            response = connection.getresponse()
+            return ObjectResponse(response.status, response.read(), tuple(response.getheaders()))
         finally:
             connection.close()
 
@@ -99,21 +106,23 @@ class ObjectServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # a header alone would wait 40 ms to be confirmed
+            disable_nagle_algorithm = True  # otherwise headers without a body are delayed by 40 ms
 
             def handle_any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fault = server._take_fault(self.command, self.path)
-                answer = fault(lambda: server.ask(self.command, self.path, body, dict(self.headers)))
-                self.send_response(answer.status)
-                kept = [(name, value) for name, value in answer.headers if name.lower() not in UNKEPT]
-                length = dict(answer.headers).get("Content-Length", "0") if self.command == "HEAD" else len(answer.body)
+                response = fault(lambda: server.ask(self.command, self.path, body, dict(self.headers)))
+                self.send_response(response.status)
+                kept = [(name, value) for name, value in response.headers if name.lower() not in DROPPED_HEADERS]
+                length = (
+                    dict(response.headers).get("Content-Length", "0") if self.command == "HEAD" else len(response.body)
+                )
                 for name, value in (*kept, ("Content-Length", str(length))):
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(answer.body[: answer.sent])
-                if answer.sent is not None:
+                    self.wfile.write(response.body[: response.sent])
+                if response.sent is not None:
                     self._reset()
 
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
@@ -131,16 +140,16 @@ class ObjectServer:
 
 class _Proxy(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever has not waited for the answer is no error."""
+        """Ignores clients that close the connection early."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-UNKEPT = {"content-length", "transfer-encoding", "connection", "date", "server"}
+DROPPED_HEADERS = {"content-length", "transfer-encoding", "connection", "date", "server"}
 
 
 class Bucket:
-    """One of its own for each test; what is done here goes past the proxy."""
+    """A bucket of one test. Its methods go past the proxy."""
 
     _numbers = itertools.count()
 
@@ -153,9 +162,9 @@ class Bucket:
         assert self.server.ask("PUT", f"/{self.name}/{name}", content).status == 200
 
     def get(self, name: str) -> bytes:
-        answer = self.server.ask("GET", f"/{self.name}/{name}")
-        assert answer.status == 200
-        return answer.body
+        response = self.server.ask("GET", f"/{self.name}/{name}")
+        assert response.status == 200
+        return response.body
 
     def remove(self, name: str) -> None:
         self.server.ask("DELETE", f"/{self.name}/{name}")
@@ -165,50 +174,50 @@ class Bucket:
         return sorted(one.text or "" for one in listing.iter(f"{NAMESPACE}Key"))
 
     def asked(self, method: str, part: str = "") -> list[str]:
-        """The names that were asked for through the proxy, in order."""
+        """Names of objects that were requested through the proxy, in order."""
         beginning = f"/{self.name}/"
         paths = [path.partition("?")[0] for asked, path in self.server.asked if asked == method]
         return [path.removeprefix(beginning) for path in paths if path.startswith(beginning) and part in path]
 
 
 def refuse(status: int, code: str) -> Fault:
-    """An error of S3's, without asking the server."""
+    """Returns an S3 error without forwarding the request."""
     body = f"<Error><Code>{code}</Code><Message>told to say {code}</Message></Error>".encode()
-    return lambda _: Answer(status, body, (("Content-Type", "application/xml"),))
+    return lambda _: ObjectResponse(status, body, (("Content-Type", "application/xml"),))
 
 
-def cut(forward: Callable[[], Answer]) -> Answer:
-    """The connection is reset in the middle of the body."""
-    answer = forward()
-    return Answer(answer.status, answer.body, answer.headers, sent=len(answer.body) // 2)
+def cut(forward: Callable[[], ObjectResponse]) -> ObjectResponse:
+    """Resets the connection in the middle of the body."""
+    response = forward()
+    return ObjectResponse(response.status, response.body, response.headers, sent=len(response.body) // 2)
 
 
 def change(function: Callable[[bytes], bytes]) -> Fault:
-    """Another body, with the headers that belong to it."""
+    """Changes the body, and sends the headers that fit it."""
 
-    def fault(forward: Callable[[], Answer]) -> Answer:
-        answer = forward()
-        return Answer(answer.status, function(answer.body), answer.headers)
+    def fault(forward: Callable[[], ObjectResponse]) -> ObjectResponse:
+        response = forward()
+        return ObjectResponse(response.status, function(response.body), response.headers)
 
     return fault
 
 
 def afterwards(action: Callable[[], object]) -> Fault:
-    """What the server says is as it should be; then something happens."""
+    """Calls `action` after the server has responded, and passes the response on."""
 
-    def fault(forward: Callable[[], Answer]) -> Answer:
-        answer = forward()
+    def fault(forward: Callable[[], ObjectResponse]) -> ObjectResponse:
+        response = forward()
         action()
-        return answer
+        return response
 
     return fault
 
 
 def silence(server: ObjectServer) -> Fault:
-    """No answer, as long as the server lives."""
+    """Does not respond until the server is closed."""
 
-    def fault(_: Callable[[], Answer]) -> Answer:
+    def fault(_: Callable[[], ObjectResponse]) -> ObjectResponse:
         server.closing.wait()
-        return Answer(500, b"")
+        return ObjectResponse(500, b"")
 
     return fault

@@ -1,4 +1,4 @@
-"""The pair that comes along: small, in the published formats, and good enough to try everything on."""
+"""The embedded pair: format and size of its checkpoints, and its acceptance."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime import Engine, SamplingParams
 
-# Of the standard library's inspect.py and heapq.py in spirit, in no file word for word.
+# In the style of the standard library, but in none of its files.
 PROMPTS = (
     "class Counter:\n    def __init__(self, start=0):\n        self.value = start\n\n    def increment(self):\n",
     'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file as a list."""\n    with open(',
@@ -20,23 +20,23 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def places() -> dict[str, Path]:
+def checkpoints() -> dict[str, Path]:
     return {role: locate_checkpoint(EMBEDDED, role) for role in ("target", "draft")}
 
 
-def test_it_is_a_pair_in_the_published_formats_with_a_tokenizer(places):
-    target = read_target(read_config(places["target"]))
-    draft = read_draft(read_config(places["draft"]), target)
+def test_embedded_pair_has_published_formats_and_a_chat_template(checkpoints):
+    target = read_target(read_config(checkpoints["target"]))
+    draft = read_draft(read_config(checkpoints["draft"]), target)
     assert draft.decoder.vocab == target.decoder.vocab
-    template = json.loads((places["target"] / "tokenizer_config.json").read_text())
+    template = json.loads((checkpoints["target"] / "tokenizer_config.json").read_text())
     assert "assistant" in template["chat_template"]
 
 
-def test_it_takes_at_most_25_megabytes(places):
-    assert sum(path.stat().st_size for place in places.values() for path in place.iterdir()) <= 25_000_000
+def test_embedded_pair_takes_at_most_25_megabytes(checkpoints):
+    assert sum(path.stat().st_size for directory in checkpoints.values() for path in directory.iterdir()) <= 25_000_000
 
 
-def test_every_k_writes_the_same_text_and_the_draft_is_worth_its_rounds(bundle):
+def test_speculation_keeps_the_text_and_saves_rounds(bundle):
     texts, rounds = {}, {}
     path = bundle("embedded")
     for k in (0, 7):

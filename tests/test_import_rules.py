@@ -240,7 +240,7 @@ def find_side_effects(modules: list[str], folder: Path) -> dict[str, list[str]]:
 def test_imports_have_no_side_effects(tmp_path):
     """Signal handlers, the garbage collector, the environment, JAX and logging are configured by `main`."""
     names = [module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in MODULES]
-    # Left out: benchmarks, which import packages that may not be installed, and Ray, which sets an environment variable.
+    # Not benchmarks, which import packages that may not be installed, nor Ray, which sets an environment variable.
     modules = [f"dflash_aot.{name}" for name in names if not name.startswith("benchmarks") and ".ray_" not in name]
     assert "dflash_aot.bin.run" in modules
     assert find_side_effects(modules, tmp_path) == {module: [] for module in modules}

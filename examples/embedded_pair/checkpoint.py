@@ -1,4 +1,4 @@
-"""Weights and configs in the published formats."""
+"""Writes checkpoints of both models in their published formats: weights, configs, tokenizer."""
 
 import json
 from pathlib import Path
@@ -21,19 +21,19 @@ CHAT_TEMPLATE = (
 
 
 def save_weights(path: Path, weights: Weights, recipes: tuple[WeightRecipe, ...]) -> None:
-    """Takes each parameter apart into its checkpoint tensors, rounded to bfloat16."""
+    """Splits each parameter into its checkpoint tensors and saves them in bfloat16."""
     tensors = {}
     for recipe in recipes:
         array = np.asarray(weights[recipe.name.partition(".")[2]].astype(jnp.bfloat16))
         for part in recipe.placements:
-            box = tuple(slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True))
-            tensors[part.tensor] = np.ascontiguousarray(array[box].reshape(part.stored))
+            region = tuple(slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True))
+            tensors[part.tensor] = np.ascontiguousarray(array[region].reshape(part.stored))
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def decoder_config(decoder: Decoder) -> dict:
-    """What target and draft say alike."""
+    """The config fields that target and draft share."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -68,7 +68,7 @@ def write_json(path: Path, value: dict) -> None:
 def save_target(
     path: Path, target: Target, weights: Weights, recipes: tuple[WeightRecipe, ...], tokenizer: Tokenizer
 ) -> None:
-    """A Qwen3ForCausalLM directory with its tokenizer."""
+    """Writes a Qwen3ForCausalLM directory with its tokenizer."""
     save_weights(path, weights, recipes)
     end = tokenizer.token_to_id(END)
     ends = {"bos_token_id": end, "eos_token_id": end}
@@ -95,7 +95,7 @@ def save_target(
 def save_draft(
     path: Path, draft: Draft, target_layers: int, weights: Weights, recipes: tuple[WeightRecipe, ...]
 ) -> None:
-    """A z-lab DFlashDraftModel directory."""
+    """Writes a z-lab DFlashDraftModel directory."""
     save_weights(path, weights, recipes)
     config = {
         "architectures": ["DFlashDraftModel"],

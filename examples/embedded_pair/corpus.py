@@ -1,4 +1,4 @@
-"""The Python standard library's own sources: text that any machine with Python has."""
+"""The training corpus: the sources of the Python standard library, which every machine with Python has."""
 
 import hashlib
 import sysconfig
@@ -9,32 +9,32 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END, START_TURN, END_TURN, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL = (END, START_TURN, END_TURN, MASK)
-# Tests and tables: repetitive, and most of the bytes.
-LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
-HELD_OUT_SHARE = 25  # one file in so many
+# Tests and tables are repetitive and make up most of the bytes.
+EXCLUDED = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
+HELD_OUT_EVERY = 25  # one of this many files is held out
 
 
 def source_files() -> list[Path]:
     """Every file of the corpus, in an order that does not depend on the file system."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path.relative_to(root) for path in root.rglob("*.py")]
-    return sorted(path for path in files if not LEFT_OUT & set(path.parts))
+    return sorted(path for path in files if not EXCLUDED & set(path.parts))
 
 
 def is_held_out(path: Path) -> bool:
-    """By the hash of the name, so that it stays so when files come and go."""
-    return hashlib.sha256(path.as_posix().encode()).digest()[0] % HELD_OUT_SHARE == 0
+    """Decides by the hash of the name, so that other files do not change the split."""
+    return hashlib.sha256(path.as_posix().encode()).digest()[0] % HELD_OUT_EVERY == 0
 
 
 def read_split(held_out: bool) -> list[str]:
-    """The texts of one side of the split."""
+    """Texts of the held-out files, or of all other files."""
     root = Path(sysconfig.get_path("stdlib"))
     chosen = [path for path in source_files() if is_held_out(path) == held_out]
     return [(root / path).read_text(encoding="utf-8", errors="replace") for path in chosen]
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE: every text round-trips, nothing is unknown."""
+    """Trains a byte-level BPE tokenizer: every text round-trips, and no token is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All texts, each behind an end-of-text token: int32 [N]."""
+    """All texts as token ids, each after an end-of-text token: int32 [N]."""
     end = tokenizer.token_to_id(END)
     return np.concatenate([np.asarray([end, *tokenizer.encode(text).ids], np.int32) for text in texts])
 

@@ -1,4 +1,4 @@
-"""The draft: blocks at anchors sampled in the target's own text, loss weighted towards the first positions."""
+"""Trains the draft on blocks at random anchors in the target's own text, with most weight on the first positions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +22,15 @@ SEQUENCES = 8  # per step
 
 @dataclass(frozen=True)
 class Phase:
-    """How one stretch of training looks at the same sequences.
+    """Settings of one phase of the draft's training.
 
-    block: rows per anchor, the anchor's included; anchors: per sequence; decay: w_i = exp(-(i-1)/decay), an early
-    miss costs all that follows; sharpness: the target's logits are multiplied by it before they become labels;
-    learning_rate: at its peak and at the end.
+    Attributes:
+        block: rows per anchor, including the anchor.
+        anchors: anchors per sequence.
+        decay: row i has weight exp(-(i-1)/decay), because a rejected token also rejects all that follow.
+        sharpness: factor of the target's logits before they become labels.
+        learning_rate: at the peak and at the end.
+        steps: optimizer steps.
     """
 
     block: int
@@ -37,8 +41,8 @@ class Phase:
     steps: int
 
 
-# The labels are the target's distributions, which teach more per anchor than the token it took. Short blocks first:
-# the first rows decide, and a step holds three times as many of them; then the block as it will be used.
+# The labels are the target's distributions: they teach more per anchor than the chosen token alone. Short blocks come
+# first, because the first rows matter most and a step holds three times as many of them; then the final block size.
 PHASES = (
     Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=3900),
     Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=1800),
@@ -52,9 +56,9 @@ def block_loss(
     target_weights: Weights,
     batch: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
-    """Cross entropy of rows 1.. of every anchor's block, weighted and averaged.
+    """Weighted mean cross entropy of rows 1.. of every anchor's block.
 
-    batch: ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
+    `batch` holds ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
     """
     ids, features, last, anchors = batch
     mask_token, (N, T) = models[1].module.draft.mask_token, ids.shape
@@ -83,15 +87,18 @@ def block_loss(
 
 
 def run_target(
-    target: AbstractModel[CausalLM], weights: Weights, ids: np.ndarray, taps: tuple[int, ...]
+    target: AbstractModel[CausalLM], weights: Weights, ids: np.ndarray, target_layer_ids: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Once over every sequence: features [S, T, taps·H] and last normed hidden states [S, T, H], float32."""
+    """The target's outputs for every sequence, in float32.
+
+    Features [S, T, len(target_layer_ids)·H], and the last hidden states after the norm, [S, T, H].
+    """
 
     @jax.jit
     def run(weights: Weights, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
         model = target.bind(weights)
-        x, features, _ = model.forward(rows, positions, taps, None, causal)
+        x, features, _ = model.forward(rows, positions, target_layer_ids, None, causal)
         return features, model.model.norm(x)
 
     parts = [run(weights, rows) for rows in ids.reshape(-1, 64, ids.shape[1])]
@@ -102,7 +109,7 @@ def run_target(
 def batches(
     phase: Phase, ids: np.ndarray, features: np.ndarray, last: np.ndarray, seed: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Sequences in shuffled order, anchors anywhere in what the target wrote."""
+    """Sequences in shuffled order, with random anchors in the part that the target wrote."""
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-phase.steps * SEQUENCES // len(ids)))])
     for step in range(phase.steps):
@@ -119,12 +126,12 @@ def train_phase(
     phase: Phase,
     seed: int,
 ) -> Weights:
-    """The draft's weights, float32, after one phase; the target's stay as they are."""
+    """The draft's weights, in float32, after one phase of training. The target's weights are fixed."""
     features, last = run_target(models[0], target_weights, ids, models[1].module.draft.target_layer_ids)
-    ends = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
+    embeddings = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
 
     def loss(weights: Weights, *batch: jax.Array) -> jax.Array:
-        return block_loss(models, phase, weights, ends, batch)
+        return block_loss(models, phase, weights, embeddings, batch)
 
     rows = batches(phase, ids, features, last, seed)
     return train(f"draft, blocks of {phase.block}", weights, loss, rows, phase.learning_rate, phase.steps)

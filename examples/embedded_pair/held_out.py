@@ -1,4 +1,4 @@
-"""Writes the prompts that the embedded pair is measured with: pieces of files that it was not trained on.
+"""Writes the prompts for benchmarks of the embedded pair: pieces of files that it was not trained on.
 
 python examples/embedded_pair/held_out.py benchmarks/held_out.jsonl
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 from corpus import is_held_out, source_files
 
-PIECES, MOST_OF_A_FILE = 64, 4
+PIECES, PIECES_PER_FILE = 64, 4
 CHARACTERS, SEED = 1400, 7
 
 
 def cut_pieces() -> Iterator[dict[str, str]]:
-    """Each from the begin of a line; no two share one, and the begin of none is in a file trained on."""
+    """Pieces that begin at a line, do not overlap, and whose beginning is in no file of the training set."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = {path: (root / path).read_text(encoding="utf-8", errors="replace") for path in source_files()}
     trained = [text for path, text in texts.items() if not is_held_out(path)]
@@ -31,15 +31,15 @@ def cut_pieces() -> Iterator[dict[str, str]]:
         if not any(piece[: CHARACTERS // 10] in other for other in trained)
     ]
     taken: Counter[str] = Counter()
-    for place in np.random.default_rng(SEED).permutation(len(pieces)):
-        source, text = pieces[place]
-        if taken[source] < MOST_OF_A_FILE and taken.total() < PIECES:
+    for index in np.random.default_rng(SEED).permutation(len(pieces)):
+        source, text = pieces[index]
+        if taken[source] < PIECES_PER_FILE and taken.total() < PIECES:
             taken[source] += 1
             yield {"source": source, "text": text}
 
 
 def split_at_lines(text: str) -> Iterator[str]:
-    """Pieces of CHARACTERS, each from the begin of the first line behind the one before; no rest."""
+    """Consecutive pieces of CHARACTERS that begin at a line; a shorter rest is left out."""
     begin = 0
     while begin + CHARACTERS <= len(text):
         yield text[begin : begin + CHARACTERS]

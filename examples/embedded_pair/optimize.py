@@ -1,4 +1,4 @@
-"""One training loop for both models."""
+"""The training loop of both models: initial weights, AdamW with a schedule, steps."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +12,10 @@ Weights = dict[str, jax.Array]
 
 
 def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int) -> Weights:
-    """Norms at one, matrices normal; what writes into the residual is scaled down by its depth (GPT-2)."""
+    """Initial weights: norms are 1, matrices are normal.
+
+    Matrices that write into the residual stream are scaled down by the depth, as in GPT-2.
+    """
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in sorted(shapes.items()):
@@ -26,7 +29,7 @@ def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int
 
 
 def optimizer(learning_rate: tuple[float, float], steps: int) -> optax.GradientTransformation:
-    """AdamW, clipped, warmed up to the peak over a twentieth, then down to the end along a cosine."""
+    """AdamW with clipped gradients; the learning rate warms up for a twentieth of the steps, then follows a cosine."""
     peak, end = learning_rate
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 20), steps, end)
     decayed = lambda weights: {name: leaf.ndim > 1 for name, leaf in weights.items()}  # noqa: E731
@@ -44,7 +47,7 @@ def train(
     learning_rate: tuple[float, float],
     steps: int,
 ) -> Weights:
-    """Runs `steps` steps of `loss(weights, *batch)`; says where it is every hundred."""
+    """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every hundred steps."""
     rule = optimizer(learning_rate, steps)
     state = rule.init(weights)
 

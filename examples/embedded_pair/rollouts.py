@@ -1,4 +1,4 @@
-"""What the target writes by itself, greedily: the draft's training data."""
+"""Greedy rollouts of the target: the training data of the draft."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from dflash_aot.compile.models.parameters import AbstractModel
 from corpus import windows
 from optimize import Weights
 
-PROMPT, WRITTEN, BATCH = 64, 192, 64
-WIDTH = PROMPT + WRITTEN
+PROMPT, GENERATED, BATCH = 64, 192, 64
+WIDTH = PROMPT + GENERATED
 
 
 def _attend_from(start: jax.Array):
-    """Writes keys and values at `start` into kv, a tuple of (keys, values) per layer, and attends up to each row."""
+    """A causal attention that writes keys and values at `start` into kv, a tuple of (keys, values) per layer."""
 
     def attend_kv(kv, layer, q, k, v):
         at = (0, 0, start, 0)
@@ -30,7 +30,7 @@ def _attend_from(start: jax.Array):
 def roll_out(
     target: AbstractModel[CausalLM], weights: Weights, stream: np.ndarray, count: int, seed: int
 ) -> np.ndarray:
-    """`count` sequences of PROMPT corpus tokens and WRITTEN greedy ones: int32 [count, WIDTH]."""
+    """`count` sequences of PROMPT corpus tokens and GENERATED greedy tokens: int32 [count, WIDTH]."""
     decoder = target.module.target.decoder
     shape = (BATCH, decoder.attention.kv_heads, WIDTH, decoder.attention.head_dim)
 
@@ -45,12 +45,12 @@ def roll_out(
         kv = tuple((jnp.zeros(shape), jnp.zeros(shape)) for _ in range(decoder.layers))
         token, kv = forward(weights, prompts, 0, kv)
 
-        def one(carry, start):
+        def generate_token(carry, start):
             token, kv = carry
             following, kv = forward(weights, token, start, kv)
             return (following, kv), token[:, 0]
 
-        _, written = jax.lax.scan(one, (token, kv), jnp.arange(PROMPT, WIDTH))
+        _, written = jax.lax.scan(generate_token, (token, kv), jnp.arange(PROMPT, WIDTH))
         return jnp.concatenate([prompts, written.T], axis=1)
 
     rng = np.random.default_rng(seed)

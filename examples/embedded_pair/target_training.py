@@ -1,4 +1,4 @@
-"""The target: next-token prediction on the corpus."""
+"""Trains the target by next-token prediction on the corpus."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ from dflash_aot.compile.models.parameters import AbstractModel
 from corpus import windows
 from optimize import Weights, init_weights, train
 
-LEARNING_RATE = 3e-3, 3e-5  # at its peak, at the end
+LEARNING_RATE = 3e-3, 3e-5  # at the peak, at the end
 COPIED_SHARE = 0.25
-# (windows per step, tokens per window, share of the steps): mostly short, long ones at the end for the positions.
+# (windows per step, tokens per window, share of the steps). Long windows come last, to train the high positions.
 PHASES = ((8, 256, 0.85), (4, 512, 0.15))
 
 
 def causal(kv, layer, q, k, v):
-    """Attention inside the window, no kv kept."""
+    """Causal attention within the window; kv is not stored."""
     width = q.shape[1]
     seen = jnp.tril(jnp.ones((1, width, width), bool))
     return attend(q, (k, v, seen)), kv
@@ -36,22 +36,22 @@ def next_token_loss(model: AbstractModel[CausalLM], weights: Weights, ids: jax.A
 
 
 def with_copies(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """ids [B, T]; in a quarter of the rows a stretch of the first half comes again in the second.
+    """ids [B, T] where a quarter of the rows repeat a part of their first half in their second half.
 
-    Models learn to copy late, and this one stops early; so it is shown more to copy than the text holds.
+    Models learn late to copy, and this training is short, so it shows more repetition than the corpus has.
     """
     rows = rows.copy()
     width = rows.shape[1]
     for row in rows[rng.random(len(rows)) < COPIED_SHARE]:
         length = rng.integers(16, 65)
         source = rng.integers(0, width // 2 - length + 1)
-        place = rng.integers(width // 2, width - length + 1)
-        row[place : place + length] = row[source : source + length]
+        destination = rng.integers(width // 2, width - length + 1)
+        row[destination : destination + length] = row[source : source + length]
     return rows
 
 
 def batches(stream: np.ndarray, steps: int, seed: int) -> Iterator[tuple[np.ndarray]]:
-    """All phases' windows, one after the other."""
+    """Windows of all phases in turn."""
     rng = np.random.default_rng(seed)
     for rows, width, share in PHASES:
         for _ in range(round(steps * share)):
@@ -59,7 +59,7 @@ def batches(stream: np.ndarray, steps: int, seed: int) -> Iterator[tuple[np.ndar
 
 
 def train_target(model: AbstractModel[CausalLM], stream: np.ndarray, steps: int, seed: int) -> Weights:
-    """Weights under the names of `model`, float32."""
+    """The trained weights in float32, by the parameter names of `model`."""
     weights = init_weights(model.shapes(), model.module.target.decoder.layers, seed)
     loss = lambda weights, ids: next_token_loss(model, weights, ids)  # noqa: E731
     return train("target", weights, loss, batches(stream, steps, seed), LEARNING_RATE, steps)

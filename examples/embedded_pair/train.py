@@ -1,4 +1,4 @@
-"""Trains the embedded pair from the standard library's sources, stage by stage; a finished stage is kept.
+"""Trains the embedded pair on the sources of the standard library, in stages; a finished stage is not repeated.
 
 python examples/embedded_pair/train.py --out build/pair
 """
@@ -24,12 +24,12 @@ from optimize import init_weights
 from rollouts import roll_out
 from target_training import next_token_loss, train_target
 
-OUT = flags.DEFINE_string("out", "build/pair", "where target/ and draft/ are written")
-TARGET_STEPS = flags.DEFINE_integer("target_steps", 2200, "steps of 2048 tokens")
-ROLLOUTS = flags.DEFINE_integer("rollouts", 4608, "sequences that the target writes for the draft")
-SEED = flags.DEFINE_integer("seed", 0, "of everything random")
+OUT = flags.DEFINE_string("out", "build/pair", "directory to write target/ and draft/ to")
+TARGET_STEPS = flags.DEFINE_integer("target_steps", 2200, "training steps of the target, of 2048 tokens each")
+ROLLOUTS = flags.DEFINE_integer("rollouts", 4608, "sequences that the target generates to train the draft")
+SEED = flags.DEFINE_integer("seed", 0, "seed of all random numbers")
 
-# So few entries that a token is about two characters: many small steps are what a draft can run ahead of.
+# With so small a vocabulary a token is about two characters, so that many tokens are easy to predict for the draft.
 VOCAB, POSITIONS = 384, 2048
 ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=64)
 
@@ -42,7 +42,7 @@ TARGET = Target(decoder(8), tied=True)
 
 
 def as_stored(weights: dict) -> dict:
-    """Rounded as the checkpoint rounds them: what follows must see the target that will run."""
+    """The weights as rounded in the checkpoint, because the later stages must use the target that will be served."""
     return {name: leaf.astype(jnp.bfloat16).astype(jnp.float32) for name, leaf in weights.items()}
 
 

@@ -19,7 +19,7 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.compile.pipeline.build_target import TargetDevices
 from dflash_aot.compile.pipeline.compiler_pool import check_ray_target
-from tests.ray_processes import PATIENCE, wait_for_running
+from tests.ray_processes import TIMEOUT, wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
@@ -45,7 +45,7 @@ def test_killed_worker_is_replaced_and_the_shared_store_gets_all_executables(com
     line = [sys.executable, "-m", "dflash_aot.bin.precompile", *on_ray]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         os.kill(wait_for_running("compile_on_node", process.pid)[0], signal.SIGKILL)
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, err
     first = json.loads(out)
     count = first["executables"]

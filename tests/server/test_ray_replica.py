@@ -27,7 +27,7 @@ from dflash_aot.runtime import SamplingParams
 from dflash_aot.server.api_keys import ApiKeys
 from dflash_aot.server.limits import ServerLimits
 from dflash_aot.server.served_model import ServingConfig
-from tests.ray_processes import PATIENCE, wait_for_running
+from tests.ray_processes import TIMEOUT, wait_for_running
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +39,8 @@ CALLS = 20
 RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/pipeline/ray_cluster.py
     # By default a proxy that takes longer than 5 s, as on a busy machine, is killed.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(TIMEOUT),
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(TIMEOUT),
 }
 BODY = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
 
@@ -75,7 +75,7 @@ def replicas(bundle) -> Iterator[ReplicaPair]:
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     handle = serve.run(build(Options(bundle=str(bundle("served")), replicas=2, without_keys=True)))
-    yield ReplicaPair(port, lambda: handle.stats.remote().result(timeout_s=PATIENCE), serve.status)
+    yield ReplicaPair(port, lambda: handle.stats.remote().result(timeout_s=TIMEOUT), serve.status)
     serve.shutdown()
     ray.shutdown()
     signal.signal(signal.SIGTERM, before)
@@ -85,7 +85,7 @@ def replicas(bundle) -> Iterator[ReplicaPair]:
 def send_half(port: int) -> Iterator[Callable[[], tuple[int, dict[str, Any]]]]:
     """Sends half of a request, which occupies its replica; yields a function that sends the rest for the response."""
     body = json.dumps(BODY).encode()
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", str(len(body)))
@@ -110,9 +110,9 @@ def count_chosen(served: ReplicaPair) -> Counter[str]:
 
 def test_responses_equal_the_engines_whole_and_streamed(replicas, engine):
     expected = engine.generate(BODY["prompt"], SamplingParams(max_tokens=BODY["max_tokens"])).text
-    whole = httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=PATIENCE).json()
+    whole = httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=TIMEOUT).json()
     with httpx.stream(
-        "POST", f"{replicas.url}/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE
+        "POST", f"{replicas.url}/v1/completions", json={**BODY, "stream": True}, timeout=TIMEOUT
     ) as events:
         assert events.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in events.iter_lines() if line]
@@ -131,10 +131,10 @@ def test_replica_with_the_shorter_queue_is_chosen(replicas):
 
 def test_disconnect_frees_slots_of_a_replica(replicas):
     body = {**BODY, "stream": True, "n": 4, "max_tokens": 200, "temperature": 1, "seed": 1}
-    with httpx.stream("POST", f"{replicas.url}/v1/completions", json=body, timeout=PATIENCE) as events:
+    with httpx.stream("POST", f"{replicas.url}/v1/completions", json=body, timeout=TIMEOUT) as events:
         assert next(events.iter_lines())
     ended = 'finished_reason="abort",model_name="embedded"} 4.0'  # of one replica; /metrics may come from either
-    wait_until(lambda: ended in httpx.get(f"{replicas.url}/metrics", timeout=PATIENCE).text)
+    wait_until(lambda: ended in httpx.get(f"{replicas.url}/metrics", timeout=TIMEOUT).text)
 
 
 def test_other_hosts_are_refused_without_keys(replicas):
@@ -148,7 +148,7 @@ def test_killed_replica_is_replaced_while_the_other_serves(replicas):
     def keep_requesting() -> None:
         while not stop.is_set():
             try:
-                answers.append(httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=PATIENCE).status_code)
+                answers.append(httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=TIMEOUT).status_code)
             except httpx.HTTPError as error:
                 answers.append(repr(error))
 
@@ -170,7 +170,7 @@ def test_killed_replica_is_replaced_while_the_other_serves(replicas):
 
 
 def wait_until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -225,7 +225,7 @@ def test_example_answers_open_requests_before_exit(bundle):
                 wait_until(lambda: is_closed(port))
                 status, answer = finish()
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
-            assert process.wait(PATIENCE) == 0
+            assert process.wait(TIMEOUT) == 0
         finally:
             process.kill()
 
