@@ -68,5 +68,11 @@ def test_readme_leads_to_every_page():
     assert {page.name for page in DOCS.glob("*.md")} <= linked
 
 
+def test_files_named_by_the_architecture_page_exist():
+    named = re.findall(r"`((?:bin|cache|compile|runtime|tests)/[\w/.]*)`", (DOCS / "architecture.md").read_text())
+    assert len(named) > 30
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
 def test_readme_is_short():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= MAX_README_LINES
