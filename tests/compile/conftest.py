@@ -1,7 +1,8 @@
-"""Models with weights in place, loaded the slow, obvious way, and their programs on arrays by name."""
+"""Fixtures: models with weights, loaded in the plainest way, and their programs on arrays by name."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -27,23 +28,24 @@ from dflash_aot.cache.signature import state_arrays
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
 Arrays = dict[str, jax.Array]
-WIDTH = 208  # the longest golden sequence and a block behind it; a causal model does not see the padding
+WIDTH = 208  # the longest golden sequence and a block after it; padding does not change a causal model
 
 
 def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Array:
-    """One argument, box by box; what no tensor fills stays NaN, or a token far outside."""
+    """One weight argument, tensor by tensor. Elements that no tensor fills stay NaN, or an invalid token."""
     array = np.full(recipe.shape, 1 << 30 if recipe.dtype == "int32" else np.nan, recipe.dtype)
     for placement in recipe.placements:
         stored = tensors[placement.tensor]
         assert stored.shape == placement.stored, placement
-        box = tuple(slice(o, o + e) for o, e in zip(placement.offset, placement.extent, strict=True))
-        array[box] = stored.reshape(placement.extent)
+        part = tuple(slice(o, o + e) for o, e in zip(placement.offset, placement.extent, strict=True))
+        array[part] = stored.reshape(placement.extent)
     return jnp.asarray(array)
 
 
@@ -68,11 +70,18 @@ def load_tensors(directory: Path) -> dict[str, np.ndarray]:
     return {name: array for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}
 
 
-@partial(jit_quickly, static_argnames="taps")
-def run_target(model: CausalLM, ids: jax.Array, taps: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    seen = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
+@partial(jit_quickly, static_argnames="target_layer_ids")
+def run_target(model: CausalLM, ids: jax.Array, target_layer_ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """ids [B, T] → logits [B, T, V] and features [B, T, A·H], A the number of aux layers."""
+    mask = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
     positions = jnp.arange(ids.shape[1])[None]
-    x, features, _ = model.forward(ids, positions, taps, None, lambda kv, layer, q, k, v: (attend(q, (k, v, seen)), kv))
+
+    def attend_causally(
+        kv: None, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, None]:
+        return attend(q, (k, v, mask)), kv
+
+    x, features, _ = model.forward(ids, positions, target_layer_ids, None, attend_causally)
     return model.logits(x), features
 
 
@@ -92,7 +101,7 @@ def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Arra
 
 @dataclass(frozen=True)
 class TargetModel:
-    """A target and its weights. Every answer is computed from all tokens: no kv, no bucket, no state."""
+    """A target and its weights. Every output is computed from all tokens, without kv cache, bucket or state."""
 
     target: Target
     weights: Arrays
@@ -102,20 +111,20 @@ class TargetModel:
         return bind("target", target_parameters(self.target), self.weights)
 
     @cached_property
-    def _answers(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
+    def _outputs(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
         return {}
 
-    def read(self, tokens: Iterable[int], taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """T tokens → logits [T, V] and features [T, taps·H]. The same question is computed once."""
-        asked = (tuple(map(int, tokens)), taps)
-        if asked not in self._answers:
-            self._answers[asked] = self._read(*asked)
-        return self._answers[asked]
+    def read(self, tokens: Iterable[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """T tokens → logits [T, V] and features [T, A·H]. Equal calls are computed once."""
+        asked = (tuple(map(int, tokens)), target_layer_ids)
+        if asked not in self._outputs:
+            self._outputs[asked] = self._read(*asked)
+        return self._outputs[asked]
 
-    def _read(self, tokens: Sequence[int], taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, tokens: Sequence[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((1, WIDTH), np.int32)
         ids[0, : len(tokens)] = tokens
-        logits, features = run_target(self.causal_lm, ids, taps)
+        logits, features = run_target(self.causal_lm, ids, target_layer_ids)
         return np.asarray(logits)[0, : len(tokens)], np.asarray(features)[0, : len(tokens)]
 
     def embed(self, ids: Iterable[int]) -> np.ndarray:
@@ -123,7 +132,7 @@ class TargetModel:
         return np.asarray(self.causal_lm.embed(np.asarray([*ids])))
 
     def paired(self, draft: Draft, weights: Mapping[str, jax.Array] | None = None) -> "Models":
-        """With a draft; one whose weights nothing reads needs none."""
+        """The pair with a draft. The draft needs no weights if nothing reads them."""
         return Models(self.target, {**self.weights, **(weights or {})}, draft)
 
 
@@ -142,12 +151,12 @@ class Models(TargetModel):
         return bind("draft", draft_parameters(self.draft), self.weights)
 
     def first_layers(self, layers: int) -> "Models":
-        """The same pair with a draft that ends after `layers`, final norm included."""
+        """The pair with a draft of its first `layers` layers and the final norm."""
         decoder = structs.replace(self.draft.decoder, layers=layers)
         return dataclasses.replace(self, draft=structs.replace(self.draft, decoder=decoder))
 
     def features(self, tokens: Iterable[int]) -> np.ndarray:
-        """[T] → [T, taps·H]."""
+        """[T] → features [T, A·H]."""
         return self.read(tokens, self.draft.target_layer_ids)[1]
 
     def block_ids(self, anchor: int) -> list[int]:
@@ -158,19 +167,19 @@ class Models(TargetModel):
         return np.asarray(self.dflash.embed(np.asarray(self.block_ids(anchor)), self.causal_lm))
 
     def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
-        """Features [T, taps·H] of all committed tokens and the one behind them → hidden states [block, H]."""
+        """Features [T, A·H] of all committed tokens, and the anchor → hidden states [block, H]."""
         padded = np.zeros((1, WIDTH, features.shape[1]), np.float32)
         padded[0, : len(features)] = features
         x = self.embed_block(anchor)[None]
         return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
 
     def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:
-        """Likewise → logits of the drafted rows [block - 1, V], V the draft's vocabulary."""
+        """As `draft_hidden` → logits of the drafted tokens [block - 1, V], V the draft's vocabulary."""
         return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
 
 
 class Rig:
-    """The programs of a pair on arrays by name, each compiled once and nothing donated."""
+    """The programs of a pair on arrays by name. Each is compiled once, and nothing is donated."""
 
     def __init__(self, models: Models, grid: Grid):
         self._models, self.grid = models, grid
@@ -178,12 +187,18 @@ class Rig:
         self._signatures = {signature.label: signature for signature in models.programs.list_signatures(grid)}
         self._jitted = cache(lambda label: jit_quickly(models.programs.function(self._signatures[label])))
 
+    def with_weights(self, weights: Arrays) -> "Rig":
+        """The same compiled programs with other weights."""
+        other = copy(self)
+        other._models = dataclasses.replace(self._models, weights=weights)
+        return other
+
     def empty(self) -> Arrays:
-        """The state before any request; what lies in it must not matter, so it is not zero."""
+        """The state before any request. Its values must not matter, so they are not zero."""
         return {array.name: jnp.full(array.shape, 3, array.dtype) for array in self._state.values()}
 
     def run(self, label: str, arrays: Mapping[str, jax.Array], **arguments: object) -> Arrays:
-        """`arrays` and `arguments`, and what the program made of those that its signature names."""
+        """Runs a program on its inputs among `arrays` and `arguments`: `arrays`, arguments and outputs by name."""
         signature = self._signatures[label]
         state = {name: arrays[name] for name in signature.state}
         weights = {name: self._models.weights[name] for name in signature.weights}
@@ -192,7 +207,7 @@ class Rig:
             for array in signature.arguments
         }
         assert not arguments, f"{label} takes no {sorted(arguments)}"
-        left = {name: array for name, array in given.items() if name not in self._state}  # `counts` are both
+        left = {name: array for name, array in given.items() if name not in self._state}  # `counts` is both
         return {**arrays, **left, **self._jitted(label)({**weights, **state, **given})}
 
     def prefill(
@@ -204,7 +219,7 @@ class Rig:
         start: int = 0,
         padding: int = 0,
     ) -> Arrays:
-        """All chunks of one prompt, with features → draft kv behind each."""
+        """Prefills all chunks of one prompt, each with its kv_write."""
         length = self.grid.capacity
         for at in range(0, len(tokens), width):
             chunk = tokens[at : at + width]
@@ -251,13 +266,13 @@ READINGS = ["tied", "untied", "swa", "flash", "anchored", "anchored_noncausal", 
 
 @pytest.fixture(params=READINGS, scope="session")
 def reading(request, runs):
-    """Every pair of models, and the sliding layers in each of their readings."""
+    """Every golden pair, and the sliding windows in each of their readings."""
     return runs[request.param]
 
 
 @pytest.fixture(scope="session")
 def small_pair() -> tuple[Target, Draft]:
-    """As small as a pair gets, with one sliding layer."""
+    """A very small pair, with one sliding layer."""
 
     def decoder(layers: int) -> Decoder:
         return Decoder(
@@ -298,7 +313,7 @@ def small(small_pair) -> Models:
 
 @pytest.fixture(scope="session")
 def make_rig():
-    """Models and the text of a grid → Rig."""
+    """Models and a grid as text → Rig."""
     return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.block))
 
 
@@ -310,5 +325,5 @@ def rig(small, make_rig) -> Rig:
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """This machine's."""
+    """The environment of this machine."""
     return read_environment("cpu")

@@ -1,4 +1,4 @@
-"""Compiling is most of what these tests do; not collected by pytest."""
+"""`jit_quickly`: `jax.jit` without optimizations, because compiling takes most of the time of these tests."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What is said of an executable that is not as it should be: the executable, the buffer, the figures."""
+"""Executable checks name the executable, the buffer and the figures of each problem."""
 
 import pytest
 from msgspec import structs
@@ -26,13 +26,15 @@ def grid(small_pair):
 
 @pytest.fixture(scope="module")
 def known(programs, grid):
-    weight = ArraySpec("target.large", (2**26,), "float32", sharding=("model",))  # so that 2 % are more than nothing
+    weight = ArraySpec(
+        "target.large", (2**26,), "float32", sharding=("model",)
+    )  # so large that 2 % of the total are over the minimum
     return {**programs.arrays_by_name(grid), weight.name: weight}
 
 
 @pytest.fixture(scope="module")
 def entries(programs, grid, known):
-    """Of executables as they should be, by label: all state in place, every buffer in one layout."""
+    """Entries of good executables by label: all state is written in place, and every buffer has one layout."""
     return {signature.label: make_entry(signature, known) for signature in programs.list_signatures(grid)}
 
 
@@ -59,24 +61,24 @@ def with_memory(entry, **sizes):
     return structs.replace(entry, memory=structs.replace(entry.memory, **sizes))
 
 
-def with_inspection(entry, **found):
+def with_analysis(entry, **found):
     return structs.replace(entry, analysis=structs.replace(entry.analysis, **found))
 
 
 def with_layout(entry, name, layout):
-    return with_inspection(entry, layouts={**entry.analysis.layouts, name: layout})
+    return with_analysis(entry, layouts={**entry.analysis.layouts, name: layout})
 
 
 VERIFY = "verify batch=2 length=32 k=3"
 
 
-def test_nothing_is_said_of_good_executables(entries, known):
+def test_good_executables_have_no_problems(entries, known):
     assert [line for entry in entries.values() for line in find_problems(entry, known, 1, 0)] == []
     assert find_layout_conflicts(entries.values()) == []
 
 
 @pytest.mark.parametrize("label", ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"])
-def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, known, label):
+def test_temporaries_over_two_percent_of_weights_and_state_are_a_problem(entries, known, label):
     allowed = sum(array.bytes for array in known.values()) // 50
     assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
     (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
@@ -87,7 +89,7 @@ def test_temporaries_beyond_two_percent_of_weights_and_kv_are_too_many(entries, 
     )
 
 
-def test_a_sampled_verification_may_take_three_times_its_logits_more(entries, known):
+def test_sampled_verify_may_need_three_more_arrays_of_logits(entries, known):
     label = "sampled_verify batch=2 length=32 k=3"
     allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
     assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
@@ -95,51 +97,51 @@ def test_a_sampled_verification_may_take_three_times_its_logits_more(entries, kn
 
 
 @pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])
-def test_a_prefill_and_a_move_may_take_more(entries, known, label):
+def test_temporaries_of_prefill_and_move_are_not_checked(entries, known, label):
     assert find_problems(with_memory(entries[label], temporaries=10**9), known, 1, 0) == []
 
 
-def test_on_several_devices_each_is_measured_by_its_own_share(entries, known):
+def test_temporaries_are_compared_with_the_share_of_one_device(entries, known):
     held = sum(array.shard_bytes(2) for array in known.values())
     assert find_problems(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
     assert len(find_problems(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
 
 
-def test_a_copy_is_described_with_its_buffer(entries, known):
+def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     copy = LargeCopy("target_v", "copy.42", "jit(verify)/while", f"bf16[36,8,8,4352,128]{KV}", 2_566_914_048)
-    (line,) = find_problems(with_inspection(entries[VERIFY], copies=(copy,)), known, 1, 0)
+    (line,) = find_problems(with_analysis(entries[VERIFY], copies=(copy,)), known, 1, 0)
     shape = copy.shape
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
 
 
 @pytest.mark.parametrize(("label", "buffer"), [("move", "target_v"), ("kv_write rows=1 width=4", "features")])
-def test_a_move_may_copy_and_what_a_call_brings_may_be_copied(entries, known, label, buffer):
+def test_copies_by_a_move_and_of_arguments_are_no_problem(entries, known, label, buffer):
     copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
-    assert find_problems(with_inspection(entries[label], copies=(copy,)), known, 1, 0) == []
+    assert find_problems(with_analysis(entries[label], copies=(copy,)), known, 1, 0) == []
 
 
-def test_collectives_that_the_program_does_not_have_are_counted(entries, known):
-    entry = with_inspection(entries[VERIFY], collectives={"all-gather": 2, "all-reduce": 3})
+def test_more_collectives_than_the_program_needs_are_a_problem(entries, known):
+    entry = with_analysis(entries[VERIFY], collectives={"all-gather": 2, "all-reduce": 3})
     assert find_problems(entry, known, 1, collectives=5) == []
     (line,) = find_problems(entry, known, 1, collectives=4)
     assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), but the program needs 4"
 
 
 @pytest.mark.parametrize("name", ["target_v", "target.model.norm.weight"])
-def test_a_shared_buffer_lies_the_same_everywhere(entries, name):
+def test_different_layouts_of_weights_or_state_are_a_conflict(entries, name):
     turned = {**entries, VERIFY: with_layout(entries[VERIFY], name, "{3,4,2,1,0}")}
     (line,) = find_layout_conflicts(turned.values())
     assert line.startswith(f"{name} has different layouts: {KV} in prefill prefill=4 length=16 and ")
     assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
 
 
-def test_a_result_lies_as_the_next_executable_takes_it(entries):
+def test_different_layouts_of_a_result_and_an_argument_are_a_conflict(entries):
     write = "kv_write rows=2 width=4"
     (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
     assert line.startswith("features has different layouts: ") and line.endswith(f"; {{0,1,2}} in {write}")
 
 
-def test_arguments_of_other_shapes_may_lie_differently(entries):
+def test_arguments_of_different_shapes_may_have_different_layouts(entries):
     narrow = {label: with_layout(entry, "features", "{0,1,2}") for label, entry in entries.items() if " k=0" in label}
     narrow |= {
         label: with_layout(entries[label], "features", "{0,1,2}")

@@ -1,4 +1,4 @@
-"""Both models against the reference implementation, without kv or programs."""
+"""Both models against the reference implementation, without kv cache and programs."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
 
 def prompts_with(golden, name):
-    """The prompts that the set has this tensor of, each with it."""
+    """Prompts of the golden set that have this tensor, each with the tensor."""
     found = [
         (p, golden.arrays[f"{p['key']}.{name}"])
         for p in golden.facts["prompts"]
@@ -30,14 +30,14 @@ def assert_close(actual, expected, where):
 
 
 def committed(prompt, cycle):
-    """Everything committed before a cycle, anchor excluded."""
+    """All tokens committed before a cycle, without the anchor."""
     new = [prompt["first_token"], *(token for past in prompt["cycles"][:cycle] for token in past["committed"])]
     return [*prompt["prompt_ids"], *new][: prompt["cycles"][cycle]["start"]]
 
 
 @pytest.fixture(params=["tied", "untied", "swa", "llama"], scope="session")
 def golden(request, runs):
-    """The runs that the reference wrote everything down of."""
+    """Runs with all intermediate tensors of the reference."""
     return runs[request.param]
 
 
@@ -47,39 +47,39 @@ def models(golden, load_models):
 
 
 @pytest.fixture(scope="session")
-def reading_models(reading, load_models):
+def models_of_reading(reading, load_models):
     return load_models(reading.target, reading.draft)
 
 
 @pytest.mark.parametrize("reading", ["tied", "untied", "swa", "llama", "llama3rope", "pruned"], indirect=True)
-def test_features_of_a_prompt_are_the_references(reading, reading_models):
+def test_prompt_features_equal_the_reference(reading, models_of_reading):
     for prompt, expected in prompts_with(reading, "context_features"):
-        assert_close(reading_models.features(prompt["prompt_ids"]), expected, prompt["name"])
+        assert_close(models_of_reading.features(prompt["prompt_ids"]), expected, prompt["name"])
 
 
-def test_logits_behind_a_prompt_are_the_references(reading, reading_models):
+def test_prompt_logits_equal_the_reference(reading, models_of_reading):
     for prompt, expected in prompts_with(reading, "prefill_logits_last"):
-        logits = reading_models.read(prompt["prompt_ids"], reading_models.draft.target_layer_ids)[0][-1]
+        logits = models_of_reading.read(prompt["prompt_ids"], models_of_reading.draft.target_layer_ids)[0][-1]
         assert_close(logits, expected, prompt["name"])
         assert logits.argmax() == prompt["first_token"]
 
 
-def test_logits_of_the_first_block_are_the_references(reading, reading_models):
+def test_first_block_draft_logits_equal_the_reference(reading, models_of_reading):
     for prompt, expected in prompts_with(reading, "cycle0_draft_logits"):
-        features = reading_models.features(prompt["prompt_ids"])
-        assert_close(reading_models.draft_logits(features, prompt["first_token"]), expected, prompt["name"])
+        features = models_of_reading.features(prompt["prompt_ids"])
+        assert_close(models_of_reading.draft_logits(features, prompt["first_token"]), expected, prompt["name"])
 
 
 @pytest.mark.parametrize(
     "reading", ["tied", "untied", "swa", "anchored", "anchored_noncausal", "llama", "pruned"], indirect=True
 )
-def test_hidden_states_of_the_first_block_are_the_references(reading, reading_models):
+def test_first_block_hidden_states_equal_the_reference(reading, models_of_reading):
     for prompt, expected in prompts_with(reading, "cycle0_draft_hidden"):
-        features = reading_models.features(prompt["prompt_ids"])
-        assert_close(reading_models.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
+        features = models_of_reading.features(prompt["prompt_ids"])
+        assert_close(models_of_reading.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
 
 
-def test_every_choice_in_the_drafts_own_vocabulary_is_the_references(runs, load_models):
+def test_pruned_vocabulary_choices_equal_the_reference(runs, load_models):
     run = runs["pruned"]
     models = load_models(run.target, run.draft)
     for prompt, expected in prompts_with(run, "cycle_draft_vocab_ids"):
@@ -92,7 +92,7 @@ def test_every_choice_in_the_drafts_own_vocabulary_is_the_references(runs, load_
 
 
 @pytest.mark.parametrize("cycle", [0, 1, 2])
-def test_logits_of_a_verification_are_the_references(golden, models, cycle):
+def test_verification_logits_equal_the_reference(golden, models, cycle):
     for prompt, expected in prompts_with(golden, f"cycle{cycle}_target_logits"):
         block = prompt["cycles"][cycle]["block"]
         logits, _ = models.read(committed(prompt, cycle) + block, models.draft.target_layer_ids)
@@ -100,7 +100,7 @@ def test_logits_of_a_verification_are_the_references(golden, models, cycle):
 
 
 @pytest.mark.parametrize("cycle", [1, 2])
-def test_later_blocks_condition_on_what_was_committed_since(golden, models, cycle):
+def test_later_blocks_condition_on_the_committed_tokens(golden, models, cycle):
     for prompt, expected in prompts_with(golden, f"cycle{cycle}_draft_logits"):
         features = models.features(committed(prompt, cycle))
         new = golden.arrays[f"{prompt['key']}.cycle{cycle}_new_context_features"]
@@ -108,7 +108,7 @@ def test_later_blocks_condition_on_what_was_committed_since(golden, models, cycl
         assert_close(models.draft_logits(features, prompt["cycles"][cycle]["block"][0]), expected, prompt["name"])
 
 
-def test_every_layer_of_the_target_is_the_references(golden, models):
+def test_every_target_layer_equals_the_reference(golden, models):
     layers = models.target.decoder.layers
     for prompt, (embedded, *hidden, normed) in prompts_with(golden, "debug.target_hidden_states"):
         _, features = models.read(prompt["prompt_ids"], tuple(range(layers)))
@@ -119,7 +119,7 @@ def test_every_layer_of_the_target_is_the_references(golden, models):
         assert_close(models.causal_lm.model.norm(found[-1]), normed, "final norm")
 
 
-def test_the_context_of_the_draft_is_the_references(golden, models):
+def test_draft_context_equals_the_reference(golden, models):
     draft = models.dflash
     for prompt, expected in prompts_with(golden, "debug.draft_fc_out"):
         projected = draft.fc(golden.arrays[f"{prompt['key']}.context_features"])
@@ -127,14 +127,14 @@ def test_the_context_of_the_draft_is_the_references(golden, models):
         assert_close(draft.hidden_norm(projected), golden.arrays[f"{prompt['key']}.debug.draft_context_hidden"], "norm")
 
 
-def test_the_block_starts_as_the_references(golden, models):
+def test_block_embedding_equals_the_reference(golden, models):
     for prompt, expected in prompts_with(golden, "debug.draft_noise_embedding"):
         ids = models.block_ids(prompt["first_token"])
         assert ids == golden.arrays[f"{prompt['key']}.debug.draft_block_input_ids"].tolist()
         assert_close(models.embed(ids), expected, "embedding of the block")
 
 
-def test_every_layer_of_the_draft_is_the_references(golden, models):
+def test_every_draft_layer_equals_the_reference(golden, models):
     for prompt, outputs in prompts_with(golden, "debug.draft_layer_outputs"):
         features = models.features(prompt["prompt_ids"])
         for index, output in enumerate(outputs):
@@ -142,14 +142,14 @@ def test_every_layer_of_the_draft_is_the_references(golden, models):
             assert_close(found, models.dflash.norm(output), f"layer {index}, normed")
 
 
-def test_rotary_frequencies_are_the_references(golden, models):
+def test_rotary_frequencies_equal_the_reference(golden, models):
     for role, decoder in (("target", models.target.decoder), ("draft", models.draft.decoder)):
         expected = golden.arrays[f"rope.{role}_inv_freq"]
         np.testing.assert_allclose(decoder.rope.inverse_frequencies(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("key", ["tied", "llama3rope"])
-def test_newer_config_layouts_say_the_same(runs, golden_directory, key):
+def test_newer_config_layouts_give_the_same_facts(runs, golden_directory, key):
     run = runs[key]
 
     def newer(place):
@@ -161,7 +161,7 @@ def test_newer_config_layouts_say_the_same(runs, golden_directory, key):
     assert read_draft(newer(run.draft), target) == read_draft(read_config(run.draft), target)
 
 
-def test_the_comparison_notices_a_tap_that_is_off_by_one(tied, load_models):
+def test_comparison_fails_for_an_aux_layer_that_is_off_by_one(tied, load_models):
     models = load_models(tied.target, tied.draft)
     late = dataclasses.replace(models, draft=structs.replace(models.draft, target_layer_ids=(2, 4)))
     prompt, expected = prompts_with(tied, "context_features")[3]

@@ -1,20 +1,20 @@
-"""The loop of prefill, draft, verify and kv_write against the reference's traces, several prompts at a time."""
+"""Prefill, draft, verify and kv_write against the traces of the reference, several prompts in one batch."""
 
 import numpy as np
 import pytest
 
-BATCH, LENGTH, CHUNK = 5, 208, 32  # 13 prompts: the last batch leaves rows free
+BATCH, LENGTH, CHUNK = 5, 208, 32  # 13 prompts, so the last batch has free rows
 
 
 @pytest.fixture(params=["tied", "untied", "swa", "flash"], scope="session")
 def traced(request, runs):
-    """The others run through an engine, see runtime/test_golden_runs.py."""
+    """The other readings run through an engine: runtime/test_golden_runs.py."""
     return runs[request.param]
 
 
 @pytest.fixture(scope="session")
 def start(traced, load_models, make_rig):
-    """The programs, and batches of prompts with the arrays behind their prefill."""
+    """The programs, and batches of prompts with the arrays after their prefill."""
     models, prompts = load_models(traced.target, traced.draft), traced.facts["prompts"]
     rig = make_rig(models, f"batch={BATCH} length={LENGTH} k={models.draft.block - 1} prefill={CHUNK}")
     batches = []
@@ -26,14 +26,14 @@ def start(traced, load_models, make_rig):
     return rig, batches
 
 
-def test_prefill_leaves_the_references_first_tokens(start):
+def test_prefill_chooses_the_first_tokens_of_the_reference(start):
     _, batches = start
     for prompts, arrays in batches:
         assert arrays["anchors"].tolist()[: len(prompts)] == [prompt["first_token"] for prompt in prompts]
         assert arrays["lengths"].tolist()[: len(prompts)] == [len(prompt["prompt_ids"]) for prompt in prompts]
 
 
-def test_every_round_of_every_prompt_is_the_references(traced, start):
+def test_every_round_of_every_prompt_equals_the_reference(traced, start):
     rig, batches = start
     block = traced.facts["block_size"]
     bucket = f"batch={BATCH} length={LENGTH} k={block - 1}"

@@ -1,4 +1,4 @@
-"""What is read from optimized HLO: copies of arguments by name, collectives, layouts."""
+"""Parsing of optimized HLO: copies of arguments, collectives, layouts, and the compiler in use."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ LOOP = 'while(%carried), condition=%condition, body=%body, metadata={op_name="ji
 
 
 def looped(before: str, after: str) -> str:
-    """A loop over layers that carries `%into` and returns `%out`."""
+    """A program with a loop over layers that carries `%into` and returns `%out`."""
     body = f"""{ARGUMENTS}
 {before}
 %carried = ({INDEX}, {KV}, {KV}) tuple(%p.1, %into, %into)
@@ -61,18 +61,18 @@ def looped(before: str, after: str) -> str:
 
 
 def fused(result: str, inner: str, *, of: str = "%p.0, %p.1") -> str:
-    """One fusion of both arguments; `inner` is its computation."""
+    """A program with one fusion of both arguments, whose computation is `inner`."""
     parameters = f"%f.0 = {KV} parameter(0)\n%f.1 = {INDEX} parameter(1)\n"
     body = f"{ARGUMENTS}\n%made = {result} fusion({of}), kind=kLoop, calls=%inside\nROOT %r = ({result}) tuple(%made)"
     return program(body, computation("inside", parameters + inner))
 
 
-def test_what_is_written_in_place_is_no_copy():
+def test_write_in_place_is_no_copy():
     assert copies(looped(f"%into = {KV} bitcast(%p.0)", f"ROOT %r = ({KV}) tuple(%out)")) == []
     assert copies(fused(KV, f"ROOT %u = {KV} dynamic-update-slice(%f.0, %c, %f.1)".replace("%c", "%f.0"))) == []
 
 
-def test_kv_that_a_loop_carries_in_another_order_is_copied_on_both_sides():
+def test_loop_with_another_layout_copies_before_and_after():
     text = looped(
         f'%copy.13 = {TURNED} copy(%p.0), backend_config={{"estimated_cycles":"3210970"}}\n'
         f"%into = {TURNED} bitcast(%copy.13)",
@@ -81,7 +81,7 @@ def test_kv_that_a_loop_carries_in_another_order_is_copied_on_both_sides():
     assert copies(text) == [("copy.13", "kv", KV_BYTES), ("copy.16", "kv", KV_BYTES)]
 
 
-def test_a_copy_says_what_it_looks_like_and_where_it_comes_from():
+def test_copy_has_shape_and_operation():
     text = program(
         f"""{ARGUMENTS}
 %turned = {TURNED} transpose(%p.0), dimensions={{0,1,3,2}}, metadata={{op_name="jit(verify)/swapaxes" stack_frame_id=3}}
@@ -92,7 +92,7 @@ ROOT %r = ({TURNED}) tuple(%turned)"""
 
 
 @pytest.mark.parametrize(("space", "found"), [("", [("made", "kv", LAYER_BYTES)]), ("S(1)", [])])
-def test_a_layer_that_is_sliced_out_is_a_copy_unless_it_goes_to_vector_memory(space, found):
+def test_sliced_layer_is_a_copy_unless_it_goes_to_vmem(space, found):
     layer = LAYER.replace("}", f"{space}}}")
     assert (
         copies(fused(layer, f"ROOT %s = {layer} dynamic-slice(%f.0, %f.1), dynamic_slice_sizes={{1,8,1024,128}}"))
@@ -100,7 +100,7 @@ def test_a_layer_that_is_sliced_out_is_a_copy_unless_it_goes_to_vector_memory(sp
     )
 
 
-def test_a_prefetch_is_no_copy_and_one_to_main_memory_is():
+def test_asynchronous_copy_counts_only_to_main_memory():
     def prefetch(space: str) -> str:
         there = KV.replace("}", f"{space}}}")
         return program(
@@ -115,7 +115,7 @@ ROOT %r = ({KV}) tuple(%back)"""
     assert copies(prefetch("")) == [("copy-start", "kv", KV_BYTES), ("back", "kv", KV_BYTES)]
 
 
-def test_what_is_started_and_done_by_others_is_followed():
+def test_asynchronous_slices_and_their_concatenation_are_followed():
     text = program(
         f"""{ARGUMENTS}
 %slice-start = (({KV}), {LAYER}, s32[]{{:S(2)}}) slice-start(%p.0), slice={{[0:1], [0:8], [0:1024], [0:128]}}
@@ -127,7 +127,7 @@ ROOT %r = ({LAYER.replace("bf16", "f32")}) tuple(%wide)"""
     assert copies(text) == [("slice-start", "kv", LAYER_BYTES), ("wide", "kv", 2 * LAYER_BYTES)]
 
 
-def test_a_copy_is_found_in_branches_calls_and_wrapped_computations():
+def test_copies_in_branches_calls_and_async_computations_are_found():
     branch = computation("branch", f"%b = {KV} parameter(0)\nROOT %b.copy = {KV} copy(%b)")
     wrapped = computation("wrapped", f"%w = {KV} parameter(0)\nROOT %w.copy = {KV} copy(%w)")
     other = computation("other", f"ROOT %o = {KV} parameter(0)")
@@ -146,8 +146,8 @@ ROOT %r = ({TURNED}) tuple(%last)""",
     assert [name for name, *_ in copies(text)] == ["b.copy", "async-start", "last"]
 
 
-def test_a_buffer_that_is_filled_layer_by_layer_is_a_copy():
-    """What a scan makes of kv that it takes apart and puts together again."""
+def test_new_buffer_filled_layer_by_layer_is_a_copy():
+    """The form of a scan that slices the kv arrays and stacks the results."""
     filled = IN_PLACE.replace("dynamic-update-slice(%held, %rows,", "dynamic-update-slice(%held, %one,").replace(
         "%rows =", f"%one = {LAYER.replace('}', 'S(1)}')} dynamic-slice(%other, %at)\n  %rows ="
     )
@@ -168,22 +168,22 @@ ROOT %r = ({KV}) tuple(%out)"""
         f"%e = {KV} broadcast(%f.1), dimensions={{}}\nROOT %s = {KV} copy(%e)",
     ],
 )
-def test_what_is_computed_or_looked_up_is_no_copy(inner):
+def test_computed_and_gathered_values_are_no_copies(inner):
     assert copies(fused(KV, inner)) == []
 
 
-def test_a_whole_rewrite_under_a_mask_is_a_copy():
+def test_masked_rewrite_of_an_argument_is_a_copy():
     inner = f"%m = pred[4,8,1024,128]{{3,2,1,0}} compare(%f.1, %f.1)\n%n = {KV} broadcast(%f.1)\n"
     assert copies(fused(KV, f"{inner}ROOT %s = {KV} select(%m, %n, %f.0)")) == [("made", "kv", KV_BYTES)]
 
 
-def test_small_arguments_may_be_copied():
+def test_small_copies_are_ignored():
     small = "bf16[4,8,16,128]{3,2,1,0}"
     text = program(f"{ARGUMENTS}\n%c = {small} copy(%p.0)\nROOT %r = ({small}) tuple(%c)")
     assert copies(text) == []
 
 
-def test_collectives_are_counted_by_kind_wherever_they_stand():
+def test_collectives_are_counted_by_kind_in_all_computations():
     exchange = "replica_groups={{0,1,2,3}}, to_apply=%add, channel_id=1"
     within = computation("inside", f"%a = f32[8]{{0}} parameter(0)\nROOT %s = f32[8]{{0}} all-reduce(%a), {exchange}")
     text = program(
@@ -199,7 +199,7 @@ ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
     assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
 
 
-def test_layouts_are_those_of_arguments_and_results_by_name():
+def test_layouts_are_named_by_argument_and_result():
     text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
     found = inspect_hlo(text, ["kv", "layer"], ["features"]).layouts
     assert found == {
@@ -222,13 +222,13 @@ def test_layouts_are_those_of_arguments_and_results_by_name():
         (program("ROOT %p.0 = tensor<4xf32> parameter(0)"), "unknown kind of type: 'tensor<4xf32>'"),
     ],
 )
-def test_a_text_of_another_form_is_refused(text, words):
+def test_unknown_text_is_refused(text, words):
     with pytest.raises(BuildFailed, match=words):
         inspect_hlo(text, [], [])
 
 
-def test_the_compiler_here_is_understood():
-    """A large argument that must be turned round, beside one that is written in place."""
+def test_text_of_the_compiler_in_use_is_understood():
+    """One large argument is transposed, another one is written in place."""
 
     def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         products = jnp.sin(rows @ weight.T) @ jnp.cos(rows @ weight.T).T

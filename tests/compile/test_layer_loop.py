@@ -1,4 +1,4 @@
-"""Layers as a loop over stacked weights are the same layers, and few arguments."""
+"""A loop over stacked layers computes what unrolled layers compute, with few arguments."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ CALLS = {
 
 
 class Stacked:
-    """Models whose programs are loops; their weights are the unrolled ones, laid upon each other."""
+    """Models with looped programs, whose weights are the stacked weights of the unrolled ones."""
 
     def __init__(self, models):
         self.programs = Programs(models.target, models.draft, "float32", stacked=True, sampling=SAMPLING_MODES)
@@ -36,7 +36,7 @@ class Stacked:
 
 @pytest.fixture(params=["dense", "experts"], scope="module")
 def models(request, small):
-    """The small pair: its draft has one sliding layer and one that is not."""
+    """The small pair, dense or with experts. Its draft has one sliding layer and one full layer."""
     if request.param == "dense":
         return small
     decoder = structs.replace(small.target.decoder, mlp=MixtureOfExperts(count=4, chosen=2, width=16, normalized=True))
@@ -46,7 +46,7 @@ def models(request, small):
     return dataclasses.replace(small, target=target, weights=weights)
 
 
-def test_a_loop_computes_what_the_layers_do(models, make_rig):
+def test_stacked_layers_compute_what_unrolled_layers_compute(models, make_rig):
     rigs = make_rig(models, GRID), make_rig(Stacked(models), GRID)
     rng = np.random.default_rng(1)
     state = {
@@ -61,7 +61,7 @@ def test_a_loop_computes_what_the_layers_do(models, make_rig):
             np.testing.assert_array_equal(array, loop[name], err_msg=f"{label}: {name}")
 
 
-def test_the_number_of_arguments_does_not_grow_with_the_layers(small):
+def test_number_of_weights_does_not_grow_with_the_layers(small):
     def count(layers):
         decoder = structs.replace(small.target.decoder, layers=layers)
         target = structs.replace(small.target, decoder=decoder)

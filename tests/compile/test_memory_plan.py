@@ -1,4 +1,4 @@
-"""What a bundle takes of a device, by hand; test_tpu_quality.py holds it against the TPU compiler's own figures."""
+"""Memory plans, by hand. test_tpu_quality.py compares them with the TPU compiler's own figures."""
 
 import pytest
 from msgspec import structs
@@ -36,7 +36,7 @@ def programs():
     ("shape", "dtype", "padded"),
     [
         ((36, 2560), "bfloat16", 40 * 2560 * 2),
-        ((5, 2560, 8, 4, 128), "bfloat16", 5 * 2560 * 8 * 4 * 128 * 2),  # four rows to a tile here
+        ((5, 2560, 8, 4, 128), "bfloat16", 5 * 2560 * 8 * 4 * 128 * 2),  # four rows per tile
         ((2, 4, 8, 1280, 64), "bfloat16", 2 * 4 * 8 * 1280 * 64 * 2),  # positions last: nothing is padded
         ((1, 100), "bfloat16", 2 * 128 * 2),
         ((1, 16), "int32", 128 * 4),
@@ -50,13 +50,13 @@ def test_arrays_are_padded_to_tiles(shape, dtype, padded):
     assert choose_layout(shape, dtype, tiled=False) == (tuple(range(len(shape))), ())
 
 
-def test_the_compilers_layout_decides_where_there_is_one():
+def test_read_layout_gives_order_and_tile():
     assert read_layout("{0,1:T(8,128)(2,1)}") == ((1, 0), (8, 128))
     assert padded_bytes((100, 9), "bfloat16", *read_layout("{0,1:T(8,128)(2,1)}")) == 16 * 128 * 2
     assert read_layout("{2,1,0}") == ((0, 1, 2), ()) and read_layout("{}") == ((), ())
 
 
-def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(programs):
+def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
     found = MemoryPlanner(programs, 1, tiled=False).plan(GRID)
     layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
     assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
@@ -67,7 +67,7 @@ def test_a_footprint_is_weights_state_the_greediest_executable_and_all_code(prog
     assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
 
 
-def test_devices_share_weights_and_kv(programs):
+def test_devices_share_weights_and_state(programs):
     halves = Programs(TARGET, DRAFT, "bfloat16", stacked=True, devices=2)
     whole, half = (MemoryPlanner(one, n, tiled=False).plan(GRID) for n, one in enumerate((programs, halves), 1))
     norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
@@ -80,15 +80,15 @@ def test_sampling_adds_its_state_and_two_arrays_of_logits():
     plain = Programs(TARGET, DRAFT, "bfloat16", stacked=True)
     found, greedy = (MemoryPlanner(one, 1, tiled=False).plan(GRID) for one in (sampled, plain))
     assert found.weights == greedy.weights
-    # Of 4 slots: 7 columns, a seed, whether the likeliest are wanted; of 512 tokens bias, prompt and count.
+    # For each of 4 slots: 7 columns, a seed, whether top tokens are asked; for each of 512 tokens: bias, prompt, count.
     assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
     known = sampled.arrays_by_name(GRID)
     (widest,) = (one for one in sampled.list_signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
     assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
 
 
-def test_only_layouts_of_weights_and_state_are_remembered():
-    """A prefill's `counts` are one number, the state's a table."""
+def test_compiler_figures_hold_layouts_of_weights_and_state_only():
+    """The argument `counts` of a prefill is one number, the state `counts` is a table."""
     programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
     layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
     admit = programs.list_signatures(GRID)[-1]
@@ -105,14 +105,14 @@ def test_only_layouts_of_weights_and_state_are_remembered():
     assert MemoryPlanner(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
 
 
-def test_a_grid_is_cut_at_a_bucket():
+def test_cut_grid_ends_at_the_bucket():
     assert cut_grid(GRID, Bucket(1, 1024, 0)) == Grid((1,), (256, 1024), (0,), (64,))
     assert cut_grid(structs.replace(GRID, prefill=(64, 512)), Bucket(4, 256, 3)) == Grid(
         (1, 4), (256,), (0, 3), (64, 256)
     )
 
 
-def test_proposals_are_the_last_that_fit(programs):
+def test_propose_returns_the_largest_grid_that_fits(programs):
     planner = MemoryPlanner(programs, 1, tiled=True)
     available = planner.plan(structs.replace(GRID, batch=(1, 3))).total
     proposal = planner.propose(GRID, available, 4096)
@@ -127,7 +127,7 @@ def check(programs, available, measured=None):
     return check_fits(programs, GRID, 1, chip, 4096, measured)
 
 
-def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(programs):
+def test_check_fits_refuses_weights_and_state_that_do_not_fit(programs):
     found = MemoryPlanner(programs, 1, tiled=True).plan(GRID)
     certain = found.weights + found.state
     message = r"does not fit toy, per device: weights .* GB too much\. No grid of this pair fits"
@@ -138,7 +138,7 @@ def test_a_grid_whose_weights_and_state_do_not_fit_is_refused_with_figures(progr
     assert check(programs, found.total) is None
 
 
-def test_after_a_build_the_compilers_figures_decide(programs):
+def test_check_fits_trusts_the_compilers_figures_after_a_build(programs):
     labels = [signature.label for signature in programs.list_signatures(GRID)]
     measured = CompilerFigures({label: MemoryUse(0, 0, 0, 5000, 7) for label in labels})
     planner = MemoryPlanner(programs, 1, tiled=True, measured=measured)
@@ -147,4 +147,4 @@ def test_after_a_build_the_compilers_figures_decide(programs):
     assert check(programs, total, measured) is None
     with pytest.raises(BuildFailed, match=r"does not fit toy.*What would fit: batch=3 at length=1024, length="):
         check(programs, total - 1, measured)
-    assert planner.propose(GRID, total, 4096).batch == 4  # what fits is among what would
+    assert planner.propose(GRID, total, 4096).batch == 4  # the grid itself fits

@@ -1,4 +1,4 @@
-"""The routed MLP against a loop over tokens, and what must not show in a token's output."""
+"""The mixture-of-experts MLP against a loop over tokens, and the independence of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,15 @@ def tokens():
 
 
 def jitted(normalized):
-    bound = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, normalized), "float32"))
-    return jax.jit(lambda weights, x: bound.bind(weights)(x))
+    model = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, normalized), "float32"))
+    return jax.jit(lambda weights, x: model.bind(weights)(x))
 
 
 run = jitted(normalized=True)
 
 
 def choose(weights, token, normalized=True):
-    """The experts of one token and their shares."""
+    """The experts of one token, with their shares."""
     scores = weights["gate.weight"].astype(np.float64) @ token
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
@@ -52,20 +52,20 @@ def run_slowly(weights, token, normalized):
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("count", [1, 5, 32])
-def test_each_token_passes_its_own_experts_by_their_shares(weights, tokens, normalized, count):
+def test_routed_mlp_equals_a_loop_over_tokens(weights, tokens, normalized, count):
     expected = [run_slowly(weights, token, normalized) for token in tokens[:count]]
     found = jitted(normalized)(weights, tokens[:count])
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_rows_and_positions_are_tokens_alike(weights, tokens):
+def test_rows_and_positions_are_treated_alike(weights, tokens):
     np.testing.assert_array_equal(
         run(weights, tokens.reshape(4, 8, HIDDEN)), run(weights, tokens).reshape(4, 8, HIDDEN)
     )
 
 
 @pytest.mark.parametrize("others", [0.0, 1e6, np.nan])
-def test_the_other_tokens_of_a_batch_do_not_show(weights, tokens, others):
+def test_output_does_not_depend_on_other_tokens_of_the_batch(weights, tokens, others):
     whole = run(weights, tokens)
     for row in (0, 7, 31):
         padded = np.full_like(tokens, others)
@@ -73,14 +73,14 @@ def test_the_other_tokens_of_a_batch_do_not_show(weights, tokens, others):
         np.testing.assert_array_equal(run(weights, padded)[row], whole[row])
 
 
-def test_a_token_alone_is_the_token_in_a_batch(weights, tokens):
-    """But for the rounding of products of one row and of many, a millionth of the largest."""
+def test_token_alone_equals_the_token_in_a_batch(weights, tokens):
+    """Up to the rounding of products with one row and with many: a millionth of the largest value."""
     whole = np.asarray(run(weights, tokens))
     alone = np.concatenate([run(weights, tokens[row : row + 1]) for row in range(4)])
     np.testing.assert_allclose(alone, whole[:4], rtol=0, atol=1e-6 * abs(whole).max())
 
 
-def test_an_expert_that_was_chosen_by_another_token_only_does_not_show_even_if_it_overflows(weights, tokens):
+def test_overflow_in_an_expert_does_not_reach_tokens_that_did_not_choose_it(weights, tokens):
     mine, theirs = (set(choose(weights, tokens[row])) for row in (0, 1))
     assert theirs - mine
     broken = {**weights, "down": weights["down"].copy()}
@@ -90,10 +90,10 @@ def test_an_expert_that_was_chosen_by_another_token_only_does_not_show_even_if_i
     assert not np.isfinite(found[1]).any()
 
 
-def test_no_weight_is_copied_per_token_or_as_a_whole():
+def test_expert_weights_are_not_copied():
     hidden, experts, n = 256, MixtureOfExperts(32, 4, 128, True), 32
-    bound = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32"))
-    function = jax.jit(lambda weights, x: bound.bind(weights)(x))
-    compiled = function.lower(bound.shapes(), jax.ShapeDtypeStruct((n, hidden), jnp.float32)).compile()
+    model = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32"))
+    function = jax.jit(lambda weights, x: model.bind(weights)(x))
+    compiled = function.lower(model.shapes(), jax.ShapeDtypeStruct((n, hidden), jnp.float32)).compile()
     one_expert = 3 * hidden * experts.width * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * one_expert

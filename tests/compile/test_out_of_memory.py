@@ -1,4 +1,4 @@
-"""What becomes of the compiler's RESOURCE_EXHAUSTED, provoked from the TPU compiler itself."""
+"""Out-of-memory reports, from RESOURCE_EXHAUSTED errors of the TPU compiler itself."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
-# v5e has 16126 MiB: one array far beyond it, and one that leaves no room for the program itself.
+# v5e has 16126 MiB. One array is far larger, and one leaves no room for the program itself.
 PROVOKE = """
 import json
 import jax, jax.numpy as jnp
@@ -34,22 +34,22 @@ print(json.dumps(messages))
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_the_compilers_words_become_a_sentence_with_figures():
+def test_compiler_error_becomes_a_sentence_with_figures():
     environment = {**os.environ, **COMPILE_ONLY}
     done = subprocess.run([sys.executable, "-c", PROVOKE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     early, late = (explain_out_of_memory(RuntimeError(message)) for message in json.loads(done.stdout))
     # 20 GiB against 15.75 GiB, as the compiler rounds them
     assert early == "needs 21.47 GB of device memory, 4.56 GB more than there is"
-    # What lacks is some of the program's own 100 kB: one array of 64 kB less, and it fits.
+    # Less than the program's own 100 kB is missing: with one array of 64 kB less it would fit.
     assert re.match(r"needs 16.91 GB of device memory, 0.0\d MB more than there is; the largest buffers: ", late)
     assert "f32[258015,16,1024] 16.91 GB" in late and "overlays 0.1" in late
 
 
-def test_without_figures_its_first_line_is_kept():
+def test_error_without_figures_keeps_its_first_line():
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
     assert explain_out_of_memory(error) == f"needs more device memory than there is: {str(error).splitlines()[0]}"
 
 
-def test_another_error_is_not_explained():
+def test_other_errors_are_not_explained():
     assert explain_out_of_memory(RuntimeError("INVALID_ARGUMENT: HBM")) is None

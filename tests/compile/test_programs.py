@@ -1,4 +1,4 @@
-"""What must not show in any output: padding, neighbours, buckets, rejected rows, the slot's past."""
+"""Programs do not depend on padding, other rows, the bucket, rejected rows or a slot's earlier request."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,20 +13,20 @@ CAPACITY = 32
 
 @pytest.fixture(scope="module")
 def running(rig):
-    """Three slots behind their prefill."""
+    """Three slots after their prefill."""
     arrays = rig.empty()
     for slot, prompt in enumerate(PROMPTS):
         arrays = rig.prefill(arrays, slot, prompt, width=16)
     return arrays
 
 
-def written(arrays, name, slot):
-    """The kv of a slot up to its length, as it may be read."""
+def read_committed(arrays, name, slot):
+    """The kv of a slot up to its length."""
     return np.asarray(arrays[name])[:, slot, :, : int(arrays["lengths"][slot])]
 
 
-def scribbled(arrays):
-    """Other numbers in every position that no slot has committed."""
+def overwrite_uncommitted(arrays):
+    """Overwrites every position that no slot has committed."""
     free = np.arange(arrays["target_k"].shape[3]) >= np.asarray(arrays["lengths"])[:, None]
     return {**arrays, **{name: jnp.where(free[None, :, None, :, None], 1e3, arrays[name]) for name in KV}}
 
@@ -36,23 +36,25 @@ def assert_same(left, right, names):
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-def test_padding_of_a_chunk_changes_nothing(rig):
+def test_prefill_does_not_depend_on_padding(rig):
     one, other = (rig.prefill(rig.empty(), 1, PROMPTS[0], width=16, padding=padding) for padding in (0, 40))
     assert_same(one, other, ("lengths", "anchors", "first"))
     np.testing.assert_array_equal(one["features"][:, :5], other["features"][:, :5])
     assert not np.array_equal(one["features"][:, 5:], other["features"][:, 5:])
     for name in KV:
-        np.testing.assert_array_equal(written(one, name, 1), written(other, name, 1), err_msg=name)
+        np.testing.assert_array_equal(read_committed(one, name, 1), read_committed(other, name, 1), err_msg=name)
 
 
-def test_chunks_leave_what_one_prefill_leaves(rig):
+def test_chunked_prefill_equals_one_prefill(rig):
     whole, chunked = (rig.prefill(rig.empty(), 2, PROMPTS[2], width=width) for width in (16, 4))
     assert_same(whole, chunked, ("lengths", "anchors"))
     for name in KV:
-        np.testing.assert_allclose(written(whole, name, 2), written(chunked, name, 2), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            read_committed(whole, name, 2), read_committed(chunked, name, 2), atol=1e-5, err_msg=name
+        )
 
 
-def test_the_last_request_of_a_slot_leaves_no_trace(rig):
+def test_request_does_not_depend_on_the_slots_earlier_request(rig):
     used = rig.prefill(rig.empty(), 0, PROMPTS[2], width=16)
     fresh, reused = (rig.prefill(arrays, 0, PROMPTS[0], width=16) for arrays in (rig.empty(), used))
     fresh, reused = (rig.run("draft batch=1 length=32 k=3", arrays) for arrays in (fresh, reused))
@@ -61,34 +63,34 @@ def test_the_last_request_of_a_slot_leaves_no_trace(rig):
     assert_same(fresh, reused, ("verdict", "features"))
 
 
-def test_a_draft_reads_nothing_behind_the_lengths(rig, running):
-    clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, scribbled(running)))
+def test_draft_reads_nothing_behind_the_length(rig, running):
+    clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, overwrite_uncommitted(running)))
     assert_same(clean, dirty, ("block",))
 
 
-def test_a_draft_reads_what_lies_before_the_lengths(rig, running):
-    """The test above can fail: the same scribble one position earlier shows."""
-    short = scribbled({**running, "lengths": running["lengths"] - 4})
+def test_draft_reads_the_kv_before_the_length(rig, running):
+    """Shows that the test above can fail: overwritten positions before the length change the block."""
+    short = overwrite_uncommitted({**running, "lengths": running["lengths"] - 4})
     dirty = rig.run(f"draft {BUCKET}", {**short, "lengths": running["lengths"]})
     assert dirty["block"].tolist() != rig.run(f"draft {BUCKET}", running)["block"].tolist()
 
 
-def test_a_verification_reads_nothing_behind_its_rows(rig, running):
+def test_verify_reads_nothing_behind_its_block(rig, running):
     arrays = rig.run(f"draft {BUCKET}", running)
-    clean, dirty = (rig.run(f"verify {BUCKET}", a, active=[True] * 3) for a in (arrays, scribbled(arrays)))
+    clean, dirty = (rig.run(f"verify {BUCKET}", a, active=[True] * 3) for a in (arrays, overwrite_uncommitted(arrays)))
     assert_same(clean, dirty, ("verdict", "features", "lengths", "anchors"))
 
 
-def test_a_row_that_is_not_active_stays_where_it_is(rig, running):
+def test_inactive_row_does_not_advance(rig, running):
     arrays = rig.run(f"draft {BUCKET}", running)
     after = rig.run(f"verify {BUCKET}", arrays, active=[True, False, True])
     assert (after["lengths"] > running["lengths"]).tolist() == [True, False, True]
     assert after["anchors"][1] == running["anchors"][1]
     for name in KV:
-        np.testing.assert_array_equal(written(running, name, 1), written(after, name, 1), err_msg=name)
+        np.testing.assert_array_equal(read_committed(running, name, 1), read_committed(after, name, 1), err_msg=name)
 
 
-def test_slots_outside_the_bucket_are_not_touched(rig, running):
+def test_round_does_not_change_slots_outside_the_bucket(rig, running):
     arrays = rig.run("draft batch=2 length=32 k=3", running)
     arrays = rig.run("verify batch=2 length=32 k=3", arrays, active=[True, True])
     arrays = rig.run("kv_write rows=2 width=4", arrays, slots=[0, 1])
@@ -98,7 +100,7 @@ def test_slots_outside_the_bucket_are_not_touched(rig, running):
         np.testing.assert_array_equal(arrays[name][:, 2], running[name][:, 2], err_msg=name)
 
 
-def test_prefill_touches_no_other_slot(rig, running):
+def test_prefill_does_not_change_other_slots(rig, running):
     after = rig.prefill(running, 1, PROMPTS[2], width=4)
     for slot in (0, 2):
         assert after["lengths"][slot] == running["lengths"][slot]
@@ -107,7 +109,7 @@ def test_prefill_touches_no_other_slot(rig, running):
             np.testing.assert_array_equal(after[name][:, slot], running[name][:, slot], err_msg=name)
 
 
-def test_a_bucket_never_changes_a_token(rig, running):
+def test_bucket_does_not_change_tokens(rig, running):
     def first_row(bucket, batch):
         arrays = rig.run(f"draft {bucket}", running)
         arrays = rig.run(f"verify {bucket}", arrays, active=[True] * batch)
@@ -118,13 +120,13 @@ def test_a_bucket_never_changes_a_token(rig, running):
         assert_same(first_row(f"batch={batch} length=32 k=3", batch), expected, expected)
 
 
-def test_fewer_tokens_are_the_beginning_of_more(rig, running):
+def test_smaller_k_drafts_a_prefix_of_larger_k(rig, running):
     few, many = (rig.run(f"draft batch=3 length=32 k={k}", running)["block"] for k in (1, 3))
     np.testing.assert_array_equal(few, many[:, :2])
 
 
-def decoded_one_by_one(rig, arrays, steps):
-    """The state behind `steps` rounds of plain decoding, and each round's choice and features."""
+def decode_step_by_step(rig, arrays, steps):
+    """The state after `steps` rounds of plain decoding, and the choice and features of each round."""
     chosen, features = [], []
     for _ in range(steps):
         arrays = rig.run("verify batch=3 length=32 k=0", arrays, active=[True] * 3)
@@ -133,8 +135,8 @@ def decoded_one_by_one(rig, arrays, steps):
     return arrays, np.stack(chosen, axis=1), np.stack(features, axis=1)
 
 
-def test_a_whole_verification_is_as_many_single_steps(rig, running):
-    after, chosen, features = decoded_one_by_one(rig, running, 4)
+def test_verify_of_a_block_equals_single_steps(rig, running):
+    after, chosen, features = decode_step_by_step(rig, running, 4)
     block = np.concatenate([running["anchors"][:, None], chosen[:, :3]], axis=1)
     at_once = rig.run(f"verify {BUCKET}", running, block=block, active=[True] * 3)
     assert at_once["verdict"][:, 0].tolist() == [3, 3, 3]
@@ -143,42 +145,48 @@ def test_a_whole_verification_is_as_many_single_steps(rig, running):
     np.testing.assert_allclose(at_once["features"], features, atol=1e-4)
     for name in ("target_k", "target_v"):
         for slot in range(3):
-            np.testing.assert_allclose(written(at_once, name, slot), written(after, name, slot), atol=1e-4)
+            np.testing.assert_allclose(
+                read_committed(at_once, name, slot), read_committed(after, name, slot), atol=1e-4
+            )
 
 
-def test_decoding_goes_on_from_a_rejected_block_as_if_it_had_not_been(rig, running):
-    _, chosen, _ = decoded_one_by_one(rig, running, 3)
+def test_rejected_block_does_not_change_later_tokens(rig, running):
+    _, chosen, _ = decode_step_by_step(rig, running, 3)
     wrong = np.asarray(chosen[:, [0, 0, 0]] + 1) % 47
     block = np.concatenate([running["anchors"][:, None], wrong], axis=1)
     rejected = rig.run(f"verify {BUCKET}", running, block=block, active=[True] * 3)
     assert rejected["verdict"][:, 0].tolist() == [0, 0, 0]
-    _, rest, _ = decoded_one_by_one(rig, rejected, 2)
+    _, rest, _ = decode_step_by_step(rig, rejected, 2)
     assert rest.tolist() == chosen[:, 1:].tolist()
 
 
 @pytest.mark.parametrize("width", [4, 16])
-def test_the_last_chunk_of_a_full_slot_does_not_slide_back(rig, width):
+def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, width):
     prompt = [*range(40)][:CAPACITY]
     before = rig.prefill(rig.empty(), 0, prompt[:30], width=width)
     after = rig.prefill(before, 0, prompt[30:], width=width, start=30)
     assert after["lengths"][0] == CAPACITY
     for name in KV:
-        np.testing.assert_array_equal(written(before, name, 0), written(after, name, 0)[:, :, :30], err_msg=name)
+        np.testing.assert_array_equal(
+            read_committed(before, name, 0), read_committed(after, name, 0)[:, :, :30], err_msg=name
+        )
     whole = rig.prefill(rig.empty(), 0, prompt, width=4)
     for name in KV:
-        np.testing.assert_allclose(written(after, name, 0), written(whole, name, 0), atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            read_committed(after, name, 0), read_committed(whole, name, 0), atol=1e-4, err_msg=name
+        )
 
 
-def test_a_round_of_a_full_slot_does_not_slide_back(rig):
+def test_round_of_a_full_slot_keeps_earlier_positions(rig):
     full = rig.prefill(rig.empty(), 0, [*range(CAPACITY)], width=16)
     arrays = rig.run("draft batch=1 length=32 k=3", full)
     arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[False])
     arrays = rig.run("kv_write rows=1 width=4", arrays, slots=[0])
     for name in KV:
-        np.testing.assert_array_equal(written(arrays, name, 0), written(full, name, 0), err_msg=name)
+        np.testing.assert_array_equal(read_committed(arrays, name, 0), read_committed(full, name, 0), err_msg=name)
 
 
-def test_features_go_to_the_slots_that_are_named(rig, running):
+def test_kv_write_writes_to_the_given_slots(rig, running):
     arrays = rig.run(f"draft {BUCKET}", running)
     arrays = rig.run(f"verify {BUCKET}", arrays, active=[True] * 3)
     order = [2, 0, 1]
@@ -193,7 +201,7 @@ def test_features_go_to_the_slots_that_are_named(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
-def test_a_move_copies_one_slot_over_another_and_nothing_else(rig, running):
+def test_move_copies_one_slot_and_changes_no_other(rig, running):
     moved = rig.run("move", running, source=[2], destination=[0])
     for name in STATE:
         slots = 0 if name in ("lengths", "anchors") else 1

@@ -1,4 +1,4 @@
-"""Bounds of toy models, worked out by hand: 2-byte elements, figures small enough to check by eye."""
+"""Roofline bounds of toy models, by hand: elements of 2 bytes and small figures."""
 
 import json
 from pathlib import Path
@@ -33,34 +33,34 @@ DECODER = Decoder(LAYERS, H, DenseMlp(16), AttentionShape(4, 2, 4), Rope(1e4, 4)
 TARGET = Target(DECODER, tied=True)
 DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), H, (None,))
 GRID = Grid(batch=(1, 3), length=(32,), k=(0, 3), prefill=(8,))
-CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e6, 2e9)  # a device: 1e6 bytes and 1e9 flops per second
+CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e6, 2e9)  # per device: 1e6 bytes and 1e9 flops per second
 
 
 def roofline(devices=1, target=TARGET):
     return Roofline(target, DRAFT, "bfloat16", GRID, devices)
 
 
-def test_a_verification_reads_weights_once_and_kv_row_by_row():
+def test_verify_reads_weights_once_and_kv_per_row():
     B, S, T = 3, 32, 4
     elements = B * T * H + LAYERS * LAYER + B * T * LAYERS * KV + B * S * LAYERS * KV + V * H + B * T * 2 * H
     flops = 2 * B * T * (LAYERS * LAYER + V * H) + 4 * LAYERS * B * T * S * 16
     assert roofline().verify(B, S, T - 1) == RooflineCost(2 * elements, flops)
 
 
-def test_a_draft_computes_its_whole_block_and_judges_k_of_it():
+def test_draft_computes_its_whole_block_and_k_logits():
     B, S, K, block = 3, 32, 2, 4
     elements = B * block * H + LAYER + B * S * KV + V * H
     flops = 2 * B * block * LAYER + 4 * B * block * (S + block) * 16 + 2 * B * K * V * H
     assert roofline().draft(B, S, K) == RooflineCost(2 * elements, flops)
 
 
-def test_a_context_write_reads_features_and_writes_keys_and_values():
+def test_kv_write_reads_features_and_writes_keys_and_values():
     tokens = 3 * 4
     weights = H * 2 * H + H * KV
     assert roofline().kv_write(3, 4) == RooflineCost(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
 
 
-def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
+def test_prefill_has_logits_of_one_token_and_move_copies_a_slot():
     (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").list_signatures(GRID) if s.program == "prefill")
     elements = 8 * H + LAYERS * LAYER + (8 + 32) * LAYERS * KV + V * H + 8 * 2 * H
     assert roofline().cost(prefill) == RooflineCost(
@@ -69,14 +69,14 @@ def test_a_chunk_judges_one_token_and_a_move_copies_a_slot():
     assert roofline().move() == RooflineCost(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
 
 
-def test_sampling_reads_a_rows_bias_prompt_and_counts_and_writes_counts():
+def test_sampled_verify_reads_sampling_state_and_writes_counts():
     greedy, sampled = roofline().verify(3, 32, 3), roofline().sampled_verify(3, 32, 3)
     assert sampled == RooflineCost(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
     assert roofline().admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4), 0)
     assert roofline(2).admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
     signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).list_signatures(GRID)
-    works = {one.program: roofline().cost(one) for one in signatures}
-    assert works["sampled_verify"] == sampled and works["admit"] == roofline().admit()
+    costs = {one.program: roofline().cost(one) for one in signatures}
+    assert costs["sampled_verify"] == sampled and costs["admit"] == roofline().admit()
 
 
 def test_devices_share_everything_but_the_features():
@@ -84,21 +84,25 @@ def test_devices_share_everything_but_the_features():
     assert half == RooflineCost((whole.bytes - features) / 2 + features, whole.flops / 2)
 
 
-def test_a_call_is_bound_by_what_takes_longer_on_one_device_of_a_chip():
+def test_bound_is_the_longer_of_memory_and_arithmetic_time():
     assert RooflineCost(bytes=3e6, flops=1e9).bound_seconds(CHIP) == 3.0
     assert RooflineCost(bytes=1e6, flops=5e9).bound_seconds(CHIP) == 5.0
 
 
-def test_a_round_without_speculation_is_a_verification():
+def test_round_without_speculation_is_one_verification():
     bound = roofline().bound_round(Bucket(1, 32, 0), CHIP)
     assert bound.draft == bound.kv_write == 0 and bound.round == bound.verify > 0
     bound = roofline().bound_round(Bucket(1, 32, 3), CHIP)
     assert bound.round == bound.draft + bound.verify + bound.kv_write > bound.verify
 
 
-def test_tokens_share_experts():
+def test_expected_experts_are_shared_by_tokens():
     experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
-    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [0, 2, 3]  # a second token finds half of its own there
+    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [
+        0,
+        2,
+        3,
+    ]  # half of the second token's experts are read already
     routed = Target(structs.replace(DECODER, mlp=experts), tied=True)
     dense = roofline().verify(1, 32, 1)
     found = roofline(target=routed).verify(1, 32, 1)
@@ -109,18 +113,18 @@ def test_tokens_share_experts():
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_all_weights_that_a_program_takes_are_read_once(name, devices):
-    """Of published pairs, with no positions to attend to: all but norms, and of an embedding that is no head a row."""
+def test_every_weight_of_a_program_is_read_once(name, devices):
+    """Published pairs with an empty context: bytes are those of all weights but norms and untied embeddings."""
     target, draft = read_pair(name)
     programs, grid = Programs(target, draft, "bfloat16", stacked=True, devices=devices), Grid((1,), (32,), (1,), (1,))
     sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
     looked_up = set() if target.tied else {"target.model.embed_tokens.weight"}
     roofline = Roofline(target, draft, "bfloat16", grid, devices)
-    works = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
+    costs = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
     for signature in programs.list_signatures(grid):
-        if signature.program in works:
+        if signature.program in costs:
             taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
-            assert works[signature.program].bytes == pytest.approx(taken, rel=1e-3)
+            assert costs[signature.program].bytes == pytest.approx(taken, rel=1e-3)
 
 
 def read_pair(name):

@@ -1,4 +1,4 @@
-"""Several rounds in one program: what they leave is what as many rounds leave, one after the other."""
+"""Multi-round steps leave the state that as many single rounds leave."""
 
 from functools import reduce
 
@@ -7,12 +7,12 @@ import pytest
 
 KV = ("target_k", "target_v", "draft_k", "draft_v")
 PROMPT = [9, 3, 2, 3, 8, 4]
-MOST = 4  # of the rig's grid
-NO_ENDS = [-1] * 8
+MAX_ROUNDS = 4  # as in the grid of `rig`
+NO_STOP_TOKENS = [-1] * 8
 
 
 def run_round(rig, arrays, k):
-    """Draft, verification, kv_write."""
+    """One round: draft, verify, kv_write."""
     if k:
         arrays = rig.run(f"draft batch=1 length=32 k={k}", arrays)
     arrays = rig.run(f"verify batch=1 length=32 k={k}", arrays, active=[True])
@@ -20,8 +20,8 @@ def run_round(rig, arrays, k):
     return {**arrays, "all": [*arrays.get("all", []), arrays["verdict"][0].tolist()]}
 
 
-def run_rounds(rig, arrays, k, count=MOST, left=99, ends=NO_ENDS):
-    label = f"rounds batch=1 length=32 k={k} rounds={MOST}"
+def run_rounds(rig, arrays, k, count=MAX_ROUNDS, left=99, ends=NO_STOP_TOKENS):
+    label = f"rounds batch=1 length=32 k={k} rounds={MAX_ROUNDS}"
     return rig.run(label, arrays, count=[count], left=[left], ends=ends)
 
 
@@ -31,8 +31,8 @@ def running(rig):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("count", [1, MOST])
-def test_as_many_rounds_one_after_the_other_leave_the_same(rig, running, k, count):
+@pytest.mark.parametrize("count", [1, MAX_ROUNDS])
+def test_multi_round_step_equals_single_rounds(rig, running, k, count):
     single = reduce(lambda arrays, _: run_round(rig, arrays, k), range(count), running)
     together = run_rounds(rig, running, k, count)
     assert together["verdicts"][:count].tolist() == single["all"]
@@ -48,7 +48,7 @@ def test_as_many_rounds_one_after_the_other_leave_the_same(rig, running, k, coun
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_rounds_end_with_the_one_that_generates_all_that_was_left(rig, running, k):
+def test_multi_round_step_ends_when_no_tokens_are_left(rig, running, k):
     verdicts = run_rounds(rig, running, k)["verdicts"].tolist()
     first_two = sum(accepted + 1 for accepted, *_ in verdicts[:2])
     short = run_rounds(rig, running, k, left=first_two)
@@ -58,29 +58,29 @@ def test_rounds_end_with_the_one_that_generates_all_that_was_left(rig, running, 
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_token_that_ends_the_answer_ends_the_rounds(rig, running, k):
+def test_committed_stop_token_ends_the_multi_round_step(rig, running, k):
     verdicts = run_rounds(rig, running, k)["verdicts"].tolist()
     accepted, *tokens = verdicts[1]
     stop = tokens[k + accepted]
     seen = [token for one in verdicts[:1] for token in one[k + 1 : k + 2 + one[0]]]
-    assert stop not in seen, "another prompt is needed"
+    assert stop not in seen, "the test needs another prompt"
     ended = run_rounds(rig, running, k, ends=[-1, stop, *[-1] * 6])
     assert ended["verdicts"].tolist() == [*verdicts[:2], *[[-1] * (2 * k + 2)] * 2]
     assert ended["left_over"].tolist() == [0]
 
 
-def test_a_token_that_was_rejected_ends_nothing(rig, running):
+def test_rejected_stop_token_does_not_end_the_multi_round_step(rig, running):
     verdicts = run_rounds(rig, running, 3)["verdicts"].tolist()
     kept = {token for accepted, *tokens in verdicts for token in tokens[3 : 3 + accepted + 1]}
     rejected = {token for _, *tokens in verdicts for token in tokens} - kept
-    assert rejected, "another prompt is needed"
+    assert rejected, "the test needs another prompt"
     ends = [*rejected][:8]
     again = run_rounds(rig, running, 3, ends=[*ends, *[-1] * (8 - len(ends))])
     assert again["verdicts"].tolist() == verdicts
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_where_nothing_is_left_nothing_changes(rig, running, k):
+def test_multi_round_step_with_no_tokens_left_changes_nothing(rig, running, k):
     after = run_rounds(rig, running, k, left=0)
     assert (np.asarray(after["verdicts"]) == -1).all() and after["left_over"].tolist() == [0]
     length = len(PROMPT)

@@ -1,4 +1,4 @@
-"""Sampled rounds on several devices, made of one processor: what one device says, token by token."""
+"""Sampled rounds on several CPU devices choose the tokens that one device chooses."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from dflash_aot.cache.model_config.architecture import AttentionShape
 from tests.compile.quick import QUICK
 
 DEVICES = 4
-# A process of its own: how many devices a CPU is must be said before JAX starts.
+# Run in a process of its own: the number of CPU devices is set before JAX starts.
 SERVE = """
 import json, sys
 import jax, msgspec, numpy as np
@@ -97,7 +97,7 @@ print(json.dumps({devices: serve(devices) for devices in (1, 2, 4)}))
 
 @pytest.fixture(scope="module")
 def served(small_pair):
-    """By number of devices: what each round said, and the state it left."""
+    """By number of devices: the verdict of each round, and the final state."""
     wide = {"attention": AttentionShape(heads=8, kv_heads=4, head_dim=8)}
     pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
     flags = {"xla_force_host_platform_device_count": DEVICES, **QUICK}
@@ -117,7 +117,7 @@ def served(small_pair):
 
 
 @pytest.mark.parametrize("devices", ["2", "4"])
-def test_several_devices_choose_what_one_chooses(served, devices):
+def test_several_devices_choose_what_one_device_chooses(served, devices):
     alone, together = served["1"], served[devices]
     assert together["state"] == alone["state"]
     for one, other in zip(alone["rounds"], together["rounds"], strict=True):
@@ -126,7 +126,7 @@ def test_several_devices_choose_what_one_chooses(served, devices):
             np.testing.assert_allclose(other[name], one[name], atol=1e-4)
 
 
-def test_the_rounds_above_show_something(served):
+def test_rounds_vary_in_tokens_and_logprobs(served):
     rounds = served["1"]["rounds"]
     tokens = {token for one in rounds for row in one["tokens"] for token in row[1:]}
     assert len(tokens) > 20 and np.sum(served["1"]["state"]["counts"]) > 15

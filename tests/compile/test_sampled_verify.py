@@ -1,4 +1,4 @@
-"""Sampled rounds of whole programs: what must not show in a text, and what the state of a slot must tell after it."""
+"""Sampled rounds of whole programs: what tokens must not depend on, and the sampling state after a round."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ASKED = {
 
 
 def admit(rig, arrays, slot, prompt, seed=7, tops=0, anchor=None, bias=0.0, **asked):
-    """As the engine starts a sampled request: at the last token of its prompt."""
+    """Starts a sampled request as the engine does: at the last token of its prompt."""
     columns = {**NEUTRAL_SAMPLING, **asked}
     return rig.run(
         "admit",
@@ -34,7 +34,7 @@ def admit(rig, arrays, slot, prompt, seed=7, tops=0, anchor=None, bias=0.0, **as
 
 @pytest.fixture(scope="module")
 def prefilled(rig):
-    """Three slots that hold their prompts but for the last token."""
+    """Three slots that hold their prompts without the last token."""
     arrays = rig.empty()
     for slot, prompt in enumerate(PROMPTS):
         arrays = rig.prefill(arrays, slot, prompt[:-1], width=16)
@@ -43,7 +43,7 @@ def prefilled(rig):
 
 @pytest.fixture(scope="module")
 def decode(rig, prefilled):
-    """A request's tokens and their log-probabilities, in rounds of one bucket, whatever else is in the batch."""
+    """Decodes a request beside others: its tokens, their log-probabilities and the final arrays."""
 
     def decode(asked, slot=0, prompt=None, k=3, batch=1, length=32, steps=STEPS):
         prompt = prompt or PROMPTS[0]
@@ -67,7 +67,7 @@ def decode(rig, prefilled):
 
 
 @pytest.mark.parametrize("kind", ASKED)
-def test_a_seed_gives_one_text_whatever_k_row_and_bucket(decode, kind):
+def test_tokens_of_a_seed_do_not_depend_on_k_row_and_bucket(decode, kind):
     asked = ASKED[kind]
     tokens, likelihoods, _ = decode(asked, k=0)
     assert len(set(tokens)) > 3
@@ -80,7 +80,7 @@ def test_a_seed_gives_one_text_whatever_k_row_and_bucket(decode, kind):
 
 
 def choose_slowly(logits, prompt, output, asked):
-    """Greedy, of penalised logits."""
+    """The greedy choice of penalised logits."""
     found = np.float64(logits)
     for token in {*prompt, *output}:
         found[token] *= 1 / asked["repetition_penalty"] if found[token] > 0 else asked["repetition_penalty"]
@@ -90,7 +90,7 @@ def choose_slowly(logits, prompt, output, asked):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_penalties_are_those_of_decoding_token_by_token(small, decode, k):
+def test_penalties_equal_those_of_decoding_token_by_token(small, decode, k):
     asked = {**ASKED["penalised"], "temperature": 0}
     prompt, output = PROMPTS[1], []
     for _ in range(STEPS):
@@ -105,7 +105,7 @@ def test_penalties_are_those_of_decoding_token_by_token(small, decode, k):
     assert arrays["counts"][0].sum() == arrays["lengths"][0] - len(prompt) + 1 >= STEPS
 
 
-def test_without_wishes_a_sampled_round_is_a_greedy_one(rig, prefilled):
+def test_sampled_verify_with_neutral_parameters_equals_verify(rig, prefilled):
     arrays = prefilled
     for slot, prompt in enumerate(PROMPTS):
         arrays = admit(rig, arrays, slot, prompt)
@@ -119,12 +119,12 @@ def test_without_wishes_a_sampled_round_is_a_greedy_one(rig, prefilled):
         np.testing.assert_array_equal(greedy[name], sampled[name], err_msg=name)
 
 
-def test_a_round_counts_what_active_rows_commit(rig, prefilled):
+def test_sampled_verify_counts_committed_tokens_of_active_rows(rig, prefilled):
     arrays = prefilled
     for slot, prompt in enumerate(PROMPTS):
         arrays = admit(rig, arrays, slot, prompt, temperature=1.0, seed=slot)
     single, block = arrays, [arrays["anchors"][:2]]
-    for _ in range(3):  # drafts that all stand
+    for _ in range(3):  # drafts that are all accepted
         single = rig.run("sampled_verify batch=2 length=32 k=0", single, active=[True, True])
         block.append(single["verdict"][:, 1])
     before = {**arrays, "counts": arrays["counts"] + np.arange(3, dtype=np.int32)[:, None]}
@@ -136,7 +136,7 @@ def test_a_round_counts_what_active_rows_commit(rig, prefilled):
     assert (after["lengths"] - before["lengths"]).tolist() == [4, 0, 0]
 
 
-def test_the_likeliest_tokens_are_told_to_who_wants_them(small, rig, prefilled):
+def test_top_logprobs_are_computed_if_an_active_row_asks(small, rig, prefilled):
     prompt = PROMPTS[0]
     bucket = "sampled_verify batch=2 length=32 k=0"
     quiet = admit(rig, admit(rig, prefilled, 0, prompt), 1, PROMPTS[1])
@@ -153,15 +153,15 @@ def test_the_likeliest_tokens_are_told_to_who_wants_them(small, rig, prefilled):
     assert not not_running["top_logprobs"].any()
 
 
-def test_a_bias_moves_a_choice(rig, prefilled):
+def test_bias_changes_the_choice(rig, prefilled):
     bias = np.zeros(VOCAB)
     bias[31] = 100
     arrays = admit(rig, prefilled, 0, PROMPTS[0], bias=bias, temperature=0.9)
     assert rig.run("sampled_verify batch=1 length=32 k=0", arrays, active=[True])["verdict"][0, 1] == 31
 
 
-def distinct(rig):
-    """A state in which no two slots are alike in anything."""
+def make_distinct_state(rig):
+    """A state in which all slots differ."""
     rng = np.random.default_rng(0)
     arrays = rig.empty()
     return {
@@ -173,8 +173,8 @@ def distinct(rig):
 
 
 @pytest.mark.parametrize("anchor", [5, 0, -1])
-def test_an_admission_touches_its_slot_and_nothing_else(rig, anchor):
-    before = distinct(rig)
+def test_admit_sets_its_slot_and_changes_no_other(rig, anchor):
+    before = make_distinct_state(rig)
     after = admit(rig, before, 1, PROMPTS[1], seed=3, tops=1, anchor=anchor, bias=np.arange(VOCAB), temperature=0.5)
     for name in rig.empty():
         kept = np.delete(np.asarray(after[name]), 1, axis=0) if name in PER_SLOT else after[name]
@@ -187,8 +187,8 @@ def test_an_admission_touches_its_slot_and_nothing_else(rig, anchor):
     assert np.flatnonzero(after["prompted"][1]).tolist() == sorted(set(PROMPTS[1])) and not after["counts"][1].any()
 
 
-def test_a_move_takes_along_how_a_slot_chooses(rig):
-    before = distinct(rig)
+def test_move_copies_the_sampling_state(rig):
+    before = make_distinct_state(rig)
     after = rig.run("move", before, source=[2], destination=[0])
     for name in rig.empty():
         slots = 0 if name in PER_SLOT else 1

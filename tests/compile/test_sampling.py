@@ -1,4 +1,4 @@
-"""The choice of a token from its logits: against sorting, counting and dividing in numpy, and against transformers."""
+"""Sampling from logits, against numpy (sorting, counting, dividing) and against transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,18 @@ from dflash_aot.compile.programs.sampling import (
 )
 from tests.compile.quick import jit_quickly
 
-ROWS = 8_000  # draws of a distribution, side by side
-SIGMAS = 3.1  # what chance exceeds once in a thousand times; the seeds are fixed
+ROWS = 8_000  # draws of a distribution in one batch
+SIGMAS = 3.1  # chance exceeds this once in a thousand times; the seeds are fixed
 
 choose = jit_quickly(choose_tokens, static_argnames="tp")
-choose_of_many = jax.jit(choose_tokens, static_argnames="tp")  # where calls take longer than compiling
+choose_of_many = jax.jit(choose_tokens, static_argnames="tp")  # for calls that take longer than compiling
 draw_all_bits = jit_quickly(draw_bits)
 list_largest = jit_quickly(find_largest_values, static_argnames="count")
 bisect = jit_quickly(find_threshold, static_argnames="tp")
 
 
 def make_state(rows, vocab, seed=0, **asked):
-    """The batch's rows of the state: `asked` of each column one number, or one for every row."""
+    """The sampling state of a batch. `asked`: for each column one number, or one per row."""
     columns = {**NEUTRAL_SAMPLING, **{name: asked.pop(name) for name in SAMPLING_COLUMNS if name in asked}}
     sampling = np.stack([np.broadcast_to(np.float32(columns[name]), rows) for name in SAMPLING_COLUMNS], axis=1)
     seeds = np.stack([np.full(rows, seed), np.arange(rows)], axis=1).astype(np.int32)
@@ -58,9 +58,9 @@ def softmax(logits):
 
 
 def assert_drawn_from(tokens, probabilities):
-    """Chi-square (Pearson 1900), whose cube root is nearly normal (Wilson and Hilferty 1931).
+    """Chi-square test (Pearson 1900), whose cube root is nearly normal (Wilson and Hilferty 1931).
 
-    What has no probability was never drawn.
+    Also asserts that no token with probability zero was drawn.
     """
     counts = np.bincount(tokens, minlength=len(probabilities))
     possible = probabilities > 0
@@ -88,7 +88,7 @@ def find_threshold_slowly(values, weights, wanted):
 
 @given(st.lists(st.tuples(VALUES, st.integers(0, 9)), min_size=12, max_size=12), st.integers(1, 60))
 @settings(max_examples=300)
-def test_a_threshold_is_found_as_by_sorting(pairs, wanted):
+def test_find_threshold_equals_sorting(pairs, wanted):
     values, weights = np.float32([value for value, _ in pairs]), np.int32([weight for _, weight in pairs])
     found = bisect(values, weights, np.int32(wanted), tp=ONE_DEVICE)
     expected = find_threshold_slowly(values, weights, wanted)
@@ -102,19 +102,19 @@ def test_a_threshold_is_found_as_by_sorting(pairs, wanted):
         ([1.0, 3.0, 2.0, 3.0], 1, 3.0),
         ([1.0, 3.0, 2.0, 3.0], 2, 3.0),
         ([1.0, 3.0, 2.0, 3.0], 3, 2.0),
-        ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # there are not so many
+        ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # fewer values than wanted
         ([2.0, 2.0, 2.0, 2.0], 1, 2.0),
         ([0.0, -0.0, -1.0, -np.inf], 1, 0.0),
         ([-1.0, -np.inf, -np.inf, -np.inf], 2, -np.inf),
         ([-3e38, -2.0, -np.inf, -3e38], 2, -3e38),
     ],
 )
-def test_a_threshold_keeps_so_many_and_their_equals(values, wanted, threshold):
+def test_find_threshold_keeps_equal_values(values, wanted, threshold):
     assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
-def test_the_largest_are_those_of_a_stable_sort(values, count):
+def test_find_largest_values_equals_a_stable_sort(values, count):
     values = np.float32(values)
     found, places = list_largest(values[None], count)
     expected = np.argsort(-values, kind="stable")[:count]
@@ -125,8 +125,8 @@ def test_the_largest_are_those_of_a_stable_sort(values, count):
 # -- noise
 
 
-def test_noise_is_what_jax_draws_for_the_whole_vocabulary():
-    """So that a share of it can be drawn alone."""
+def test_draw_bits_equals_jax_for_any_part_of_the_vocabulary():
+    """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
     found = draw_all_bits(seeds, positions, jnp.arange(37))
     for row, of_row in enumerate(positions):
@@ -137,15 +137,15 @@ def test_noise_is_what_jax_draws_for_the_whole_vocabulary():
     np.testing.assert_array_equal(draw_all_bits(seeds, positions, jnp.arange(10, 20)), found[..., 10:20])
 
 
-def test_noise_is_finite_and_reaches_far_up():
+def test_gumbel_noise_is_finite_and_has_the_whole_range():
     lowest, highest = (float(make_gumbel(jnp.uint32(bits))) for bits in (2**32 - 1, 0))
     assert (lowest, highest) == pytest.approx((-np.log(24 * np.log(2)), 33 * np.log(2)), rel=1e-6)
     evenly = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint32)
-    falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function, back to even steps
+    falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function gives even steps
     np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
 
 
-def test_every_bit_of_a_seed_counts_and_so_does_the_position():
+def test_draw_depends_on_both_seed_words_and_the_position():
     logits = np.zeros((1, 1, 1000))
 
     def draw(high, low, position):
@@ -168,7 +168,7 @@ def test_tokens_are_drawn_from_the_softmax(temperature):
 
 
 def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities after min_p, top_k and top_p, token by token down a sorted list; no two logits are equal."""
+    """Probabilities after min_p, top_k and top_p, by sorting. Logits must not be equal."""
     left = softmax(logits / temperature)
     left = np.where(left >= min_p * left.max(), left, 0)
     order = np.argsort(-left)
@@ -198,29 +198,29 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("asked", LIMITS, ids=str)
-def test_what_limits_leave_is_drawn_as_likely_as_before(asked):
+def test_limits_keep_the_relative_probabilities(asked):
     logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
     tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
     assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
 
 
-def test_equal_tokens_are_kept_together():
+def test_limits_keep_equal_logits_together():
     logits = np.tile(np.float32([2, 2, 2, 0, -1]), (ROWS, 1, 1))
     for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         tokens = choose_all(logits, make_state(ROWS, 5, temperature=1, **asked))
         assert_drawn_from(tokens[:, 0], np.float64([1, 1, 1, 0, 0]) / 3)
 
 
-def test_each_row_is_limited_by_itself():
+def test_limits_are_per_row():
     logits = np.tile(np.float32([0.5, 0.4, 0.3, 0.2]), (ROWS, 1, 1))
-    top_k, top_p = np.arange(ROWS) % 4, np.where(np.arange(ROWS) % 4 == 0, 0.3, 1.0)  # by rows of four
+    top_k, top_p = np.arange(ROWS) % 4, np.where(np.arange(ROWS) % 4 == 0, 0.3, 1.0)  # one case per row modulo 4
     tokens = choose_all(logits, make_state(ROWS, 4, temperature=1, top_k=top_k, top_p=top_p))[:, 0]
     for row, asked in enumerate(({"top_p": 0.3}, {"top_k": 1}, {"top_k": 2}, {"top_k": 3})):
         assert_drawn_from(tokens[row::4], keep_slowly(logits[0, 0], **asked))
 
 
-def test_large_vocabularies_keep_their_mass():
-    """A flat half of the mass: summed up in float32 one by one it would be off by a percent."""
+def test_top_p_is_exact_for_large_vocabularies():
+    """Half of the mass is flat: a plain float32 sum would be off by a percent."""
     vocab = 100_000
     logits = np.zeros((1, 1, vocab), np.float32)
     logits[0, 0, :100] = np.log(999)  # half of the mass, in a thousandth of the tokens
@@ -236,7 +236,7 @@ def test_large_vocabularies_keep_their_mass():
 # -- speculation
 
 
-TABLE = np.random.default_rng(5).normal(size=(4, 4)).astype(np.float32)  # of a chain: logits behind each token
+TABLE = np.random.default_rng(5).normal(size=(4, 4)).astype(np.float32)  # a Markov chain: logits after each token
 DRAFTS = {
     "right": lambda rng, anchors, ahead: ahead,
     "wrong": lambda rng, anchors, ahead: (ahead + 1) % 4,
@@ -246,10 +246,10 @@ DRAFTS = {
 
 
 def follow_chain(steps, k, draft, known):
-    """At least `steps` tokens of every row behind token 0, in rounds that verify `k` drafted ones.
+    """Generates `steps` tokens of every row after token 0, in rounds that verify `k` drafted tokens.
 
-    A draft is given the tokens that are `known` to come [ROWS, ..]. Also returns what each round accepted of the rows
-    that were not done.
+    `known` [ROWS, ..] are the tokens to come, which a draft may use. Also returns how many tokens each round accepted
+    in the rows that were not done.
     """
     state, rng, places = make_state(ROWS, 4, seed=11, temperature=1), np.random.default_rng(1), np.arange(k + 1)
     written = np.full((ROWS, steps + k), -1)
@@ -268,11 +268,11 @@ def follow_chain(steps, k, draft, known):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Tokens of every row without speculation: three, and what a block may draft behind them."""
+    """Tokens of every row without speculation, as many as the widest block needs."""
     return follow_chain(20, 0, DRAFTS["right"], np.zeros((ROWS, 0), int))[0]
 
 
-def test_without_speculation_tokens_follow_the_chain(plain):
+def test_tokens_without_speculation_follow_the_chain(plain):
     first, later = softmax(TABLE[0]), softmax(TABLE)
     joint = first[:, None, None] * later[:, :, None] * later[None]
     assert_drawn_from(np.ravel_multi_index(plain[:, :3].T, (4, 4, 4)), joint.ravel())
@@ -280,8 +280,8 @@ def test_without_speculation_tokens_follow_the_chain(plain):
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_no_draft_changes_a_token(plain, draft, k):
-    """Not only the distribution stays: the tokens themselves do."""
+def test_draft_does_not_change_tokens(plain, draft, k):
+    """The tokens stay the same, not only their distribution."""
     written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
     np.testing.assert_array_equal(written, plain[:, :3])
     least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
@@ -292,7 +292,7 @@ def test_no_draft_changes_a_token(plain, draft, k):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-30, 1e-6])
-def test_without_temperature_the_first_of_the_largest_is_chosen(temperature):
+def test_zero_temperature_chooses_the_first_of_the_largest(temperature):
     logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
     assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
     tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
@@ -300,7 +300,7 @@ def test_without_temperature_the_first_of_the_largest_is_chosen(temperature):
     assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
 
 
-def test_a_greedy_row_does_not_mind_its_neighbours():
+def test_greedy_row_does_not_depend_on_other_rows():
     logits = np.random.default_rng(0).normal(size=(3, 2, 50)).astype(np.float32)
     asked = {"temperature": [0, 1, 0], "top_k": [0, 5, 0], "repetition_penalty": [1, 2, 1], "top_p": [1, 0.4, 1]}
     counts = np.ones((3, 50), np.int32)
@@ -308,8 +308,8 @@ def test_a_greedy_row_does_not_mind_its_neighbours():
     assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(axis=-1).tolist()
 
 
-def test_a_row_that_is_not_active_may_hold_anything():
-    """Zeros, as a slot holds that nobody was admitted to, even as a divisor."""
+def test_inactive_row_may_hold_zeros():
+    """A slot that was never admitted holds zeros, also as divisors."""
     logits = np.float32([[[1, 2, 0]], [[1, 2, 0]]])
     state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))
     state["sampling"][1] = 0
@@ -322,7 +322,7 @@ def test_a_row_that_is_not_active_may_hold_anything():
 
 
 def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequency):
-    """One row of logits, token by token."""
+    """Penalises one row of logits, token by token."""
     found = np.float64(logits) + bias
     for token in {*prompt, *output}:
         found[token] = found[token] / repetition if found[token] > 0 else found[token] * repetition
@@ -340,7 +340,7 @@ def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequenc
         ({"repetition": 2.0, "presence": 0.25, "frequency": 0.5}, [1.5, -2.75, -0.25, 0.9]),
     ],
 )
-def test_penalties_by_hand(asked, expected):
+def test_slow_penalties_by_hand(asked, expected):
     neutral = {"bias": np.zeros(4), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
     found = penalise_slowly([3.0, -1.0, 2.0, 0.9], [0], [1, 2, 2], **{**neutral, **asked})
     assert found.tolist() == pytest.approx(expected)
@@ -348,8 +348,8 @@ def test_penalties_by_hand(asked, expected):
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_each_row_of_a_block_sees_what_was_drafted_before_it(seed):
-    """Greedy, where every penalty shows at once: against one token after the other."""
+def test_penalties_count_the_drafted_tokens_before_each_position(seed):
+    """Greedy choices against penalties that are applied token by token."""
     rng = np.random.default_rng(seed)
     B, T, V = 3, 5, 6
     logits, bias = rng.normal(size=(B, T, V)).astype(np.float32), rng.normal(size=(B, V)).astype(np.float32)
@@ -374,7 +374,7 @@ def test_each_row_of_a_block_sees_what_was_drafted_before_it(seed):
             assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
 
 
-def test_counting_is_that_of_bincount():
+def test_count_tokens_equals_bincount():
     rng = np.random.default_rng(0)
     tokens, counted = rng.integers(0, 7, (4, 9)), rng.random((4, 9)) < 0.6
     found = count_tokens(jnp.asarray(tokens), jnp.asarray(counted), jnp.arange(2, 7))
@@ -385,7 +385,7 @@ def test_counting_is_that_of_bincount():
 # -- log-probabilities
 
 
-def test_log_probabilities_are_those_of_the_logits_as_they_are():
+def test_logprobs_are_those_of_the_raw_logits():
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=(2, 3, 40)) * 8).astype(np.float32)
     chosen = rng.integers(0, 40, (2, 3))
@@ -397,7 +397,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_are():
     np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
 
 
-def test_the_likeliest_are_zeros_where_nobody_wants_them():
+def test_top_logprobs_are_zeros_unless_wanted():
     _, tokens, tops = compute_logprobs(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ONE_DEVICE)
     assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
 
@@ -416,8 +416,8 @@ PROCESSORS = [
 
 
 @pytest.mark.parametrize("asked", PROCESSORS, ids=str)
-def test_transformers_leaves_the_same_tokens_as_likely(asked):
-    """Their processors one after the other, each by its sort; ours by what is drawn in the end."""
+def test_probabilities_equal_those_of_transformers(asked):
+    """The drawn tokens follow the probabilities after the processors of transformers."""
     rng, vocab, prompt = np.random.default_rng(4), 24, [3, 3, 17]
     logits = (rng.normal(size=vocab) * 1.5).astype(np.float32)
     processors = {

@@ -1,4 +1,4 @@
-"""Which positions a draft layer sees, in all four readings of a window."""
+"""Sliding-window masks of draft layers, in all four readings of a window."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ READINGS = {
 
 
 def sees(window, start, query, key):
-    """The rules as a person would say them; `start` is the anchor's position."""
+    """The rules for one query and one key; `start` is the position of the anchor."""
     if window is None:
         return True
     in_block = key >= start
@@ -30,7 +30,7 @@ def sees(window, start, query, key):
 
 
 def mask(window, start, block):
-    """bool [block, start + block]: the context, then the block. Cut out of one shape: a new one compiles anew."""
+    """bool [block, start + block]: context, then block. Cut from one large shape, so that JAX compiles once."""
     positions, context = start + np.arange(WIDEST)[None], np.arange(LONGEST)[None]
     of_context = np.broadcast_to(context_mask(window, positions, context), (1, WIDEST, LONGEST))
     of_block = block_mask(window, positions)
@@ -48,7 +48,7 @@ def mask(window, start, block):
         (SlidingWindow(9, causal=True), ["####..", "#####.", "######"]),
     ],
 )
-def test_a_block_of_three_behind_three_tokens(window, rows):
+def test_masks_of_a_block_of_three_after_three_tokens(window, rows):
     assert ["".join(".#"[flag] for flag in row) for row in mask(window, 3, 3).astype(int)] == rows
 
 
@@ -58,12 +58,12 @@ def test_a_block_of_three_behind_three_tokens(window, rows):
     block=st.integers(1, 9),
 )
 @settings(deadline=None)
-def test_windows_are_those_of_a_loop(window, start, block):
+def test_masks_equal_a_loop_over_positions(window, start, block):
     rows, keys = range(start, start + block), range(start + block)
     assert mask(window, start, block).tolist() == [[sees(window, start, q, k) for k in keys] for q in rows]
 
 
-def test_rows_of_a_batch_have_windows_of_their_own():
+def test_rows_of_a_batch_have_their_own_windows():
     window, starts = SlidingWindow(4, causal=True), (3, 11)
     positions = jnp.array([range(start, start + 4) for start in starts])
     seen = context_mask(window, positions, jnp.arange(11)[None])
@@ -73,7 +73,7 @@ def test_rows_of_a_batch_have_windows_of_their_own():
 
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("start", [5, 30, 70])
-def test_the_reference_masks(golden_directory, reading, start):
+def test_masks_equal_those_of_the_reference(golden_directory, reading, start):
     masks = load_file(golden_directory / "qwen3-tiny-swa" / "attention_masks.safetensors")
     expected = masks[f"{reading}.ctx{start}"]
     assert (mask(READINGS[reading], start, len(expected)) == expected.astype(bool)).all()

@@ -1,4 +1,4 @@
-"""Executables of real shapes from the TPU compiler itself: nothing to find in ours, and what is bad is found."""
+"""Executable checks and memory plans on executables of real shapes, built by the TPU compiler."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from dflash_aot.compile.programs.programs import Programs
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64 rounds=4"
 SHARED = "verify batch=1 length=1024 k=0"
-# By slice what is built for it, and how many collectives each of these has.
+# By topology: the executables that are built, and how many collectives each of them has.
 BUILDS = {
     "v5e:1x1": (
         (
@@ -48,12 +48,12 @@ BUILDS = {
         ),
         0,
     ),
-    "v5e:2x2": ((SHARED,), 4),  # a layer's two sums, the embedding's, and the choice of a token
-    "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # where gate and up as one weight were copied
-    "tpu7x:1x1x1": ((SHARED,), 4),  # where all weights were laid anew
+    "v5e:2x2": ((SHARED,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
+    "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # gate and up as one weight were copied here
+    "tpu7x:1x1x1": ((SHARED,), 4),  # all weights were copied to another layout here
 }
-# Programs that keep state as ours do not: layer loops over kv of another order, taken apart by a scan, rewritten whole,
-# and our own write without what holds its order.
+# Bad programs: a layer loop over position-major kv, a scan over kv, a rewrite under a mask, and our own kv_write
+# without its layout constraint.
 BAD = """
 import json, sys
 import jax, jax.numpy as jnp, msgspec
@@ -103,7 +103,7 @@ def text(program, kv, rows):
     traced = jax.jit(program, donate_argnums=0, keep_unused=True).trace(kv, q, rows, starts)
     return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
-def unheld():
+def unconstrained():
     kv_cache.with_layout_constraint = lambda array, layout: array
     programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
     source = TracedPrograms(programs, grid, "tpu")
@@ -117,7 +117,7 @@ print(json.dumps({
     ),
     "scanned": text(scanned, head_major, heads),
     "masked": text(masked, head_major, heads),
-    "unheld": unheld(),
+    "unconstrained": unconstrained(),
 }))
 """
 
@@ -147,7 +147,7 @@ def bad(pair):
 
 @dataclass(frozen=True)
 class Executables:
-    """What the compiler made of some programs for a slice."""
+    """Executables that were built for a topology."""
 
     programs: Programs
     grid: Grid
@@ -158,7 +158,7 @@ class Executables:
 
 @pytest.fixture(params=BUILDS, scope="module")
 def built(request, pair, tmp_path_factory) -> Executables:
-    """Building them takes most of the time here, so all tests look at the same ones."""
+    """Built once for all tests, because builds take most of the time."""
     topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
     programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLING_MODES)
     bundle = tmp_path_factory.mktemp("bundle")
@@ -170,7 +170,7 @@ def built(request, pair, tmp_path_factory) -> Executables:
     return Executables(programs, grid, topology, collectives, entries)
 
 
-def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
+def test_executables_of_real_shapes_have_no_problems(built):
     known = built.programs.arrays_by_name(built.grid)
     for entry in built.entries:
         expected = built.programs.collectives(entry.signature)
@@ -180,8 +180,8 @@ def test_there_is_nothing_to_find_in_executables_of_real_shapes(built):
     assert find_layout_conflicts(built.entries) == []
 
 
-def test_the_estimate_is_what_the_compiler_finds(built):
-    """Of Qwen3-4B: what goes in to the byte, everything within 2 %."""
+def test_memory_estimate_equals_the_compilers_figures(built):
+    """For Qwen3-4B: arguments are exact, the sum is within 2 %."""
     known = built.programs.arrays_by_name(built.grid)
     planner = MemoryPlanner(built.programs, built.topology.devices, tiled=True)
     for entry in built.entries:
@@ -192,22 +192,22 @@ def test_the_estimate_is_what_the_compiler_finds(built):
 
 
 def count_needed(memory):
-    """Bytes that the compiler holds against the chip."""
+    """The bytes that the compiler compares with the memory of the chip."""
     return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
 
 
 @pytest.mark.parametrize("program", ["position_major", "scanned", "masked"])
-def test_a_copy_of_kv_is_found_and_named(bad, program):
+def test_copies_of_kv_are_found_in_bad_programs(bad, program):
     copies = inspect_hlo(bad[program], ["kv", "q", "rows", "starts"], ["new", "x"]).copies
     kv_bytes = 2 * 4 * 4 * 8 * 1024 * 128
     assert copies and {(one.buffer, one.bytes) for one in copies} == {("kv", kv_bytes)}
 
 
-def test_a_write_whose_order_nothing_holds_copies_the_drafts_kv(bad, pair):
+def test_kv_write_without_layout_constraint_copies_the_drafts_kv(bad, pair):
     """Shows why `kv_cache._keep_layout` is needed."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
     (signature,) = (one for one in programs.list_signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
-    copies = inspect_hlo(bad["unheld"], inputs, signature.donated).copies
+    copies = inspect_hlo(bad["unconstrained"], inputs, signature.donated).copies
     kv_bytes = programs.arrays_by_name(grid)["draft_k"].bytes
     assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}

@@ -1,4 +1,4 @@
-"""Our targets against the models that everybody's checkpoints are saved by."""
+"""Targets against the models of transformers, which save the checkpoints that are published."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +11,9 @@ from safetensors import safe_open
 from dflash_aot.cache.model_config.architecture import DenseMlp, Draft
 
 TOLERANCE = 1e-4
-TAPS = (0, 1)
+AUX_LAYERS = (0, 1)
 CHUNK, STEPS = 16, 24
-# heads · head_dim is not the hidden width, and two queries share a head
+# heads · head_dim is not the hidden width, and two query heads share a kv head
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -27,7 +27,7 @@ SHAPE = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-# Scaled well within the tokens of these tests.
+# Scaling starts within the tokens of these tests.
 PLAIN = {"rope_type": "default", "rope_theta": 5_000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -55,7 +55,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def theirs(request):
-    """Random weights, with norms and biases that show."""
+    """A transformers model with random weights, norms and biases."""
     family, rope, special = MODELS[request.param]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, "rope_parameters": rope, **special})
     torch.manual_seed(3)
@@ -76,7 +76,7 @@ def saved(theirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(saved, load_target):
-    """The same model, read from what transformers saves."""
+    """The same model, read from the checkpoint that transformers saves."""
     return load_target(saved)
 
 
@@ -87,33 +87,35 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def expected(theirs, tokens):
-    """Logits [T, V], and the hidden states behind the tapped layers [T, taps·H]."""
+    """Logits [T, V], and features [T, A·H]: the hidden states after the aux layers."""
     with torch.no_grad():
         answer = theirs(torch.tensor(tokens)[None], output_hidden_states=True)
-    features = np.concatenate([answer.hidden_states[tap + 1][0] for tap in TAPS], axis=-1)
+    features = np.concatenate([answer.hidden_states[layer + 1][0] for layer in AUX_LAYERS], axis=-1)
     return answer.logits[0].numpy(), features
 
 
-def test_logits_are_those_of_transformers(ours, tokens, expected):
-    logits, _ = ours.read(tokens, TAPS)
+def test_logits_equal_those_of_transformers(ours, tokens, expected):
+    logits, _ = ours.read(tokens, AUX_LAYERS)
     np.testing.assert_allclose(logits, expected[0], rtol=0, atol=TOLERANCE)
 
 
-def test_a_tap_is_the_hidden_state_behind_its_layer(ours, tokens, expected):
-    _, features = ours.read(tokens, TAPS)
+def test_features_are_the_hidden_states_after_the_aux_layers(ours, tokens, expected):
+    _, features = ours.read(tokens, AUX_LAYERS)
     np.testing.assert_allclose(features, expected[1], rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def rig(ours, make_rig):
-    """Our programs. The draft is there because a pair needs one; none of its weights are used."""
+    """Our programs. A pair needs a draft, but none of its weights are used."""
     decoder = structs.replace(ours.target.decoder, layers=1, mlp=DenseMlp(8))
-    draft = Draft(decoder, block=4, mask_token=95, target_layer_ids=TAPS, target_hidden=decoder.hidden, windows=(None,))
+    draft = Draft(
+        decoder, block=4, mask_token=95, target_layer_ids=AUX_LAYERS, target_hidden=decoder.hidden, windows=(None,)
+    )
     return make_rig(ours.paired(draft), f"batch=1 length=64 k=0 prefill={CHUNK}")
 
 
-def test_one_token_at_a_time_gives_what_transformers_gives_at_once(rig, tokens, expected):
-    """A chunk, then each next token behind the kv of all before it."""
+def test_decoding_token_by_token_equals_transformers(rig, tokens, expected):
+    """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected
     chunk = {"tokens": tokens[None, :CHUNK], "slots": [0], "starts": [0], "counts": [CHUNK]}
     arrays = rig.run(f"prefill prefill={CHUNK} length=64", rig.empty(), **chunk)
@@ -130,8 +132,8 @@ def test_one_token_at_a_time_gives_what_transformers_gives_at_once(rig, tokens, 
 
 
 @pytest.mark.parametrize("theirs", ["moe"], indirect=True)
-def test_experts_are_stored_as_they_are_published_each_on_its_own(theirs, saved):
-    """In memory transformers 5 has them in one piece."""
+def test_saved_experts_are_separate_tensors(theirs, saved):
+    """transformers 5 holds all experts of a layer in one tensor in memory."""
     assert any(name.endswith("experts.gate_up_proj") for name, _ in theirs.named_parameters())
     with safe_open(saved / "model.safetensors", framework="numpy") as file:
         names = {name for name in file.keys() if ".experts." in name}  # noqa: SIM118  not a dictionary
