@@ -122,7 +122,7 @@ def test_corrupt_bundle_exits_with_code_3(bundle, tmp_path):
         executable.write_bytes(b"no executable")
     server = Server.start(broken)
     assert server.wait() == 3
-    assert "Mend it" in "".join(server.lines) and "Traceback" not in "".join(server.lines)
+    assert "Rebuild it" in "".join(server.lines) and "Traceback" not in "".join(server.lines)
 
 
 CLOSES_ITS_ENGINE = """
