@@ -9,12 +9,12 @@ from typing import TypeVar
 from dflash_aot.runtime import Delta, Engine, SamplingParams
 from dflash_aot.runtime.metrics.counters import Counters
 
-LONG = 120.0  # seconds: longer than anything takes that does not hang
+LONG = 120.0  # seconds: longer than anything that does not hang
 T = TypeVar("T")
 
 
 class Stepper:
-    """A request with a slot, at each of whose tokens the engine's thread stands still until it is told to go on.
+    """A running request that blocks the engine's thread at each of its tokens until a test lets it go on.
 
     Meanwhile nothing is scheduled, dropped or dispatched. With K = 0 it gets one token per step of the loop.
     """
@@ -47,7 +47,7 @@ class Stepper:
 
 @contextmanager
 def hold(engine: Engine, prompt: Sequence[int] = (1,)) -> Iterator[Stepper]:
-    """The engine, idle before, stands still inside, but for the steps that it is told to make."""
+    """Blocks an idle engine: inside the context it makes only the steps that a test asks for."""
     wait_until(lambda: engine.stats().running == engine.stats().waiting == 0)
     stepper = Stepper(engine, prompt)
     try:
@@ -57,7 +57,7 @@ def hold(engine: Engine, prompt: Sequence[int] = (1,)) -> Iterator[Stepper]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what another thread is about to do."""
+    """Waits for what another thread is about to do."""
     deadline = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < deadline, "it never came to be"
@@ -65,13 +65,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def settle(engine: Engine, ended: int) -> Counters:
-    """The counters once so many requests have ended: callers hear of an end before the step is over."""
+    """The counters once `ended` requests have ended: callers receive an end before its step is over."""
     wait_until(lambda: sum(engine.stats().finished.values()) >= ended)
     return engine.stats()
 
 
 def finish(work: Callable[[], T]) -> T:
-    """Its result; what hangs is a failure, and stays behind in a thread of its own."""
+    """The result of `work`, run in a thread; hanging is a failure, and leaves the thread behind."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -12,7 +12,7 @@ rounds = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0
 
 
 def decay(verdicts: list[tuple[int, int]], start: list[float], window: float) -> list[float]:
-    """The same, with old verdicts made lighter one round at a time instead of new ones heavier."""
+    """The slow computation: each round lowers the weight of all older outcomes."""
     shares, weights = [*start], [0.0] * len(start)
     for k, accepted in verdicts:
         weights = [weight / (1 + 1 / window) for weight in weights]
@@ -71,7 +71,7 @@ def test_estimate_equals_the_slow_computation(verdicts, start):
 
 
 def test_estimate_survives_many_rounds():
-    """Weights grow by a third each round: they are brought down many times here."""
+    """Weights grow by a third per round, so they are rescaled many times."""
     verdicts = [(2, turn % 3) for turn in range(3000)]
     acceptance = AcceptanceEstimate([0.5, 0.5], window=3)
     for verdict in verdicts:

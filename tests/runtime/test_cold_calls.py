@@ -10,9 +10,9 @@ GRID = "batch=1,2 length=16,64 k=0,3 prefill=4,16"
 
 def test_pending_tokens_are_sent_before_a_first_call_of_a_round():
     engine = ToyEngine(GRID, k=3, cold=True)
-    request = engine.ask([1], 30)
+    request = engine.submit([1], 30)
     assert programs(engine.step()) == ["prefill", "kv_write", "read prefill", "draft", "verify", "kv_write"]
-    assert len(engine.news[request]) == 1
+    assert len(engine.deltas[request]) == 1
     assert programs(engine.step()) == [
         "draft",
         "verify",
@@ -25,10 +25,10 @@ def test_pending_tokens_are_sent_before_a_first_call_of_a_round():
 
 def test_pending_tokens_are_sent_before_a_first_call_of_a_chunk():
     engine = ToyEngine(GRID, k=3, cold=True)
-    first = engine.ask([1], 30)
+    first = engine.submit([1], 30)
     engine.step()
     engine.step()
-    second = engine.ask([2] * 9, 30)  # a prefill chunk of another width
+    second = engine.submit([2] * 9, 30)  # a prefill chunk of another width
     assert programs(engine.step())[:3] == ["read verify", "prefill", "kv_write"]
     engine.run()
     engine.check(first)
@@ -40,7 +40,7 @@ def test_first_calls_change_no_tokens(buckets):
     for cold in (False, True):
         engine = ToyEngine(buckets, k=3, cold=cold)
         for number in range(12):
-            engine.ask([number] * (1 + number), 3 * number + 1, **(SAMPLED if number % 3 == 0 else {}))
+            engine.submit([number] * (1 + number), 3 * number + 1, **(SAMPLED if number % 3 == 0 else {}))
             engine.step()
         engine.run()
         for request in engine.requests:
@@ -58,7 +58,7 @@ def test_corrupt_executable_ends_the_running_requests_and_not_the_engine():
         return verify_bucket(bucket)
 
     engine.bundle.verify = verify
-    requests = [engine.ask([number], 9, k=None if number % 4 else 0) for number in range(12)]
+    requests = [engine.submit([number], 9, k=None if number % 4 else 0) for number in range(12)]
     engine.run()
     for number, request in enumerate(requests):
         engine.check(request)

@@ -33,7 +33,7 @@ class Row:
 
 
 def row(share: float, requested_k: int | None = None) -> Row:
-    """With a past: nothing is tried because it is new."""
+    """A request with history: no trial starts because the request is new."""
     return Row(AcceptanceEstimate([share] * 15, rounds=1), requested_k)
 
 
@@ -55,7 +55,7 @@ def ask_often(
     return [ask(depth, rows, ks) for _ in range(count)]
 
 
-# -- overrides
+# -- requested K
 
 
 @pytest.mark.parametrize("depth", [FixedK(3), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))])
@@ -74,7 +74,7 @@ def test_k_falls_to_the_next_smaller_bucket_without_room(ks, k):
 
 
 def test_requested_k_does_not_change_the_choice_for_others():
-    """The sure row would take both to 3, and does where it is asked; the hopeless one alone wants none."""
+    """The sure request alone would choose 3; the hopeless one alone chooses 0."""
     depth = AdaptiveK(make_times(TIMES))
     assert ask(depth, [row(SURE, 0), row(HOPELESS)]) == 0
     assert ask(depth, [row(SURE), row(HOPELESS, 0)]) == 3
@@ -98,7 +98,7 @@ def test_best_k_by_hand(shares, k):
 
 
 def test_times_depend_on_the_batch():
-    """Alone a row is worth drafting for; at four rows the device has its hands full."""
+    """Drafting pays for one request; with four requests the device is saturated."""
     times = make_times({0: 1.0, 7: 1.2}) | make_times({0: 2.0, 7: 12.0}, batch=4)
     depth = AdaptiveK(times)
     rows = [row(FAIR) for _ in range(4)]
@@ -106,7 +106,7 @@ def test_times_depend_on_the_batch():
 
 
 def test_served_rounds_correct_the_times():
-    """K = 7 looked dear at load: it was a bad moment."""
+    """K = 7 was measured too slow at load."""
     depth = AdaptiveK(make_times({0: 1.0, 7: 9.0}))
     one = row(SURE)
     assert ask(depth, [one], (0, 7)) == 0
@@ -188,7 +188,7 @@ def test_k_changes_beyond_the_margin():
 def test_trials_take_a_small_share_of_the_time():
     depth = AdaptiveK(make_times(TIMES))
     ks = ask_often(depth, [row(HOPELESS)], 2000)
-    assert set(ks) == {0, 3}  # what K = 3 costs less of than K = 7
+    assert set(ks) == {0, 3}  # a trial of K = 3 loses less time than one of K = 7
     lost = ks.count(3) * (TIMES[3] - 1.0)
     assert 0.5 * TRIAL_SHARE * 2000 < lost <= TRIAL_SHARE * 2000 + MAX_TRIAL_DEBT
 
@@ -211,7 +211,7 @@ def test_new_request_is_tried_at_once_then_at_doubling_distances():
 
 
 def test_repeated_rounds_count_towards_the_next_trial():
-    """Trials come as early as they would one round at a time, and the time in between pays for them."""
+    """Trials come as early as with single rounds, and the time in between pays for them."""
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
     spent: list[int] = []
     while len(spent) < 2000:
@@ -227,7 +227,7 @@ def test_repeated_rounds_count_towards_the_next_trial():
 
 
 def test_new_request_starts_without_trial_debt():
-    """Each is tried twice at once by its distances, which time has not nearly paid for."""
+    """Each new request has two trials at once by their distances, which the time share has not paid for."""
     depth = AdaptiveK(make_times(TIMES))
     for _ in range(20):
         new = Row(AcceptanceEstimate([HOPELESS] * 7))
@@ -267,7 +267,7 @@ def test_easier_text_raises_k():
 
 
 class Shelf:
-    """Ks that are loaded, and those that were asked for."""
+    """Loaded Ks, and the Ks that were prepared."""
 
     def __init__(self, *ks: int):
         self.loaded, self.asked = set(ks), list[int]()
@@ -305,12 +305,12 @@ def test_no_executable_is_loaded_for_a_trial_early():
     assert set(ask_often(depth, [new], ROUNDS_BEFORE_LOADING)) == {0}
     assert shelf.asked == []
     ask_often(depth, [new], REPLAN_ROUNDS)
-    assert set(shelf.asked) == {3}  # which costs less of than K = 7
+    assert set(shelf.asked) == {3}  # a trial of K = 3 loses less time than one of K = 7
 
 
 @pytest.mark.parametrize("truth", [1.0, 30.0])
 def test_guessed_k_is_tried_until_measured(truth):
-    """K = 3 is thought to be worth a tenth less than K = 0, which is known; it is, or is far worse."""
+    """K = 3 is estimated a tenth slower than the measured K = 0; it really is, or is far slower."""
     estimates = make_times({0: 1.0, 3: 4.4})
     depth, one = AdaptiveK(make_times({0: 1.0}), estimates), row(SURE)
     assert ask(depth, [one], (0, 3)) == 3
@@ -323,14 +323,14 @@ def test_guessed_k_is_tried_until_measured(truth):
 
 
 def test_optimism_about_a_guess_ends():
-    """Rounds that are never next to another one are not timed."""
+    """Rounds that never run back to back are not timed."""
     depth, one = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
     ks = ask_often(depth, [one], REPLAN_ROUNDS * (OPTIMISTIC_PLANS + 2), (0, 3))
     assert ks[: REPLAN_ROUNDS * OPTIMISTIC_PLANS] == [3] * REPLAN_ROUNDS * OPTIMISTIC_PLANS
     assert ks[-1] == 0
 
 
-# -- the trace
+# -- decisions
 
 
 def test_decisions_record_every_change_of_k():

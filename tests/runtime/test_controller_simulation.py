@@ -55,7 +55,7 @@ class Row:
 def simulate(
     depth: SpeculationController, times: Mapping[int, float], texts: Sequence[Phases], batch: int, seed: int = 3
 ) -> dict[float, float]:
-    """Seconds by the share that the first row of a round has; rows are served as they come, `batch` at a time."""
+    """Seconds by the acceptance of each round's first request; requests are served in order, `batch` at a time."""
     rng, line, rows, unread = random.Random(seed), [*texts], [], []
     spent: dict[float, float] = {}
     buckets = [Bucket(batch, 256, k) for k in times]
@@ -123,7 +123,7 @@ def test_easy_and_hard_requests_in_one_batch(times):
 
 
 def test_simulation_detects_a_bad_choice():
-    """The best K of easy text costs hard text far more than the limit, and the other way round."""
+    """The best K of easy text is far over the limit for hard text, and the other way round."""
     for share, other in ((EASY, 0), (HARD, 7)):
         texts = [[(256, share)]] * 8
         assert sum(simulate(FixedK(other), CPU, texts, 1).values()) > 1.5 * best_fixed(CPU, texts, 1)

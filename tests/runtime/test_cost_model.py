@@ -17,7 +17,7 @@ def test_times_start_as_measured_at_load():
 
 
 def test_one_served_round_by_hand():
-    """Half of the difference, as a ratio, is put down to the kind, a sixteenth to the pace of all kinds."""
+    """Half of the log ratio goes to the shape's own factor, a sixteenth to the speed that all shapes share."""
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     times.note_served(PLAIN, 1.5)
     assert times[PLAIN] == pytest.approx(1.5 ** (1 / 2 + 1 / 16))
@@ -25,7 +25,7 @@ def test_one_served_round_by_hand():
 
 
 def test_ten_rounds_correct_a_wrong_time_at_load():
-    """K = 7 takes twice as long as K = 0, and was measured in a bad moment."""
+    """K = 7 takes twice as long as K = 0, and was measured wrong at load."""
     times = CostModel({PLAIN: 1.0, DEEP: 4.0})
     for turn in range(120):
         times.note_served(*((DEEP, 2.0) if turn % 12 == 0 else (PLAIN, 1.0)))
@@ -87,7 +87,7 @@ def test_estimated_shape_scales_with_the_nearest_measured_one():
 
 
 def test_second_served_round_measures_an_estimated_shape():
-    """It may have been an executable's first."""
+    """The first round may be an executable's first call."""
     times = CostModel({}, ESTIMATES)
     times.note_served(SHORT, 99.0)
     assert times[SHORT] == 20.0 and not times.is_measured(SHORT)

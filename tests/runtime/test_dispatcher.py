@@ -10,20 +10,20 @@ from dflash_aot.runtime.executables.dispatcher import SamplingStateWriter, split
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.slots import RunningRequest
-from tests.runtime.toy import VOCAB, OnDevice, ToyEngine, ToyState, Wish
+from tests.runtime.toy import VOCAB, SlotSampling, ToyArray, ToyEngine, ToyState
 
 PROMPT = [7, 5, 5, 96]
 ARGUMENTS = ("slots", "starts", "anchor", "sampling", "seeds", "bias", "prompted", "tops")
 
 
 class Recorder:
-    """An `admit` that keeps what it is called with."""
+    """An `admit` executable that records its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, np.ndarray]] = []
-        self.placed: list[dict[str, OnDevice]] = []
+        self.placed: list[dict[str, ToyArray]] = []
 
-    def __call__(self, state: ToyState, *arguments: OnDevice) -> tuple[()]:
+    def __call__(self, state: ToyState, *arguments: ToyArray) -> tuple[()]:
         self.placed.append(dict(zip(ARGUMENTS, arguments, strict=True)))
         self.calls.append({name: array.values for name, array in self.placed[-1].items()})
         return ()
@@ -35,7 +35,7 @@ def row(sampled: bool = True, **params: object) -> RunningRequest:
 
 
 def admit(*rows: RunningRequest) -> Recorder:
-    """Each into slot 3."""
+    """Writes each sampling state to slot 3."""
     recorder, state = Recorder(), ToyEngine().state
     admission = SamplingStateWriter(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
     for one in rows:
@@ -84,7 +84,7 @@ def test_request_without_seed_draws_one():
     assert len({low for _, low in seeds}) > 1
 
 
-# -- what is placed
+# -- arrays on the device
 
 
 def test_sampling_state_has_the_declared_shapes():
@@ -148,7 +148,7 @@ def test_empty_arrays_are_placed_once():
         assert other[name] is not first[name]
 
 
-# -- to the slot
+# -- the slot
 
 
 def test_sampling_state_is_written_to_its_slot_only():
@@ -158,11 +158,11 @@ def test_sampling_state_is_written_to_its_slot_only():
     slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
     before = [slot.copy() for slot in slots]
     admission.write(row(temperature=0.5, seed=-2, repetition_penalty=2.0, logit_bias={4: -1.0, 9: 1.0}, logprobs=3), 2)
-    assert slots[2].wish == Wish(0.5, (1 << 64) - 2, 0.0, 2.0, prompted=3, forced=9, tops=True)
+    assert slots[2].sampling == SlotSampling(0.5, (1 << 64) - 2, 0.0, 2.0, prompted=3, forced=9, tops=True)
     assert (slots[2].length, slots[2].anchor, slots[2].said) == (3, 96, 0)
     assert slots[:2] + slots[3:] == before[:2] + before[3:]
     admission.write(row(sampled=False), 2)
-    assert slots[2].wish is not None and slots[2].wish.temperature == 0
+    assert slots[2].sampling is not None and slots[2].sampling.temperature == 0
     assert (slots[2].length, slots[2].anchor) == (3, 96)  # both stay
 
 

@@ -53,7 +53,7 @@ def test_every_prompt_length_continues_the_same_text(serve, cases, k, name):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 25, 26])
 def test_chunks_and_padding_never_change_a_token(serve, cases, length):
-    """The tiny bundle takes chunks of 16, the other one of 64 where a prompt is longer."""
+    """The tiny bundle prefills in chunks of 16, the other one in chunks of up to 64."""
     case = cases["len1"].later(length - 1)
     params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
     small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
@@ -70,7 +70,7 @@ def test_reused_slot_serves_as_if_new(serve, cases):
 
 @pytest.mark.parametrize("k", KS)
 def test_moved_request_goes_on_where_it_was(serve, cases, k):
-    """Two end at once, the third is left in the last slot: with its prompt half in, in one case."""
+    """Two requests end at once, the third stays in the last slot; in one case with a half prefilled prompt."""
     engine = serve("tied", k)
     moves = engine.stats().moves
     for name in ("len131", "len30"):

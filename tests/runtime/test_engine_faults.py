@@ -21,21 +21,21 @@ def up_to(tokens: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    """One that recovers, again and again. With nothing left to warm up, requests are first to find what is gone."""
+    """An engine that recovers repeatedly. Preloaded, so that a request, not the warm-up, meets the fault first."""
     with Engine.open(bundle("tied"), k=K, preload=True) as engine:
         yield engine
         assert engine.failure is None and engine.stats().compile_events == 0
 
 
 def delete_state(engine: Engine, name: str) -> None:
-    """What the next program that reads it finds spent. After a fault callers hear of it before there is a new one."""
+    """Deletes a state array: the next program that reads it fails."""
     arrays = engine._loop._dispatcher._state._arrays
     wait_until(lambda: name in arrays and not arrays[name].is_deleted())
     arrays[name].delete()
 
 
 def submit_saboteur(engine: Engine, prompt: list[int], name: str) -> Request:
-    """A request at whose third delta, on the engine's thread and with a round on its way, an array goes."""
+    """Submits a request at whose third delta, with a round in flight, a state array is deleted."""
     told: list[Delta] = []
 
     def emit(delta: Delta) -> None:
@@ -89,7 +89,7 @@ def test_streams_report_a_fault(engine, cases):
 
 
 def test_cancelled_request_is_no_error_when_programs_fail(engine, cases):
-    """It was dropped before anything was read again."""
+    """The request was dropped before the next read."""
     stream = engine.stream(cases["len70"].prompt, up_to(60))
     saboteur = submit_saboteur(engine, cases["len5"].prompt, "lengths")
     stream.close()

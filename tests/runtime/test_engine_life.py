@@ -32,7 +32,7 @@ def case(cases):
 
 
 def test_closed_engine_releases_its_executables(bundle):
-    """A process that opens one after the other must not hold them all: each maps its code, and the weights."""
+    """A process that opens engines in turn must not keep them all: each maps its code and weights."""
     engine = Engine.open(bundle("tiny"))
     engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
     engine.close()
@@ -129,7 +129,7 @@ def test_several_threads_close_at_once(bundle, case):
 
 @pytest.fixture
 def run_script(bundle, tmp_path: Path):
-    """Runs a program in a process of its own, with `bundle` as its argument: (exit code, output, errors)."""
+    """Runs a script in a subprocess with `bundle` as its argument. Returns exit code, output and errors."""
 
     def run(program: str, sends: signal.Signals | None = None) -> tuple[int, str, str]:
         script = tmp_path / "service.py"
@@ -154,7 +154,7 @@ def run_script(bundle, tmp_path: Path):
 
 
 def test_unclosed_engine_ends_with_its_process_silently(run_script):
-    """With an answer on its way, one that nobody reads, and some in line."""
+    """With a running request, an unread stream, and waiting requests."""
     assert run_script("""
         import contextlib, sys, threading
         from dflash_aot.cache.errors import EngineFailed
@@ -184,7 +184,7 @@ def test_process_ending_in_an_exception_prints_only_that(run_script):
 
 
 def test_terminated_process_may_drain(run_script):
-    """As docs/engine.md has it: the handler raises, and what leaves the block closes."""
+    """As in docs/engine.md: the signal handler raises, and leaving the block closes the engine."""
     assert run_script(
         """
         import signal, sys, threading
@@ -266,7 +266,7 @@ def test_fork_is_refused_and_the_parent_goes_on(run_script, end):
 
 
 def test_fork_reading_a_stream_is_refused(run_script):
-    """The answer comes in the parent; here it would never."""
+    """The answer comes in the parent process only."""
     code, output, errors = run_script("""
         import os, signal, sys, warnings
         from dflash_aot.cache.errors import EngineFailed

@@ -20,10 +20,10 @@ def test_failed_program_ends_running_requests_only(program, steps):
     engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
     asked = SAMPLED if program in ("sampled_verify", "admit", "read sampled_verify") else {}
     for _ in range(steps):
-        engine.ask([1], 9)
+        engine.submit([1], 9)
         engine.step()
     for number in range(2, 8):
-        engine.ask([number], 9, **(asked if number % 2 else {}))
+        engine.submit([number], 9, **(asked if number % 2 else {}))
     engine.bundle.fail(program)
     engine.run()
     failed = [request for request in engine.requests if request.finish_reason == "error"]
@@ -39,21 +39,21 @@ def test_failed_program_ends_running_requests_only(program, steps):
 
 def test_failed_move_ends_running_requests():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
-    gone, moved = engine.ask([1], 9), engine.ask([2], 9)
+    gone, moved = engine.submit([1], 9), engine.submit([2], 9)
     engine.step()
     engine.step()
     gone.cancel()
     engine.bundle.fail("move")
     engine.step()
     assert moved.error == "a program failed in mid-round: Fault: move was told to fail"
-    after = engine.ask([3], 9)
+    after = engine.submit([3], 9)
     engine.run()
     engine.check(after)
 
 
 def test_three_failures_in_a_row_end_the_loop():
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
-    requests = [engine.ask([number], 9) for number in range(5)]
+    requests = [engine.submit([number], 9) for number in range(5)]
     engine.bundle.fail("verify", 3)
     engine.step()
     engine.step()
@@ -67,10 +67,10 @@ def test_three_failures_in_a_row_end_the_loop():
 
 
 def test_prefill_between_failed_rounds_is_no_success():
-    """A device reports most faults when a result is read, and the first token of each request is sound."""
+    """A device reports most faults when a result is read; the first token of each request is fine."""
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     for number in range(20):
-        engine.ask([number], 9)
+        engine.submit([number], 9)
     engine.bundle.fail("read verify", 1000)
     with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last error: .*read verify was told to fail"):
         engine.run()
@@ -79,10 +79,10 @@ def test_prefill_between_failed_rounds_is_no_success():
 
 @pytest.mark.parametrize("tokens", [1, 3], ids=["no round", "rounds"])
 def test_success_resets_the_failure_count(tokens):
-    """Requests for one token have no round, and the reading of a first token is a success too."""
+    """Requests for one token have no round; reading their first token is a success too."""
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     for _ in range(3):
-        requests = [engine.ask([number], tokens) for number in range(3)]
+        requests = [engine.submit([number], tokens) for number in range(3)]
         engine.bundle.fail("prefill", 2)
         engine.run()
         assert [request.finish_reason for request in requests] == ["error", "error", "length"]

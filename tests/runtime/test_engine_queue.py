@@ -28,7 +28,7 @@ def join(deltas) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    """One slot and few places, so that whoever is not first has to wait."""
+    """An engine with one slot and few places, so that all but the first request wait."""
     with Engine.open(bundle("tiny"), k=0, max_waiting=PLACES) as engine:
         yield engine
         assert engine.stats().compile_events == 0
@@ -41,14 +41,14 @@ def case(cases):
 
 @pytest.fixture
 def ended(engine):
-    """Requests that had ended before; all of them had."""
+    """The number of ended requests; asserts that all had ended."""
     wait_until(lambda: engine.stats().running == engine.stats().waiting == 0)
     return sum(engine.stats().finished.values())
 
 
 @pytest.fixture
 def fill(engine, case):
-    """Takes all places in line; the streams that have them."""
+    """Takes all places in the queue. Returns their streams."""
     return lambda: [engine.stream(case.prompt, up_to(5)) for _ in range(PLACES)]
 
 
@@ -56,7 +56,7 @@ def count_outside(engine: Engine) -> int:
     return len(engine._queue._overflow)
 
 
-# -- a bounded line
+# -- the limit
 
 
 @pytest.mark.parametrize("places", [0, -1, 1.0, True, None, "many"])
@@ -119,7 +119,7 @@ def test_wait_that_times_out_is_refused(engine, case, fill, ended):
         assert engine.stats().refused == refused + 2
     for stream in streams:
         stream.result()
-    # The stepper and those in line, and nobody else.
+    # The stepper and the waiting requests, and no other.
     assert sum(settle(engine, ended + PLACES + 1).finished.values()) == ended + PLACES + 1
 
 
@@ -211,7 +211,7 @@ def test_close_refuses_callers_waiting_for_a_place(bundle, case):
 
 
 def test_place_given_up_while_closing_affects_no_other_caller(bundle, case):
-    """A task that is cancelled gives its place up before it can take its request back."""
+    """A cancelled task gives its place up before it withdraws its request."""
     with Engine.open(bundle("tiny"), k=0, max_waiting=1) as engine, hold(engine) as stepper:
         engine.stream(case.prompt, up_to(5))
         first, second = (engine._build_request(case.prompt, up_to(1), lambda delta: None) for _ in range(2))
@@ -236,7 +236,7 @@ def test_lower_priority_number_is_served_first(engine, case):
 
 
 def test_priority_does_not_overtake_the_overflow(engine, case, fill):
-    """A place is a place: priority orders those who have one."""
+    """Priority orders requests in the queue, not callers waiting for a place."""
     with ThreadPoolExecutor(2) as pool:
         with hold(engine):
             before = fill()

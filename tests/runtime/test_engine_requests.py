@@ -97,7 +97,7 @@ def test_iterator_of_prompts_is_refused(serve):
 
 
 def test_later_changes_of_the_caller_have_no_effect(serve, cases):
-    """A bias is checked when it is asked for, and needed when a slot is free."""
+    """A bias is checked at submission and used when a slot is free."""
     engine, case, bias = serve("sampled", 3), cases["len70"], {5: 1.0}
     with hold(engine):
         later = engine.stream([1], SamplingParams(max_tokens=4, logit_bias=bias))

@@ -19,7 +19,7 @@ KS = (0, 3, 7)
 VOCABULARY, CAPACITY = 512, 208
 GREEDY = SamplingParams(max_tokens=40, stop_token_ids=())
 Logits = Callable[[Sequence[int]], np.ndarray]
-# The target is sure of itself: only heat makes it say something else.
+# The target is confident: only a high temperature changes its choices.
 ASKED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 2.0},
     "hot": {"temperature": 8.0},
@@ -49,7 +49,7 @@ def engine(bundle):
 
 @pytest.fixture(scope="module")
 def logits(tied) -> Logits:
-    """Tokens → the target's logits behind each, float64 [T, V], as transformers computes them from all of them."""
+    """Token ids → the target's logits behind each, float64 [T, V], computed by transformers in one pass."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32).eval()
 
     @cache
@@ -126,7 +126,7 @@ def test_seeds_give_different_texts(engine, cases):
     assert len(texts) == len(seeds)
 
 
-# -- where nothing is left to chance, it is greedy
+# -- sampling without a choice is greedy
 
 
 CERTAIN: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ def test_sampling_without_choice_equals_greedy(engine, cases, asked, k):
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 64, 65, 66, 80, 81, 82])
 def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
-    """Its last token is no part of a prefill chunk; a prompt of one token needs none."""
+    """A sampled prompt's last token is not prefilled; a prompt of one token needs no prefill."""
     case = cases["len70"] if length > 40 else cases["len1"]
     prompt = (case.prompt + case.answer)[:length]
     greedy = engine.generate(prompt, replace(GREEDY, max_tokens=10))
@@ -173,7 +173,7 @@ def test_greedy_requests_beside_sampled_ones_keep_their_text(engine, cases, k):
 
 
 def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
-    """Greedy rows of sampled rounds, and sampled ones that ask for less."""
+    """Greedy requests in sampled rounds, and sampled requests with fewer parameters."""
     case = cases["len5"]
     plain = sample(20, temperature=3.0)
     alone = engine.generate(case.prompt, plain).token_ids
@@ -213,7 +213,7 @@ def continue_slowly(
     frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """A token at a time, the most likely one of the penalised logits; fails where two are too near to call."""
+    """Greedy over penalised logits, a token at a time; fails where two logits are too close to compare."""
     text: list[int] = []
     for _ in range(tokens):
         row = logits([*prompt, *text])[-1].copy()
@@ -306,7 +306,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def sum_above(row: np.ndarray) -> np.ndarray:
-    """For each token the mass of all that are likelier."""
+    """For each token the probability mass of all likelier ones."""
     order = np.argsort(-row)
     mass = np.exp(row[order]).cumsum() - np.exp(row[order])
     return mass[np.argsort(order)]
@@ -328,7 +328,7 @@ def test_top_k_top_p_and_min_p_follow_the_target_probabilities(engine, cases, lo
 
 @pytest.mark.parametrize("k", [0, 7])
 def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k):
-    """Of the two likeliest, twice: four texts, whose chi-squared of 3 degrees is below 16.3 in 999 of 1000 runs."""
+    """Two draws of the two likeliest tokens give four texts; chi-squared (3 degrees) is below 16.3 in 99.9 %."""
     prompt, draws, temperature = cases["random12"].prompt, 600, 1.5
     odds = {}
     first = log_softmax(logits(prompt)[-1] / temperature)

@@ -29,7 +29,7 @@ def up_to(tokens: int) -> SamplingParams:
 
 @dataclass
 class Tally:
-    """What one thread saw of its requests."""
+    """What one thread observed of its requests."""
 
     ends: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -59,7 +59,7 @@ class Tally:
 
 
 def run_threads(work: Callable[[random.Random], Tally], seed: int) -> Tally:
-    """Eight threads that begin together, each with its own random numbers."""
+    """Starts eight threads together, each with its own random numbers."""
     start = threading.Barrier(THREADS)
 
     def run(number: int) -> Tally:
@@ -71,7 +71,7 @@ def run_threads(work: Callable[[random.Random], Tally], seed: int) -> Tally:
 
 
 def check_accounts(engine: Engine, tally: Tally) -> None:
-    """Nothing is left behind, and the engine has seen what its callers saw."""
+    """Asserts that nothing is left behind and that counters equal what callers observed."""
     stats = settle(engine, tally.ends.total())
     assert (stats.running, stats.waiting, len(engine._queue._overflow)) == (0, 0, 0)
     assert stats.finished == dict(tally.ends)
@@ -87,7 +87,7 @@ def test_many_cancels_leave_nothing_behind(bundle, cases):
     each = 250
 
     def storm(engine: Engine, rng: random.Random) -> Tally:
-        """Submits, and cancels at random moments: in line, in prefill, in decode, when it is over."""
+        """Submits, and cancels at random moments: in the queue, in prefill, in decode, after the end."""
         tally, open_streams = Tally(), []
         while tally.ends.total() + len(open_streams) < each:
             case = cases[rng.choice(NAMES)]
@@ -146,7 +146,7 @@ SPICES = (
 
 
 class Traffic:
-    """Random requests, each with what it must be answered."""
+    """Random requests, each with its expected answer."""
 
     def __init__(self, engine: Engine, cases):
         self._engine, self._cases = engine, cases
@@ -227,7 +227,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is held: blocks of Python's, resident bytes, arrays of the device's and their bytes, requests."""
+    """Memory in use: Python blocks, resident bytes, device arrays and their bytes, requests."""
 
     blocks: int
     resident: int

@@ -203,7 +203,7 @@ def test_closed_event_loop_affects_no_other_request(serve, cases):
     assert engine.generate(cases["len5"].prompt, up_to(30)).token_ids == cases["len5"].answer[:30]
 
 
-# -- leaving, in every way there is
+# -- every way to leave a stream
 
 
 def close_it(streams: list[Stream]) -> None:
@@ -300,12 +300,12 @@ def test_waiting_request_gets_a_freed_slot_within_two_rounds(serve, cases):
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt, which pytest would take for itself."""
+    """Stands for KeyboardInterrupt, which pytest would handle itself."""
 
 
 @pytest.fixture
 def on_alarm():
-    """Runs what it is given in a signal handler of this thread, soon."""
+    """Runs a function in a signal handler of this thread, soon."""
     before = signal.getsignal(signal.SIGALRM)
 
     def start(work: Callable[[], None]) -> None:
@@ -409,7 +409,7 @@ def test_slow_coroutine_delays_no_other_request(serve, cases):
 
 
 def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
-    """Libraries written in Rust panic with a BaseException; whoever waits must hear of it."""
+    """Libraries written in Rust panic with a BaseException; waiting callers must receive it."""
 
     class Panic(BaseException):
         pass
@@ -551,14 +551,14 @@ SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [False, True])
 def test_close_forgets_no_request(bundle, wait):
-    """The thread that asks is held at each line of the source on its way until the engine has closed."""
+    """The submitting thread is held at each source line on its way until the engine has closed."""
     opened = load_engine_parts(bundle("tiny"), None, None, 0)  # for one engine after the other
     lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())
     assert sum(1 for _ in lines) > 20
 
 
 def ends_while_closing(engine: Engine, line: int, wait: bool) -> bool:
-    """Whether a request comes to that line at all; with an answer or a refusal it always ends."""
+    """Whether a request reaches that line; it always ends, with an answer or a refusal."""
     count, held = itertools.count(), []
     there, go_on = threading.Event(), threading.Event()
 

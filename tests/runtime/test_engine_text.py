@@ -22,7 +22,7 @@ def tokenizer(speaking_target) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tokens(engine, tokenizer) -> list[int]:
-    """All tokens that follow the prompt, up to the end of the grid."""
+    """The answer up to the end of the grid."""
     return engine.generate(tokenizer.encode(PROMPT), SamplingParams(stop_token_ids=())).token_ids
 
 

@@ -25,7 +25,7 @@ def order(buckets: str, ks: list[int], sampling: tuple[str, ...] = ("greedy",)) 
 
 def test_loading_order_by_hand():
     assert order("batch=1,2 length=16,32 k=0,3 prefill=4,32", [3, 0]) == [
-        *("prefill 4,16", "kv_write 1,4", "draft 1,16,3", "verify 1,16,3"),  # whose kv_write is the same
+        *("prefill 4,16", "kv_write 1,4", "draft 1,16,3", "verify 1,16,3"),  # its kv_write is the one of the chunk
         *("prefill 4,32", "prefill 32,32", "kv_write 1,32", "draft 1,32,3", "verify 1,32,3"),
         *("draft 2,16,3", "verify 2,16,3", "kv_write 2,4", "draft 2,32,3", "verify 2,32,3"),
         *("verify 1,16,0", "kv_write 1,1", "verify 1,32,0"),
@@ -47,7 +47,7 @@ def test_sampled_rounds_load_after_greedy_ones_of_the_same_k():
 
 
 def test_multi_round_executable_loads_first():
-    """What a row needs that is not alone, last: it may never come to that."""
+    """Executables for requests that are not alone load last."""
     found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])
     rest = ["draft 1,16,3", "verify 1,16,3", "verify 1,16,0", "kv_write 1,1", "move"]
     assert found == ["prefill 4,16", "kv_write 1,4", "rounds 1,16,3,8", "rounds 1,16,0,8", *rest]
@@ -73,7 +73,7 @@ def test_executables_of_a_round():
 
 @pytest.mark.parametrize("name", ["tiny", "tied"])
 def test_loading_order_covers_every_executable(bundle, name):
-    """And nothing else, but what moves rows where there is one slot."""
+    """And no other executable, except `move` where there is one slot."""
     manifest = read_manifest(bundle(name))
     grid = manifest.grid
     needed = set(itertools.chain.from_iterable(order_loading(grid, manifest.sampling, grid.k)))

@@ -13,7 +13,7 @@ def generate(engine, prompt: dict) -> Result:
 
 
 def needed(prompt: dict) -> list[dict]:
-    """The reference looks for the end only after a round: it may run one more when the answer is whole already."""
+    """The reference looks for the end after a round only, so it may run one round more."""
     cycles, tokens = [], 1
     for cycle in prompt["cycles"]:
         if tokens < len(prompt["new_token_ids"]):
@@ -23,8 +23,8 @@ def needed(prompt: dict) -> list[dict]:
     return cycles
 
 
-def test_every_prompt_runs_as_in_the_reference_round_by_round(run, serve):
-    """In every dialect, layout and reading of a window."""
+def test_every_prompt_matches_the_reference_round_by_round(run, serve):
+    """In every dialect, layout and sliding-window reading."""
     engine = serve(run.key, run.facts["block_size"] - 1)
     for prompt in run.facts["prompts"]:
         result = generate(engine, prompt)
@@ -36,8 +36,8 @@ def test_every_prompt_runs_as_in_the_reference_round_by_round(run, serve):
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
 
 
-def test_a_run_begun_again_at_any_round_goes_on_as_the_reference_did(tied, serve):
-    """The state is the text alone: what was written block by block and what prefill writes are the same."""
+def test_run_restarted_at_any_round_matches_the_reference(tied, serve):
+    """The state depends on the text alone: rounds and prefill write the same kv."""
     for prompt in tied.facts["prompts"]:
         cycles, end = needed(prompt), len(prompt["output_ids"])
         for at, cycle in enumerate(cycles):
@@ -49,7 +49,7 @@ def test_a_run_begun_again_at_any_round_goes_on_as_the_reference_did(tied, serve
             assert (where, result.drafted) == (where, [later["block"][1:] for later in cycles[at:]])
 
 
-def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
+def test_k_zero_equals_plain_greedy_decoding(golden, serve):
     engine = serve(golden.key, 0)
     for prompt in golden.facts["prompts"]:
         result = generate(engine, prompt)
@@ -60,7 +60,7 @@ def test_without_drafts_every_prompt_gives_plain_greedy_decoding(golden, serve):
 
 
 @pytest.mark.parametrize("k", [3])
-def test_a_smaller_k_reads_the_first_tokens_of_the_same_blocks(tied, serve, k):
+def test_smaller_k_verifies_the_first_tokens_of_the_same_blocks(tied, serve, k):
     compared = 0
     for prompt in tied.facts["prompts"]:
         result = generate(serve("tied", k), prompt)
@@ -76,8 +76,8 @@ def test_a_smaller_k_reads_the_first_tokens_of_the_same_blocks(tied, serve, k):
     assert compared > 50
 
 
-def test_in_bfloat16_nearly_everything_falls_as_in_the_reference(rounded_run, bundle):
-    """Ties are exact there and no instruction set rounds like another: a prompt or two may differ."""
+def test_bfloat16_matches_the_reference_for_nearly_every_prompt(rounded_run, bundle):
+    """bfloat16 has exact ties, and instruction sets round differently: a prompt or two may differ."""
     prompts = rounded_run.facts["prompts"]
     with Engine.open(bundle("bfloat16"), k=15) as engine:
         results = [generate(engine, prompt) for prompt in prompts]

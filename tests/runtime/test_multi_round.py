@@ -27,7 +27,7 @@ PROMPT = [3, 1, 4, 1, 5]
 def serve(buckets: str, prompt: Sequence[int], tokens: int, **asked: Any) -> tuple[ToyEngine, Any]:
     device = {name: asked.pop(name) for name in ("right", "k") if name in asked}
     engine = ToyEngine(buckets, **device)
-    request = engine.ask(prompt, tokens, **asked)
+    request = engine.submit(prompt, tokens, **asked)
     engine.run()
     engine.check(request)
     return engine, request
@@ -74,11 +74,11 @@ def test_multi_round_step_shrinks_near_the_capacity(tokens: int):
 
 def test_only_a_single_request_gets_multi_round_steps():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
-    first = engine.ask(PROMPT, 90)
+    first = engine.submit(PROMPT, 90)
     for _ in range(4):
         engine.step()
     assert "rounds" in programs(engine.steps[-1])
-    second = engine.ask([2, 7], 12)
+    second = engine.submit([2, 7], 12)
     together = []
     while second.finish_reason is None:
         engine.step()
@@ -97,7 +97,7 @@ def test_sampled_request_gets_single_rounds():
 
 def test_cancelled_request_frees_its_slot_after_a_multi_round_step():
     engine = ToyEngine("batch=1 length=128 k=0,3 prefill=8 rounds=4", k=3, right=always(1))
-    first, second = engine.ask(PROMPT, 90), engine.ask([2, 7], 40)
+    first, second = engine.submit(PROMPT, 90), engine.submit([2, 7], 40)
     while not engine.calls("rounds"):
         engine.step()
     first.cancel()
@@ -110,12 +110,12 @@ def test_cancelled_request_frees_its_slot_after_a_multi_round_step():
 def test_failed_multi_round_step_ends_its_request_only():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
     for broken in ("rounds", "read rounds"):
-        first = engine.ask(PROMPT, 60)
+        first = engine.submit(PROMPT, 60)
         engine.bundle.fail(broken)
         engine.run()
         assert first.finish_reason == "error" and "was told to fail" in (first.error or "")
         engine.check(first)
-    last = engine.ask(PROMPT, 60)
+    last = engine.submit(PROMPT, 60)
     engine.run()
     engine.check(last)
 
@@ -125,7 +125,7 @@ def test_random_multi_round_schedules_give_each_its_own_text():
     for _ in range(40):
         engine = ToyEngine(BURSTS, k=rng.choice([0, 3, 7]), right=by_first_token)
         for _ in range(rng.randrange(1, 7)):
-            request = engine.ask(
+            request = engine.submit(
                 [rng.randrange(8) for _ in range(rng.randrange(1, 20))],
                 rng.randrange(1, 100),
                 stop_ids=rng.sample(range(97), rng.randrange(3)),

@@ -58,7 +58,7 @@ texts = st.text(st.sampled_from("ab é東🎉"), max_size=12)
 
 @given(prompt=texts, text=texts, stops=st.lists(st.text("ab é東", min_size=1, max_size=3), max_size=3), data=st.data())
 def test_text_is_cut_before_the_stop_string(prompt, text, stops, data):
-    """Also where it begins in one accepted block and ends in the midst of the next one."""
+    """Also where the stop begins in one accepted block and ends in the next one."""
     deltas: list[Delta] = []
     ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
     stream = Detokenizer(TOKENIZER, stops, TOKENIZER.encode(prompt))
@@ -91,4 +91,4 @@ def test_deadline_ends_a_request_at_its_time():
     assert request.find_end(12.4) is None
     assert request.find_end(12.5) == "its deadline of 2.5 s has passed"
     request.cancel()
-    assert request.find_end(10.0) == ""  # whoever asked has left: there is nobody to tell
+    assert request.find_end(10.0) == ""  # cancelled: there is no reason to report

@@ -16,7 +16,7 @@ from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 
-LONG = 120.0  # seconds: longer than anything takes that does not hang
+LONG = 120.0  # seconds: longer than anything that does not hang
 
 
 def request(
@@ -83,7 +83,7 @@ def test_full_queue_refuses_and_counts():
     with pytest.raises(QueueFull, match="2 of 2 requests are waiting.*larger max_waiting"):
         line.put(request())
     with pytest.raises(QueueFull):
-        line.put(request(priority=-9))  # whoever comes first has his place
+        line.put(request(priority=-9))  # the overflow is first come, first served
     assert (line.refused, len(line)) == (2, 2)
     assert line.take() is a
     c = request()
@@ -91,7 +91,7 @@ def test_full_queue_refuses_and_counts():
     assert take_all(line) == [b, c]
 
 
-# -- places
+# -- waiting for a place
 
 
 def test_put_when_free_returns_at_once_where_there_is_room():
@@ -145,7 +145,7 @@ def test_withdrawn_request_in_the_queue_is_cancelled():
 
 
 def test_cancelled_place_goes_to_the_next_request():
-    """As an event loop does it, before it withdraws."""
+    """As an event loop does, before it withdraws the request."""
     line = RequestQueue(1)
     joined(line, 0)
     places = [line.put_when_free(request(name=number)) for number in range(2)]
@@ -155,7 +155,7 @@ def test_cancelled_place_goes_to_the_next_request():
     assert [one.prompt for one in take_all(line)] == [[1]]
 
 
-# -- who leaves
+# -- cancelled and expired requests
 
 
 def test_drop_ended_removes_cancelled_requests():
@@ -260,7 +260,7 @@ def test_closed_queue_refuses_with_the_reason():
             refused()
     assert one.cancelled
     assert line.refused == 0  # there is no place to wait for
-    line.wait()  # for nothing: it is shut
+    line.wait()  # returns at once: the queue is closed
     assert list(line.empty()) == [a]
     line.wait()
     assert len(line) == 0
@@ -289,7 +289,7 @@ def test_queue_closes_while_a_caller_gives_up():
 
 
 class PlainLine:
-    """The slow, obvious line: lists, sorted when somebody is taken."""
+    """The slow, obvious queue: lists, sorted at each take."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -351,7 +351,7 @@ def test_queue_equals_the_plain_model(limit, happening):
                 assert line.put_when_free(one).done() == (one in plain.inside)
             case "take":
                 assert line.take() is plain.take()
-            case "cancel" if plain.inside:  # outside they withdraw
+            case "cancel" if plain.inside:  # in the overflow, callers withdraw instead
                 plain.inside[whom % len(plain.inside)].cancel()
             case "withdraw" if known:
                 line.withdraw(known[whom % len(known)])
@@ -367,7 +367,7 @@ def test_queue_equals_the_plain_model(limit, happening):
 
 
 def comes(line: RequestQueue) -> bool:
-    """Whether somebody does, before it is shut."""
+    """Whether a request comes before the queue is closed."""
     line.wait()
     return len(line) > 0
 
@@ -395,7 +395,7 @@ def test_wake_ends_one_wait():
             line.wait()
             woken.release()
 
-    line.wake()  # before anybody waits: it is not lost
+    line.wake()  # before the wait: the wake is not lost
     threads = start(wait)
     assert woken.acquire(timeout=LONG)
     line.wake()
@@ -430,7 +430,7 @@ CALLERS, EACH = 8, 500
 
 @pytest.mark.parametrize("waits", [False, True], ids=["join", "ask"])
 def test_eight_threads_lose_no_request(waits):
-    """One thread takes; who is refused comes again. Those of one thread and one priority stay in their order."""
+    """One thread takes; refused requests are put again. Requests of one thread and one priority stay in order."""
     line, ready = RequestQueue(16), threading.Barrier(CALLERS + 1)
     taken: list[Request] = []
     refused = itertools.count()
@@ -470,7 +470,7 @@ def test_eight_threads_lose_no_request(waits):
 
 
 def test_every_request_ends_once_under_concurrent_cancels():
-    """Taken, dropped, or never let in because its asker had withdrawn before."""
+    """A request is taken, dropped, or never enters because its caller withdrew it."""
     line, ready = RequestQueue(4), threading.Barrier(CALLERS + 1)
     requests: list[list[Request]] = [[] for _ in range(CALLERS)]
     taken: list[Request] = []

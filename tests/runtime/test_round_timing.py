@@ -19,7 +19,7 @@ def test_smaller_shape_takes_no_longer():
 
 
 def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
-    """As after `Engine.open`: no slot has a length, though the rounds ran behind full ones."""
+    """As after `Engine.open`: all lengths are zero, though the timed rounds ran at full lengths."""
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     times = time_rounds(opened.bundle, opened.state)
     assert set(times) == {(bucket, False) for bucket in opened.bundle.manifest.grid.buckets()}

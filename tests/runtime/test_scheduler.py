@@ -32,7 +32,7 @@ from tests.runtime.toy import (
     rounds_of,
 )
 
-# -- the same text as alone
+# -- every request gets the text it gets alone
 
 
 class AnyK:
@@ -61,7 +61,7 @@ class AnyK:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request and its fate: the step at which it comes, and the one at which it is cancelled or expires, if any."""
+    """A request: the step at which it arrives, and the step at which it is cancelled or expires, if any."""
 
     first: int  # the prompt's first token: how many drafted tokens are right
     length: int
@@ -73,11 +73,11 @@ class Plan:
     cancelled: int | None = None
     expired: int | None = None
 
-    def ask(self, engine: ToyEngine) -> Request:
+    def submit(self, engine: ToyEngine) -> Request:
         prompt = [self.first, *((self.first * 7 + place * 3) % VOCAB for place in range(1, self.length))]
         room = engine.grid.capacity + 1 - len(prompt)
         stops = [] if self.stop is None else continue_alone(prompt, self.stop + 1)[-1:]
-        return engine.ask(prompt, min(self.tokens, room), self.priority, stop_ids=stops, **self.asked)
+        return engine.submit(prompt, min(self.tokens, room), self.priority, stop_ids=stops, **self.asked)
 
     def meet_fate(self, request: Request, step: int) -> None:
         if step == self.cancelled:
@@ -104,14 +104,14 @@ def plans(asked: Sequence[dict[str, Any]], priorities: int = 2, most: int = 10) 
 
 
 def serve(engine: ToyEngine, planned: Sequence[Plan]) -> list[Request]:
-    """Each arrives, and meets its fate, between two steps; until nothing is left to do."""
+    """Requests arrive, are cancelled and expire between steps; runs until the loop is idle."""
     requests: dict[int, Request] = {}
     last = max(plan.arrival for plan in planned)
     work = sum(plan.length + plan.tokens + 2 for plan in planned)
     for step in range(last + work + 2):
         for number, plan in enumerate(planned):
             if plan.arrival == step:
-                requests[number] = plan.ask(engine)
+                requests[number] = plan.submit(engine)
             if number in requests:
                 plan.meet_fate(requests[number], step)
         if not engine.loop.is_idle:
@@ -148,7 +148,7 @@ ASKED = (
     sampling=st.sampled_from([("greedy", "sample"), ("sample",)]),
 )
 def test_random_schedules_give_each_request_its_own_text(buckets, planned, choices, sampling):
-    engine = ToyEngine(buckets, depth=AnyK(choices), sampling=sampling, right=by_first_token)
+    engine = ToyEngine(buckets, controller=AnyK(choices), sampling=sampling, right=by_first_token)
     for request in serve(engine, planned):
         engine.check(request)
         assert request.finish_reason in ("stop", "length", "cancelled")
@@ -170,9 +170,9 @@ def test_greedy_bundle_serves_every_k(k, planned):
 
 def test_requests_join_and_leave_between_rounds():
     engine = ToyEngine(pick=0)
-    first = engine.ask([1], 6)
+    first = engine.submit([1], 6)
     engine.step()
-    second = engine.ask([2], 2)
+    second = engine.submit([2], 2)
     engine.step()
     engine.step()
     assert [call.heads for call in engine.rounds] == [(1,), (1, 2), (1,)]  # two tokens are certain after one round
@@ -184,7 +184,7 @@ def test_requests_join_and_leave_between_rounds():
 
 def test_next_round_is_dispatched_before_the_last_is_read():
     engine = ToyEngine(pick=3, right=always(0))
-    engine.ask([1], 20)
+    engine.submit([1], 20)
     engine.step()
     assert programs(engine.steps[0]) == ["prefill", "kv_write", "draft", "verify", "kv_write"]
     assert programs(engine.step()) == ["draft", "verify", "kv_write", "read prefill", "read verify"]
@@ -194,7 +194,7 @@ def test_next_round_is_dispatched_before_the_last_is_read():
 
 def test_tokens_behind_the_limit_or_a_stop_are_dropped():
     engine = ToyEngine(pick=7)
-    limited, stopped = engine.ask([1], 3), engine.ask([5], 20, stop_ids=[continue_alone([5], 6)[-1]])
+    limited, stopped = engine.submit([1], 3), engine.submit([5], 20, stop_ids=[continue_alone([5], 6)[-1]])
     engine.run()
     assert (limited.accepted, len(limited.token_ids), limited.finish_reason) == ([7], 3, "length")
     assert (stopped.accepted, len(stopped.token_ids), stopped.finish_reason) == ([7], 6, "stop")
@@ -208,10 +208,10 @@ def test_tokens_behind_the_limit_or_a_stop_are_dropped():
 
 def test_prefill_chunks_run_between_rounds():
     engine = ToyEngine(pick=0, costs=COSTS)
-    running = engine.ask([1], 12)
+    running = engine.submit([1], 12)
     engine.step()
     engine.step()
-    long = engine.ask(LONG, 2)
+    long = engine.submit(LONG, 2)
     engine.run()
     chunks = [call.bucket for call in engine.calls("prefill")[1:]]
     assert chunks == [Chunk(16, 16), Chunk(16, 64), Chunk(16, 64)]
@@ -234,19 +234,19 @@ def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):
 
 def test_prefill_goes_by_priority_and_takes_turns():
     engine = ToyEngine(pick=0)
-    engine.ask([1] * 32, 1, priority=1)
-    engine.ask([2] * 32, 1, priority=1)
+    engine.submit([1] * 32, 1, priority=1)
+    engine.submit([2] * 32, 1, priority=1)
     engine.step()
-    engine.ask([3] * 32, 1)
+    engine.submit([3] * 32, 1)
     engine.run()
     assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 2, 1, 2]
 
 
 def test_long_prompt_delays_a_short_one_by_one_chunk():
     engine = ToyEngine("batch=2 length=64 k=0 prefill=4", k=0)
-    engine.ask([1] * 60, 1)
+    engine.submit([1] * 60, 1)
     engine.step()
-    short = engine.ask([2], 1)
+    short = engine.submit([2], 1)
     for _ in range(3):
         engine.step()
     assert short.finish_reason == "length"
@@ -260,7 +260,7 @@ def test_long_prompt_delays_a_short_one_by_one_chunk():
 def test_round_runs_in_the_smallest_bucket(rows, batch):
     engine = ToyEngine(pick=3, right=always(0))
     for number in range(rows):
-        engine.ask([number], 30)
+        engine.submit([number], 30)
     for _ in range(rows):
         engine.step()
     assert engine.rounds[-1].bucket.batch == batch
@@ -272,7 +272,7 @@ def test_round_runs_in_the_smallest_bucket(rows, batch):
 @pytest.mark.parametrize("gone", [set(left) for count in range(5) for left in itertools.combinations(range(4), count)])
 def test_remaining_requests_are_compacted(gone, asked):
     engine = ToyEngine("batch=1,2,4 length=64 k=0,3 prefill=4", k=3, right=by_first_token)
-    requests = [engine.ask([number, 3], 30, **asked) for number in range(4)]
+    requests = [engine.submit([number, 3], 30, **asked) for number in range(4)]
     for _ in range(5):
         engine.step()
     for number in gone:
@@ -292,7 +292,7 @@ def test_remaining_requests_are_compacted(gone, asked):
 
 def test_half_prefilled_request_moves():
     engine = ToyEngine(pick=0)
-    short, long = engine.ask([1], 30), engine.ask(LONG, 4, **SAMPLED)
+    short, long = engine.submit([1], 30), engine.submit(LONG, 4, **SAMPLED)
     engine.step()
     engine.step()
     short.cancel()
@@ -304,11 +304,11 @@ def test_half_prefilled_request_moves():
 
 def test_new_request_fills_a_free_slot_before_any_move():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
-    first, _ = engine.ask([1], 20), engine.ask([2], 20)
+    first, _ = engine.submit([1], 20), engine.submit([2], 20)
     for _ in range(3):
         engine.step()
     first.cancel()
-    engine.ask([3], 20)
+    engine.submit([3], 20)
     engine.step()
     assert engine.rounds[-1].heads == (3, 2)
     assert engine.counters.moves == 0
@@ -316,24 +316,24 @@ def test_new_request_fills_a_free_slot_before_any_move():
 
 def test_prefilling_request_does_not_widen_the_batch():
     engine = ToyEngine(pick=0)
-    engine.ask([1], 12)
+    engine.submit([1], 12)
     engine.step()
-    engine.ask(LONG, 2)
+    engine.submit(LONG, 2)
     engine.step()
     assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
 
 
 def test_finishing_request_does_not_widen_the_batch():
     engine = ToyEngine(pick=0)
-    engine.ask([1], 12)
+    engine.submit([1], 12)
     engine.step()
-    engine.ask([2], 2)
+    engine.submit([2], 2)
     engine.step()
     engine.step()
     assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
 
 
-# -- who is next
+# -- order
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_finishing_request_does_not_widen_the_batch():
 def test_equal_requests_are_served_in_order_of_arrival(slots, begins):
     engine = ToyEngine(f"batch={slots} length=16 k=0 prefill=4", k=0)
     for number in range(6):
-        engine.ask([number], 3)
+        engine.submit([number], 3)
     engine.run()
     assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == begins
     assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
@@ -354,10 +354,10 @@ def test_equal_requests_are_served_in_order_of_arrival(slots, begins):
 
 def test_priority_overtakes_waiting_requests_only():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    engine.ask([1], 5)
+    engine.submit([1], 5)
     engine.step()
     for number, priority in ((2, 0), (3, 0), (4, -1), (5, -1), (6, 1)):
-        engine.ask([number], 1, priority=priority)
+        engine.submit([number], 1, priority=priority)
     engine.run()
     assert [call.heads for call in engine.rounds] == [(1,)] * 4  # it was not interrupted
     assert [call.heads[0] for call in engine.calls("prefill")] == [1, 4, 5, 2, 3, 6]
@@ -374,11 +374,11 @@ def test_equal_priority_never_overtakes(planned, buckets):
 
 
 def test_equal_priority_never_starves():
-    """More come than go; as above, a prompt goes in at the steps 3n and 3n + 1."""
+    """More requests arrive than end; as above, a prompt is prefilled at the steps 3n and 3n + 1."""
     engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
     for _ in range(40):
         for _ in range(2):
-            engine.ask([5], 3)
+            engine.submit([5], 3)
         engine.step()
     assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == (
         [step for step in range(40) if step % 3 < 2]
@@ -387,7 +387,7 @@ def test_equal_priority_never_starves():
     assert started == sorted(started, reverse=True)
 
 
-# -- slots that fall free
+# -- freed slots
 
 
 def cancel(request: Request) -> None:
@@ -402,7 +402,7 @@ def expire(request: Request) -> None:
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4,16", k=3, right=always(1))
-    gone, waiting = engine.ask([8] * 30, 20), engine.ask([9], 5)
+    gone, waiting = engine.submit([8] * 30, 20), engine.submit([9], 5)
     for _ in range(steps):
         engine.step()
     ended_at = len(engine.steps)
@@ -420,7 +420,7 @@ def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
 
 def test_deadline_gives_an_error_and_cancel_none():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    late, gone, kept = engine.ask([1], 9), engine.ask([2], 9), engine.ask([3], 2)
+    late, gone, kept = engine.submit([1], 9), engine.submit([2], 9), engine.submit([3], 2)
     engine.step()
     expire(late)
     gone.cancel()
@@ -433,16 +433,16 @@ def test_deadline_gives_an_error_and_cancel_none():
 
 def test_deadline_passes_in_the_queue():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    engine.ask([1], 9)
-    late = engine.ask([2], 9, deadline=time.monotonic())
+    engine.submit([1], 9)
+    late = engine.submit([2], 9, deadline=time.monotonic())
     engine.step()
     assert (late.finish_reason, late.token_ids, late.started) == ("cancelled", [], None)
 
 
 def test_free_slot_is_reused_in_the_next_step():
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
-    stopped = engine.ask([1], 20, stop_ids=[continue_alone([1], 3)[-1]])
-    engine.ask([2], 1)
+    stopped = engine.submit([1], 20, stop_ids=[continue_alone([1], 3)[-1]])
+    engine.submit([2], 1)
     engine.step()
     engine.step()  # reads the stop; the second round is on its way and lost
     assert stopped.finish_reason == "stop"
@@ -459,7 +459,7 @@ def test_k_shrinks_to_zero_near_the_capacity():
     The K of a round is the largest for which length + what is in flight + 1 + K fits into 16.
     """
     engine = ToyEngine("batch=1 length=16 k=0,3,7 prefill=4", right=always(0))
-    request = engine.ask([1, 2, 3, 4], 13)
+    request = engine.submit([1, 2, 3, 4], 13)
     engine.run()
     assert [call.bucket.k for call in engine.rounds] == [7, 3, 3, 3, 3, 3, 0, 3, 0, 0, 0, 0]
     engine.check(request)
@@ -468,7 +468,7 @@ def test_k_shrinks_to_zero_near_the_capacity():
 def test_loose_length_bound_reads_what_is_in_flight():
     """8 positions, and a round of K = 7 may fill the other 8."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
-    request = engine.ask([1] * 8, 9)
+    request = engine.submit([1] * 8, 9)
     engine.step()
     assert programs(engine.step())[:3] == ["read prefill", "read verify", "verify"]
     assert [call.bucket.k for call in engine.rounds] == [7, 0]
@@ -477,9 +477,9 @@ def test_loose_length_bound_reads_what_is_in_flight():
 
 
 def test_stats_never_wait_for_the_device():
-    """Not even near the capacity."""
+    """Near the capacity too, the requested K is used where there is room."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
-    engine.ask([1] * 8, 9)
+    engine.submit([1] * 8, 9)
     waits = []
 
     def look() -> None:
@@ -500,7 +500,7 @@ def test_stats_never_wait_for_the_device():
 @pytest.mark.parametrize("prompt", range(1, 17))
 def test_every_prompt_continues_to_the_last_position(prompt, right):
     engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
-    request, company = engine.ask([1] * prompt, 17 - prompt), engine.ask([2], 16, **SAMPLED)
+    request, company = engine.submit([1] * prompt, 17 - prompt), engine.submit([2], 16, **SAMPLED)
     engine.run()
     engine.check(request)
     engine.check(company)
@@ -508,12 +508,12 @@ def test_every_prompt_continues_to_the_last_position(prompt, right):
 
 def test_batch_runs_at_the_largest_requested_k():
     engine = ToyEngine(pick=3, right=always(0))
-    own = engine.ask([1], 12, k=0)
+    own = engine.submit([1], 12, k=0)
     engine.step()
     assert [call.bucket.k for call in engine.rounds] == [0]  # alone it has its own
-    usual = engine.ask([2], 3)
+    usual = engine.submit([2], 3)
     engine.step()
-    large = engine.ask([3], 2, k=7)
+    large = engine.submit([3], 2, k=7)
     engine.step()
     engine.run()
     assert [call.bucket.k for call in engine.rounds][:3] == [0, 3, 7]
@@ -526,7 +526,7 @@ def test_batch_runs_at_the_largest_requested_k():
 @pytest.mark.parametrize("k", [0, 3, 7])
 def test_requested_k_is_used_where_there_is_room(k):
     engine = ToyEngine(k=k)
-    engine.ask([1], 40)
+    engine.submit([1], 40)
     engine.step()
     engine.step()
     assert {call.bucket.k for call in engine.rounds} == {k}

@@ -13,16 +13,16 @@ from tests.runtime.toy import (
 
 
 def serve_callers(engine: ToyEngine, callers: int, each: int, tokens: int) -> None:
-    """Each caller asks `each` requests, the next one as soon as the last has ended."""
-    waiting = {engine.ask([1, 2, 3, 4], tokens): each - 1 for _ in range(callers)}
+    """Each caller submits `each` requests, the next one when the last has ended."""
+    waiting = {engine.submit([1, 2, 3, 4], tokens): each - 1 for _ in range(callers)}
     while not engine.loop.is_idle:
         engine.step()
         for request in [request for request, left in waiting.items() if request.finish_reason and left]:
-            waiting[engine.ask([1, 2, 3, 4], tokens)] = waiting.pop(request) - 1
+            waiting[engine.submit([1, 2, 3, 4], tokens)] = waiting.pop(request) - 1
 
 
 def first_token_seconds(engine: ToyEngine) -> list[float]:
-    return [engine.news[request][0][0] - engine.asked_at[request] for request in engine.requests]
+    return [engine.deltas[request][0][0] - engine.submitted_at[request] for request in engine.requests]
 
 
 @pytest.mark.parametrize("callers", [1, 4, 8])
@@ -40,7 +40,7 @@ def test_latency_is_that_of_rounds_and_other_prompts_chunks(callers):
     assert firsts[:callers] == [place * (CHUNK + ROUND) + 5.0 for place in range(callers)]
     # Later ones wait for what is left of the round just read, for the lost one, and for another's chunk before that.
     assert all(1.0 + ROUND + 5.0 <= first <= 1.0 + CHUNK + ROUND + 5.0 for first in firsts[callers:])
-    ended = max(engine.news[request][-1][0] for request in engine.requests)
+    ended = max(engine.deltas[request][-1][0] for request in engine.requests)
     assert ended <= (callers - 1 + 11 * 3) * ROUND + callers * 3 * CHUNK
     if callers == 1:
         assert firsts == [5.0, 11.0, 11.0]

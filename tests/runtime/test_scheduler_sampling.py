@@ -16,10 +16,10 @@ from tests.runtime.toy import (
 
 def test_sampled_and_greedy_requests_share_a_round():
     engine = ToyEngine(pick=3, right=always(3))
-    greedy = engine.ask([1, 2, 3], 12)
+    greedy = engine.submit([1, 2, 3], 12)
     engine.step()
     assert programs(engine.steps[0]) == ["prefill", "kv_write", "draft", "verify", "kv_write"]
-    sampled = engine.ask([4, 5, 6], 9, **SAMPLED)
+    sampled = engine.submit([4, 5, 6], 9, **SAMPLED)
     engine.step()
     assert programs(engine.steps[1])[2:6] == ["admit", "admit", "draft", "sampled_verify"]
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), -1), ((1,), 6)]
@@ -32,8 +32,8 @@ def test_sampled_and_greedy_requests_share_a_round():
 
 def test_rounds_sample_only_with_a_sampled_request():
     engine = ToyEngine(pick=0)
-    engine.ask([1], 9)
-    engine.ask([2], 2, **SAMPLED)
+    engine.submit([1], 9)
+    engine.submit([2], 2, **SAMPLED)
     engine.run()
     assert [call.program for call in engine.rounds] == ["sampled_verify"] * 2 + ["verify"] * 6
     assert [call.heads for call in engine.rounds] == [(1, 2)] * 2 + [(1,)] * 6
@@ -43,7 +43,7 @@ def test_rounds_sample_only_with_a_sampled_request():
 
 def test_sampled_prompt_is_prefilled_without_its_last_token():
     engine = ToyEngine(pick=0)
-    request = engine.ask([1, 2, 3, 4, 5], 3, **SAMPLED)
+    request = engine.submit([1, 2, 3, 4, 5], 3, **SAMPLED)
     engine.run()
     assert [call.bucket for call in engine.calls("prefill")] == [Chunk(4, 16)]
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 5)]
@@ -53,7 +53,7 @@ def test_sampled_prompt_is_prefilled_without_its_last_token():
 
 def test_sampled_prompt_of_one_token_needs_no_prefill():
     engine = ToyEngine(pick=3)
-    before, request = engine.ask([1] * 9, 1), engine.ask([5], 4, **SAMPLED)
+    before, request = engine.submit([1] * 9, 1), engine.submit([5], 4, **SAMPLED)
     engine.step()
     assert programs(engine.steps[0]) == ["prefill", "kv_write", "admit", "draft", "sampled_verify", "kv_write"]
     assert engine.rounds[0].heads == (5,)
@@ -63,11 +63,11 @@ def test_sampled_prompt_of_one_token_needs_no_prefill():
 
 
 def test_sampling_state_does_not_reach_the_next_request():
-    """One slot: its greedy requests come behind sampled ones, and the rounds of both bundles' kinds are sampled."""
+    """One slot: greedy requests follow sampled ones, and the rounds of both bundles sample."""
     for sampling in (("greedy", "sample"), ("sample",)):
         engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, sampling=sampling, right=always(2))
         asked = ({"logit_bias": {9: 50.0}}, {}, SAMPLED, {}, {"repetition_penalty": 2.0}, {"logprobs": 1}, SAMPLED)
-        requests = [engine.ask([number, 2], 8, **one) for number, one in enumerate(asked)]
+        requests = [engine.submit([number, 2], 8, **one) for number, one in enumerate(asked)]
         engine.run()
         for request in requests:
             engine.check(request)
@@ -76,12 +76,12 @@ def test_sampling_state_does_not_reach_the_next_request():
 
 def test_greedy_request_in_a_sampled_slot_stays_greedy():
     engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
-    forced = engine.ask([1], 1, logit_bias={9: 50.0})
+    forced = engine.submit([1], 1, logit_bias={9: 50.0})
     engine.run()
-    greedy = engine.ask([2], 9)
+    greedy = engine.submit([2], 9)
     engine.step()
     assert engine.rounds[-1].slots == (0,)
-    sampled = engine.ask([3], 4, **SAMPLED)
+    sampled = engine.submit([3], 4, **SAMPLED)
     engine.run()
     assert forced.token_ids == [9]
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 1), ((0,), -1), ((1,), 3)]
@@ -91,9 +91,9 @@ def test_greedy_request_in_a_sampled_slot_stays_greedy():
 
 @pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "logprobs": 2}], ids=["sampled", "logprobs"])
 def test_moved_request_keeps_its_sampling_state(asked):
-    """Its seed, its counts and what it wants to be told of."""
+    """The moved request keeps its seed, its token counts and its logprobs option."""
     engine = ToyEngine(pick=3, right=always(1))
-    gone, kept = engine.ask([1], 2), engine.ask([2, 3], 14, **asked)
+    gone, kept = engine.submit([1], 2), engine.submit([2, 3], 14, **asked)
     engine.run()
     assert gone.finish_reason == "length"
     assert engine.counters.moves == 1
@@ -104,7 +104,7 @@ def test_moved_request_keeps_its_sampling_state(asked):
 
 
 def describe(token: int, count: int) -> TokenLogprob:
-    """As the toy has it: -token / 4, and the likeliest are the token itself and those above it."""
+    """The toy's log-probabilities: -token / 4; the likeliest tokens are the token itself and those above it."""
     tops = [(token + above) % VOCAB for above in range(count)]
     return TokenLogprob(token, -token / 4, tuple((top, -top / 4) for top in tops))
 
@@ -112,8 +112,8 @@ def describe(token: int, count: int) -> TokenLogprob:
 def test_log_probabilities_belong_to_each_request():
     engine = ToyEngine(pick=3, right=always(2))
     counts = {1: 0, 2: 3, 3: None, 4: 20}
-    requests = {first: engine.ask([first], 9, logprobs=count) for first, count in counts.items()}
-    requests[5] = engine.ask([5], 7, logprobs=1, stop_ids=[continue_alone([5], 5)[-1]])
+    requests = {first: engine.submit([first], 9, logprobs=count) for first, count in counts.items()}
+    requests[5] = engine.submit([5], 7, logprobs=1, stop_ids=[continue_alone([5], 5)[-1]])
     engine.run()
     for first, count in {**counts, 5: 1}.items():
         request = requests[first]

@@ -111,7 +111,7 @@ def test_request_wants_a_round_once_prefilled():
 
 
 def test_certain_tokens_are_not_outstanding():
-    """Every round on its way brings at least one."""
+    """Every round in flight commits at least one token."""
     row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
     row.first_token_in_flight = True  # 1 is certain
     assert row.wants_round
@@ -202,7 +202,7 @@ def test_every_request_has_its_own_acceptance():
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))
 def test_random_changes_keep_every_request_in_one_slot(events):
-    """Beside it a plain list, which a move changes as it says."""
+    """Compares with a plain list, changed by the moves that are returned."""
     slots, expected = Slots(4), [None] * 4
     for what, number in events:
         here = [row for row in expected if row]
@@ -232,7 +232,7 @@ def test_random_changes_keep_every_request_in_one_slot(events):
     late=st.integers(0, 3),
 )
 def test_rounds_in_flight_keep_the_bounds(limit, sampled, verdicts, late):
-    """A device that accepts as it likes and is read `late` rounds late: all that is wanted is asked for."""
+    """With random acceptance, read `late` rounds late, every wanted token is dispatched for."""
     row, rounds = RunningRequest(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
     row.prefilled_tokens = row.length = length = row.tokens_to_prefill
     row.first_token_in_flight = not sampled

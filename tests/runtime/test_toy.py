@@ -9,7 +9,7 @@ from dflash_aot.cache.grid import Bucket, Chunk
 from tests.runtime.toy import (
     Fault,
     Misuse,
-    OnDevice,
+    ToyArray,
     ToyBundle,
     ToyEngine,
     ToyState,
@@ -23,18 +23,18 @@ def test_toy_texts_by_hand():
     assert continue_alone([5], 3) == [6, 18, 72]  # 1 + 5, 6 + 2·6, 18 + 3·18
     assert guess([5], 2, 4)[:3] == [6, 18, 73]  # two are right, the third is not
     engine = ToyEngine(right=always(1), k=3)
-    request = engine.ask([5], 5)
+    request = engine.submit([5], 5)
     engine.run()
     # The first token is the prefill's, each round brings one right guess and one of the target's own.
     assert (request.token_ids, request.accepted[:2]) == ([6, 18, 72, 69, 26], [1, 1])
 
 
-def place(*values: object) -> list[OnDevice]:
-    return [OnDevice(np.array(value)) for value in values]
+def place(*values: object) -> list[ToyArray]:
+    return [ToyArray(np.array(value)) for value in values]
 
 
 def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
-    """Three tokens in slot 0 of a toy without a loop, and their features, which are not written yet."""
+    """A toy without a loop: three tokens in slot 0, and their features, not written yet."""
     engine = ToyEngine("batch=1,2 length=16 k=0,3 prefill=4", k=3)
     bundle, state = engine.bundle, engine.state
     arguments = place([[5, 6, 7, 0]], [0], [0], [3])

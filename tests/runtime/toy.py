@@ -1,8 +1,8 @@
-"""A device in plain Python with the interface of Bundle and DeviceState, whose answers can be worked out by hand.
+"""A device in plain Python with the interface of LoadedBundle and DeviceState, whose answers can be worked out by hand.
 
-Its kv is the text: each position of a slot holds the token that was written there, or STALE. So it knows what a real
-device would not notice, and says so: a position that is read before it was written, a write that would slide back, an
-argument of the host's, state that a failed call has spent. Two clocks, the device's and the host's, give latencies.
+The toy's kv is the text: each position of a slot holds the token that was written there, or STALE. So the toy detects
+what a real device executes silently: a read of an unwritten position, a write that would slide back, a host array as an
+argument, state that a failed call has spent. Two clocks, of device and host, give latencies.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
 
 VOCAB = 97
-STALE = -1  # nobody's text
+STALE = -1  # written by no request
 GRID = "batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16"
 BLOCK = 8
 NO_COSTS: Mapping[str, float] = {}
@@ -34,11 +34,11 @@ GREEDY = SamplingParams()
 
 
 class Misuse(BaseException):
-    """What a real device would do silently and wrongly. No Exception: from those the loop recovers."""
+    """A wrong call, which a real device would execute silently. Not an Exception: the loop recovers from those."""
 
 
 class Fault(Exception):
-    """A program that was told to fail."""
+    """The failure of a program that a test told to fail."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -50,8 +50,8 @@ def require(condition: bool, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a slot asks of the choice of its tokens. `forced`: the one token that has a bias."""
+class SlotSampling:
+    """Sampling parameters of a slot. forced: the one token that has a bias."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -67,23 +67,23 @@ def next_token(text: Sequence[int]) -> int:
     return (1 + sum(place * token for place, token in enumerate(text, 1))) % VOCAB
 
 
-def pick(text: Sequence[int], wish: Wish, said: int) -> int:
-    """The next token as `wish` has it, after `said` tokens of output; the neutral wish is the target's own choice."""
-    if wish.forced is not None:
-        return wish.forced
+def pick(text: Sequence[int], sampling: SlotSampling, said: int) -> int:
+    """The next token under `sampling` after `said` tokens of output; neutral parameters: the target's choice."""
+    if sampling.forced is not None:
+        return sampling.forced
     token = next_token(text)
-    if wish.temperature and (len(text) + wish.seed) % 3 == 0:
-        token += round(10 * wish.temperature) + wish.seed
-    if wish.frequency:
+    if sampling.temperature and (len(text) + sampling.seed) % 3 == 0:
+        token += round(10 * sampling.temperature) + sampling.seed
+    if sampling.frequency:
         token += said
-    if wish.repetition != 1:
-        token += wish.prompted
+    if sampling.repetition != 1:
+        token += sampling.prompted
     return token % VOCAB
 
 
 def continue_alone(prompt: Sequence[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
     """The slow, obvious path: one request, one token at a time."""
-    wish = Wish(
+    sampling = SlotSampling(
         params.temperature,
         (params.seed or 0) % (1 << 64),
         params.frequency_penalty,
@@ -93,7 +93,7 @@ def continue_alone(prompt: Sequence[int], count: int, params: SamplingParams = G
     )
     text = [*prompt]
     for said in range(count):
-        text.append(pick(text, wish, said))
+        text.append(pick(text, sampling, said))
     return text[len(prompt) :]
 
 
@@ -127,7 +127,7 @@ def by_first_token(text: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a program, or "read" for what the host has read of one.
+    """One call of a program, or "read PROGRAM" when the host read its result.
 
     `slots`: those that it was for, of a verification the active ones. `heads`: the first token of each one's text.
     `anchor`: of an admission.
@@ -148,14 +148,14 @@ class Clock:
     device: float = 0.0
 
     def enqueue(self, cost: float) -> float:
-        """When a call that costs so much is done."""
+        """The time at which a call of this cost is done."""
         self.device = max(self.device, self.host) + cost
         return self.device
 
 
 @dataclass(eq=False)
-class OnDevice:
-    """An array of the device's: the host waits for it, and reads it only after it was sent."""
+class ToyArray:
+    """A device array: the host may read it only after it was sent."""
 
     values: Any
     on_read: Callable[[], None] = lambda: None
@@ -172,18 +172,18 @@ class OnDevice:
 
 @dataclass
 class Slot:
-    """Tokens by position, of both kvs; what the next round starts with; what is asked of its choice."""
+    """A slot: tokens by position in both kvs, what the next round starts with, and the sampling parameters."""
 
     target: list[int]
     draft: list[int]
     length: int = 0
     anchor: int = STALE
-    wish: Wish | None = None
+    sampling: SlotSampling | None = None
     said: int = 0
 
     @property
     def text(self) -> list[int]:
-        """What attention sees."""
+        """The committed tokens, which attention sees."""
         text = self.target[: self.length]
         require(STALE not in text, f"positions of {text} are read that were never written")
         return text
@@ -194,7 +194,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Features:
-    """Of the tokens [rows, width] at `starts` of `slots`, as kv_write is to have them."""
+    """Features of tokens [rows, width] at `starts` of `slots`, for kv_write."""
 
     slots: tuple[int, ...]
     starts: tuple[int, ...]
@@ -207,7 +207,7 @@ def write(kv: list[int], start: int, tokens: Sequence[int]) -> None:
 
 
 class ToyState:
-    """As DeviceState: a call that fails has spent it."""
+    """Stands for DeviceState: a failed call spends it."""
 
     def __init__(self, grid: Grid):
         self._grid = grid
@@ -220,9 +220,9 @@ class ToyState:
         self._spent = False
         self.resets += 1
 
-    def place(self, array: np.ndarray) -> OnDevice:
+    def place(self, array: np.ndarray) -> ToyArray:
         """No copy: on a CPU a device may go on reading the host's own memory."""
-        return OnDevice(array)
+        return ToyArray(array)
 
     @contextmanager
     def donate(self) -> Iterator[list[Slot]]:
@@ -232,11 +232,11 @@ class ToyState:
         self._spent = False
 
 
-Program = Callable[..., Sequence[OnDevice]]
+Program = Callable[..., Sequence[ToyArray]]
 
 
 class ToyBundle:
-    """As Bundle. `costs`: simulated seconds per program. `cold`: what is called first was not called before."""
+    """Stands for LoadedBundle. costs: simulated seconds per program. cold: no executable was called yet."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class ToyBundle:
         self._widths |= {(bucket.batch, bucket.k + 1) for bucket in grid.buckets()}
 
     def fail(self, program: str, times: int = 1) -> None:
-        """The next calls of `program` fail; of "read verify" and the like, the host's reading of their results."""
+        """Makes the next calls of `program` fail; "read verify" makes reading its results fail."""
         self._faults[program] += times
 
     def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
@@ -309,17 +309,17 @@ class ToyBundle:
         require(bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no verification for {bucket}")
 
     def _call(
-        self, program: str, bucket: Any, run: Callable[..., Any], state: ToyState, *arguments: OnDevice
-    ) -> list[OnDevice]:
-        """`run` gets the slots and what is in the arguments; returns what the log says of it, and results."""
-        require(all(isinstance(one, OnDevice) for one in arguments), f"{program} is given an array of the host's")
+        self, program: str, bucket: Any, run: Callable[..., Any], state: ToyState, *arguments: ToyArray
+    ) -> list[ToyArray]:
+        """`run` takes slots and argument values; returns the slots for the log, and results."""
+        require(all(isinstance(one, ToyArray) for one in arguments), f"{program} is given an array of the host's")
         done = self.clock.enqueue(self._costs.get(program, 0.0))
         with state.donate() as slots:
             self._break(program)
             used, results, *anchor = run(bucket, slots, *(one.values for one in arguments))
         heads = tuple(slots[slot].target[0] for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
-        return [OnDevice(result, partial(self._read, program, bucket, tuple(used), heads, done)) for result in results]
+        return [ToyArray(result, partial(self._read, program, bucket, tuple(used), heads, done)) for result in results]
 
     def _read(self, program: str, bucket: Any, slots: tuple[int, ...], heads: tuple[int, ...], done: float) -> None:
         self.on_read()
@@ -349,7 +349,7 @@ class ToyBundle:
         return range(bucket.batch), ([[slot.anchor, *self._guess(slot, bucket.k)] for slot in slots[: bucket.batch]],)
 
     def _guess(self, slot: Slot, k: int) -> list[int]:
-        """A row that is not active may hold anything; whether it is, only the verification knows."""
+        """An inactive row may hold anything; only the verification knows which rows are active."""
         text = slot.target[: slot.length]
         if STALE in (*text, slot.anchor) or slot.draft[: slot.length] != text:
             return [STALE] * k
@@ -361,36 +361,36 @@ class ToyBundle:
         block = arguments[0] if bucket.k else [[slot.anchor] for slot in slots]
         require(len(active) == len(block) == bucket.batch, f"{len(block)} rows, {len(active)} flags in {bucket}")
         starts = tuple(slot.length for slot in slots)
-        wishes = [slot.wish if sampled else Wish() for slot in slots]
-        judged = [_judge(bucket, *row) for row in zip(slots, block, active, wishes, strict=True)]
-        written, verdict = zip(*judged, strict=True)
+        samplinges = [slot.sampling if sampled else SlotSampling() for slot in slots]
+        rows = [_verify_row(bucket, *row) for row in zip(slots, block, active, samplinges, strict=True)]
+        written, outcome = zip(*rows, strict=True)
         features = Features(tuple(range(bucket.batch)), starts, written)
-        return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(verdict, np.int32))
+        return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(outcome, np.int32))
 
     def _sampled_verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any) -> Any:
-        used, (features, starts, verdict) = self._verify(bucket, slots, *arguments, sampled=True)
-        chosen, count = verdict[:, bucket.k + 1 :], count_top_logprobs(VOCAB)
+        used, (features, starts, outcome) = self._verify(bucket, slots, *arguments, sampled=True)
+        chosen, count = outcome[:, bucket.k + 1 :], count_top_logprobs(VOCAB)
         tokens = (chosen[..., None] + np.arange(count)) % VOCAB
-        wanted = any(slots[slot].wish.tops for slot in used)
+        wanted = any(slots[slot].sampling.tops for slot in used)
         tops = [array * wanted for array in (tokens, logprob(tokens))]
         bits = logprob(chosen).view(np.int32)
-        return used, (features, starts, np.concatenate([verdict, bits], axis=1), *tops)
+        return used, (features, starts, np.concatenate([outcome, bits], axis=1), *tops)
 
     def _rounds(self, bucket: Bucket, slots: list[Slot], count: Any, left: Any, ends: Any) -> Any:
-        """One after the other what a draft, a verification and a kv_write do, as long as something is left."""
+        """Runs draft, verification and kv_write in turn, as long as tokens are left."""
         most, slot, left = self.manifest.grid.rounds, slots[0], int(left[0])
         require(0 < count[0] <= most, f"{count[0]} rounds of {most}")
-        verdicts = np.full((most, 2 * bucket.k + 2), -1, np.int32)
+        outcomes = np.full((most, 2 * bucket.k + 2), -1, np.int32)
         for done in range(count[0]):
             if left <= 0:
                 break
             start, block = slot.length, [slot.anchor, *self._guess(slot, bucket.k)]
-            written, verdict = _judge(bucket, slot, block, True, Wish())
+            written, outcome = _verify_row(bucket, slot, block, True, SlotSampling())
             write(slot.draft, start, written)
-            verdicts[done], chosen = verdict, verdict[bucket.k + 1 :][: verdict[0] + 1]
+            outcomes[done], chosen = outcome, outcome[bucket.k + 1 :][: outcome[0] + 1]
             left = 0 if set(chosen) & set(map(int, ends)) else left - len(chosen)
-        self.ran += int((verdicts[:, 0] >= 0).sum())
-        return [0], (verdicts, [left])
+        self.ran += int((outcomes[:, 0] >= 0).sum())
+        return [0], (outcomes, [left])
 
     def _kv_write(self, sizes: tuple[int, int], slots: list[Slot], features: Any, at: Any, starts: Any) -> Any:
         named = Features(tuple(map(int, at)), tuple(map(int, starts)), features.tokens)
@@ -404,7 +404,7 @@ class ToyBundle:
         self, _: Any, slots: list[Slot], at: Any, starts: Any, anchor: Any, asked: Any, seeds: Any, *rest: Any
     ) -> Any:
         slot, given = slots[at[0]], int(anchor[0])
-        slot.wish, slot.said = read_wish(asked[0], seeds[0], *(one[0] for one in rest)), 0
+        slot.sampling, slot.said = read_sampling(asked[0], seeds[0], *(one[0] for one in rest)), 0
         if given >= 0:
             slot.length, slot.anchor = int(starts[0]), given
             require(STALE not in slot.text, "it starts behind what was prefilled")
@@ -415,20 +415,20 @@ class ToyBundle:
         return [int(source[0]), int(destination[0])], ()
 
 
-def _judge(
-    bucket: Bucket, slot: Slot, block: Sequence[int], active: bool, wish: Wish | None
+def _verify_row(
+    bucket: Bucket, slot: Slot, block: Sequence[int], active: bool, sampling: SlotSampling | None
 ) -> tuple[tuple[int, ...], list[int]]:
-    """One row of a verification: what it leaves in the kv, and its verdict. What a row that rests gives is no text."""
+    """One row of a verification: the tokens it writes to the kv, and its outcome. Inactive rows give no text."""
     start, width = slot.length, bucket.k + 1
     if not active:
         write(slot.target, start, [STALE] * width)
         return (STALE,) * width, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
     text = slot.text
-    require(wish is not None, "a row is sampled that nobody has admitted")
+    require(sampling is not None, "a row is sampled that nobody has admitted")
     require(start + width <= bucket.length, f"{width} positions behind {start} are not in {bucket}")
     require(STALE not in block, f"the draft of {block} has read what was never written")
-    assert wish is not None
-    chosen = [pick([*text, *block[: row + 1]], wish, slot.said + row) for row in range(width)]
+    assert sampling is not None
+    chosen = [pick([*text, *block[: row + 1]], sampling, slot.said + row) for row in range(width)]
     accepted = next((row for row in range(bucket.k) if block[row + 1] != chosen[row]), bucket.k)
     written = (*block[: accepted + 1], *[STALE] * (bucket.k - accepted))
     write(slot.target, start, written)
@@ -436,12 +436,14 @@ def _judge(
     return written, [accepted, *block[1:], *chosen]
 
 
-def read_wish(asked: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int) -> Wish:
-    """What an admission has placed."""
+def read_sampling(
+    asked: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int
+) -> SlotSampling:
+    """The sampling parameters that an `admit` call wrote."""
     columns = {name: round(float(value), 5) for name, value in zip(SAMPLING_COLUMNS, asked, strict=True)}
     require(columns.keys() == NEUTRAL_SAMPLING.keys(), "sampling has other columns")
     high, low = (int(half) & 0xFFFFFFFF for half in seeds)
-    return Wish(
+    return SlotSampling(
         columns["temperature"],
         high << 32 | low,
         columns["frequency_penalty"],
@@ -461,28 +463,28 @@ def logprob(tokens: np.ndarray) -> np.ndarray:
 
 
 class ToyEngine:
-    """The loop on a toy device, step by step. `pick`: the engine's K where it is less than the largest loaded."""
+    """The engine loop on a toy device, step by step. pick: the engine's K, if less than the largest loaded one."""
 
     def __init__(
         self,
         buckets: str = GRID,
         k: int = BLOCK - 1,
         pick: int | None = None,
-        depth: SpeculationController | None = None,
+        controller: SpeculationController | None = None,
         max_waiting: int = 1024,
         **device: Any,
     ):
         self.grid = parse_grid(buckets, BLOCK)
         self.bundle, self.state = ToyBundle(self.grid, k, **device), ToyState(self.grid)
-        self.line, self.counters = RequestQueue(max_waiting), Counters()
-        depth = depth or FixedK(k if pick is None else pick)
-        self.loop = EngineLoop(self.bundle, self.state, self.counters, self.line, depth)
-        self.news: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
-        self.asked_at: dict[Request, float] = {}  # the host's time
+        self.queue, self.counters = RequestQueue(max_waiting), Counters()
+        controller = controller or FixedK(k if pick is None else pick)
+        self.loop = EngineLoop(self.bundle, self.state, self.counters, self.queue, controller)
+        self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
+        self.submitted_at: dict[Request, float] = {}  # the host's time
         self.requests: list[Request] = []
         self.steps: list[list[Call]] = []
 
-    def ask(
+    def submit(
         self,
         prompt: Sequence[int],
         tokens: int,
@@ -491,27 +493,27 @@ class ToyEngine:
         stop_ids: Sequence[int] = (),
         **params: Any,
     ) -> Request:
-        """A request that joins the line."""
+        """Puts a request into the queue."""
         assert len(prompt) + tokens <= self.grid.capacity + 1, "the engine refuses it"
-        news: list[tuple[float, Delta]] = []
+        deltas: list[tuple[float, Delta]] = []
         request = Request(
             prompt=[*prompt],
             params=SamplingParams(max_tokens=tokens, **params),
             limit=tokens,
             stop_ids=frozenset(stop_ids),
             text=None,
-            emit=lambda delta: news.append((self.bundle.clock.host, delta)),
+            emit=lambda delta: deltas.append((self.bundle.clock.host, delta)),
             priority=priority,
             deadline=deadline,
-            on_cancel=self.line.note_cancel,
+            on_cancel=self.queue.note_cancel,
         )
-        self.line.put(request)
-        self.news[request], self.asked_at[request] = news, self.bundle.clock.host
+        self.queue.put(request)
+        self.deltas[request], self.submitted_at[request] = deltas, self.bundle.clock.host
         self.requests.append(request)
         return request
 
     def step(self) -> list[Call]:
-        """What the device was called for meanwhile, and what was read."""
+        """Runs one step. Returns its calls and reads."""
         before = len(self.bundle.log)
         try:
             self.loop.step()
@@ -520,7 +522,7 @@ class ToyEngine:
         return self.steps[-1]
 
     def run(self, most: int = 1000) -> None:
-        """Until nothing is left to do."""
+        """Steps until the loop is idle."""
         for _ in range(most):
             if self.loop.is_idle:
                 return
@@ -535,15 +537,15 @@ class ToyEngine:
         return self.calls("verify", "sampled_verify")
 
     def check(self, request: Request) -> None:
-        """It has what it gets alone: all of it, or as far as it came before it was ended."""
+        """Asserts that the request has the tokens it gets alone: all, or a prefix where it was ended early."""
         alone = continue_alone(request.prompt, request.limit, request.params)
         stops = (place + 1 for place, token in enumerate(alone) if token in request.stop_ids)
         whole = alone[: next(stops, request.limit)]
         assert request.finish_reason is not None, "it has no end"
         ended = request.finish_reason in ("cancelled", "error")
         assert request.token_ids == (whole[: len(request.token_ids)] if ended else whole)
-        assert request.token_ids == [token for _, delta in self.news[request] for token in delta.token_ids]
-        assert [delta.finish_reason for _, delta in self.news[request]].count(None) == len(self.news[request]) - 1
+        assert request.token_ids == [token for _, delta in self.deltas[request] for token in delta.token_ids]
+        assert [delta.finish_reason for _, delta in self.deltas[request]].count(None) == len(self.deltas[request]) - 1
 
 
 SAMPLED: dict[str, Any] = {"temperature": 0.5, "seed": 3, "frequency_penalty": 1.0}
@@ -561,6 +563,6 @@ def rounds_of(steps: Sequence[Sequence[Call]]) -> list[Call]:
 
 
 def gaps(engine: ToyEngine, request: Request) -> list[float]:
-    """Simulated seconds between news of one request."""
-    times = [at for at, delta in engine.news[request] if delta.token_ids]
+    """Simulated seconds between the deltas of one request."""
+    times = [at for at, delta in engine.deltas[request] if delta.token_ids]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
