@@ -15,7 +15,7 @@ from types import FrameType
 from absl import flags
 
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.cache.locations import EMBEDDED, hide_secrets, is_url, locate_checkpoint, user_cache_directory
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
@@ -105,13 +105,6 @@ def decode_text(content: bytes, source: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{source} is not UTF-8: {error}") from error
-
-
-def choose_directory(location: str, remedy: str) -> Path:
-    """The path of a directory. Raises BadInput, which ends with the remedy, for a URL."""
-    if is_url(location):
-        raise BadInput(f"{hide_secrets(location)} is a URL, and this command needs a directory. {remedy}")
-    return Path(location)
 
 
 def default_bundle(target: str, draft: str, topology: str | None = None) -> Path:

@@ -12,12 +12,11 @@ dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DI
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from dflash_aot.bin.command_line import choose_directory, choose_pair, default_bundle, run_command
+from dflash_aot.bin.command_line import choose_pair, default_bundle, run_command
 from dflash_aot.bin.precompile_report import TerminalObserver, print_plan, print_report
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput
@@ -168,7 +167,7 @@ def _read_arguments() -> dict[str, Any]:
     return {
         "target": target,
         "draft": draft,
-        "bundle": _choose_bundle(_BUNDLE.value) if _BUNDLE.value else default_bundle(target, draft, topology),
+        "bundle": _BUNDLE.value or default_bundle(target, draft, topology),
         "grid": _BUCKETS.value,
         "num_speculative_tokens": speculative.num_speculative_tokens,
         "platform": _PLATFORM.value,
@@ -183,7 +182,7 @@ def _read_rebuild_arguments() -> dict[str, Any]:
     """The arguments of `rebuild`. Raises BadInput for flags that ask for another bundle than the given one."""
     if not _REBUILD.value:
         raise BadInput("--rebuild '': name the bundle")
-    bundle = choose_directory(_REBUILD.value, f"Fetch it: dflash-bundle fetch {_REBUILD.value}")
+    bundle = _REBUILD.value
     if others := sorted(name for name in FLAGS if FLAGS[name].present and name not in WITH_REBUILD):
         raise BadInput(
             f"--rebuild compiles {bundle} as it was built: --{', --'.join(others)} cannot be given with it. It takes "
@@ -191,7 +190,7 @@ def _read_rebuild_arguments() -> dict[str, Any]:
         )
     return {
         "bundle": bundle,
-        "into": _choose_bundle(_BUNDLE.value) if _BUNDLE.value else None,
+        "into": _BUNDLE.value or None,
         "require_signature": _REQUIRE_SIGNATURE.value,
         "jobs": _JOBS.value,
         "self_test": _CANARIES.value,
@@ -209,10 +208,6 @@ def _choose_ray_address() -> str | None:
     if _RAY_ADDRESS.value is not None:
         raise BadInput(f"--ray_address {_RAY_ADDRESS.value} without --executor ray: no cluster is used")
     return None
-
-
-def _choose_bundle(directory: str) -> Path:
-    return choose_directory(directory, f"Build in a directory, then push it: dflash-bundle push DIR {directory}")
 
 
 def _choose_draft(speculative: SpeculativeConfig) -> str | None:

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
 
 EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -57,6 +57,13 @@ def user_cache_directory() -> Path:
 def is_url(location: str) -> bool:
     """Whether a location is a URL for fsspec rather than a path."""
     return URL.match(location) is not None
+
+
+def choose_directory(location: str, remedy: str) -> Path:
+    """The path of a directory. Raises BadInput, which ends with the remedy, for a URL."""
+    if is_url(location):
+        raise BadInput(f"{hide_secrets(location)} is a URL, and a directory is needed here. {remedy}")
+    return Path(location)
 
 
 def hide_secrets(text: str) -> str:

@@ -9,7 +9,7 @@ from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
@@ -81,7 +81,7 @@ def precompile(
     job = _prepare_build(
         str(target),
         str(draft),
-        Path(bundle),
+        _choose_bundle(bundle),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
         platform=platform,
@@ -93,6 +93,7 @@ def precompile(
         self_test=self_test,
         ray_address=ray_address,
     )
+    check_tau(tau, job.deployment.grid, job.deployment.chip)
     return _build(job, store, check_reproducible, tau, observer)
 
 
@@ -119,7 +120,7 @@ def plan_build(
     job = _prepare_build(
         str(target),
         str(draft),
-        Path(bundle),
+        _choose_bundle(bundle),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
         platform=platform,
@@ -129,7 +130,8 @@ def plan_build(
         sampling=sampling,
         jobs=jobs,
     )
-    _announce(job, tau, observer or BuildObserver())
+    check_tau(tau, job.deployment.grid, job.deployment.chip)
+    (observer or BuildObserver()).on_plan(job.deployment)
     return plan_executables(job, tau)
 
 
@@ -159,8 +161,8 @@ def rebuild(
         MissingBundle: there is no bundle; of it CorruptBundle.
         BadInput, BuildFailed: as `precompile` does.
     """
-    directory = Path(bundle)
-    own_store = Store(Path(into) if into is not None else directory)
+    directory = choose_directory(str(bundle), f"Fetch it: dflash-bundle fetch {bundle}")
+    own_store = Store(_choose_bundle(into) if into is not None else directory)
     manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
     check_consistent(directory, manifest)
     build_target = choose_build_target(*name_target(manifest.environment))
@@ -216,15 +218,10 @@ def _prepare_build(
     )
 
 
-def _announce(job: BuildJob, tau: float | None, observer: BuildObserver) -> None:
-    check_tau(tau, job.deployment.grid, job.deployment.chip)
-    observer.on_plan(job.deployment)
-
-
 def _build(
     job: BuildJob, store: str | None, check_reproducible: bool, tau: float | None, observer: BuildObserver
 ) -> BuildReport:
-    _announce(job, tau, observer)
+    observer.on_plan(job.deployment)
     with _open_shared_store(store, observer) as shared:
         compilation = run_build(job, observer, shared)
     jobs = choose_jobs(job.build_target, job.jobs)
@@ -263,6 +260,11 @@ def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, num_specu
             f"--speculative_config: num_speculative_tokens is {k}, but the largest k of --buckets is {chosen.k[-1]}"
         )
     return chosen
+
+
+def _choose_bundle(bundle: str | Path) -> Path:
+    """The directory to build in. Raises BadInput for a URL."""
+    return choose_directory(str(bundle), f"Build in a directory, then push it: dflash-bundle push DIR {bundle}")
 
 
 def _make_absolute(reference: str) -> str:

@@ -1,4 +1,4 @@
-"""dflash-precompile: what it builds, what it finds built, what it refuses."""
+"""dflash-precompile: builds, incremental builds, plans, refused command lines."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 GREEDY = {"prefill": 1, "draft": 1, "verify": 2, "kv_write": 3}
 COUNTS = {**GREEDY, "sampled_verify": 2, "admit": 1}
-BUILT = "--sampling=greedy"  # as the bundle of these tests is
+BUILT = "--sampling=greedy"  # as the bundle of these tests was built
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def pair(tied) -> list[str]:
     return [f"--target={tied.target}", f"--draft={tied.draft}"]
 
 
-def test_a_second_build_compiles_nothing_and_says_so(command, pair, copy):
-    """Whatever the clock says."""
+def test_second_build_compiles_nothing_and_says_so(command, pair, copy):
+    """Modification times are not looked at."""
     for path in copy.rglob("*"):
         os.utime(path, (2**33, 2**33))
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT)
@@ -38,7 +38,7 @@ def test_a_second_build_compiles_nothing_and_says_so(command, pair, copy):
     assert all(program in done.err for program in GREEDY)
 
 
-def test_what_is_missing_is_compiled_and_nothing_else(command, pair, copy):
+def test_only_missing_executables_are_compiled(command, pair, copy):
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--json")
     report = json.loads(done.out)
     assert (done.code, report["executables"], report["compiled"], report["reused"]) == (0, 7, 0, 7)
@@ -61,20 +61,20 @@ def test_what_is_missing_is_compiled_and_nothing_else(command, pair, copy):
         ("sample,greedy", COUNTS),
     ],
 )
-def test_only_the_kinds_of_verification_that_are_asked_for_are_built(command, pair, tmp_path, kinds, counts):
+def test_sampling_selects_the_programs_that_are_built(command, pair, tmp_path, kinds, counts):
     where = [f"--bundle={tmp_path / 'bundle'}", f"--buckets={GRID}", "--plan", "--json"]
     plan = json.loads(command(precompile, *pair, *where, f"--sampling={kinds}").out)
     assert plan["programs"] == counts
     assert plan["sampling"] == [kind for kind in ("greedy", "sample") if kind in kinds]
 
 
-def test_a_grid_from_a_file_is_the_same_grid(command, pair, copy, tmp_path):
+def test_grid_can_be_read_from_a_file(command, pair, copy, tmp_path):
     (tmp_path / "grid.toml").write_text("batch = 1\nlength = [32]\nk = [0, 3]\nprefill = [16]\n")
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={tmp_path / 'grid.toml'}", "--plan", "--json")
     assert json.loads(done.out)["grid"] == GRID
 
 
-def test_a_plan_counts_and_builds_nothing(command, pair, tmp_path):
+def test_plan_counts_executables_and_builds_nothing(command, pair, tmp_path):
     place = tmp_path / "bundle"
     arguments = [*pair, f"--bundle={place}", f"--buckets={GRID}", "--plan"]
     done = command(precompile, *arguments, "--json")
@@ -94,7 +94,7 @@ def test_a_plan_counts_and_builds_nothing(command, pair, tmp_path):
         ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat", 9, None),
     ],
 )
-def test_real_shapes_are_planned_from_their_configs_alone(command, tmp_path, target, draft, k, gigabytes):
+def test_published_pairs_are_planned_from_their_configs_alone(command, tmp_path, target, draft, k, gigabytes):
     for name in (target, draft):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_bytes((CONFIGS / f"{name}.json").read_bytes())
@@ -107,7 +107,7 @@ def test_real_shapes_are_planned_from_their_configs_alone(command, tmp_path, tar
     assert gigabytes is None or round(plan["weight_bytes"] / 1e9, 1) == gigabytes
 
 
-def test_without_buckets_a_sensible_grid_is_planned(command, pair, tmp_path):
+def test_default_grid_depends_on_the_drafts_block(command, pair, tmp_path):
     plan = json.loads(command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}", "--plan", "--json").out)
     assert "k=0,3,7" in plan["grid"]  # of a block of 8
 
@@ -140,9 +140,12 @@ def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path, buckets)
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
-def test_a_tpu_that_is_not_here_needs_a_name(command):
+def test_platform_tpu_without_a_tpu_needs_a_topology(command):
     done = command(precompile, "--platform=tpu")
-    assert (done.code, done.out) == (2, "") and "none is attached. Say which with --topology: v4:1x1x1" in done.err
+    assert (done.code, done.out) == (
+        2,
+        "",
+    ) and "no TPU is attached. Name the slice with --topology: v4:1x1x1" in done.err
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_a_tpu_that_is_not_here_needs_a_name(command):
         (["--sampling=sample,sample"], "--sampling 'sample,sample' has a sampling mode twice"),
         (["--tensor_parallel=0"], "tensor_parallel"),
         (["--platform=cpu", "--tensor_parallel=4096"], "XLA_FLAGS=--xla_force_host_platform_device_count=4096"),
-        (["--platform=cpu", "--topology=v5e:2x2"], "--topology v5e:2x2 is a TPU's, but --platform is cpu"),
+        (["--platform=cpu", "--topology=v5e:2x2"], "--topology v5e:2x2 is a TPU slice, but --platform is cpu"),
         (["--topology=V5E:2x2"], "did you mean v5e:2x2?"),
         (["--topology=v5e:2x2", "--tensor_parallel=2"], "--tensor_parallel 2: v5e:2x2 has 4 devices"),
         (["--target=/nowhere"], "--target without --draft"),
@@ -170,18 +173,18 @@ def test_a_tpu_that_is_not_here_needs_a_name(command):
         (["--target=no/such-model", "--draft=/nowhere"], "hf download no/such-model"),
     ],
 )
-def test_a_wrong_command_line_is_refused_by_name(command, arguments, words):
+def test_wrong_command_line_is_refused_by_name(command, arguments, words):
     done = command(precompile, *arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err and done.err.startswith("dflash-precompile: ")
 
 
-def test_vllms_json_names_draft_and_k(command, tied, tmp_path):
+def test_speculative_config_sets_draft_and_k(command, tied, tmp_path):
     where = [f"--target={tied.target}", f"--bundle={tmp_path}", "--plan"]
     asked = {"method": "dflash", "model": str(tied.draft), "num_speculative_tokens": 5}
     done = command(precompile, *where, "--json", f"--speculative_config={json.dumps(asked)}")
     assert (done.code, json.loads(done.out)["grid"].split()[2]) == (0, "k=0,2,5")
-    assert "draft of z-lab's format: 2 layers, blocks of 8, taps 1, 3" in done.err
+    assert "draft in z-lab format: 2 layers, blocks of 8, target_layer_ids 1, 3" in done.err
 
 
 @pytest.mark.parametrize(
@@ -193,13 +196,13 @@ def test_vllms_json_names_draft_and_k(command, tied, tmp_path):
         ({"methode": "dflash"}, [], "unknown key 'methode'"),
     ],
 )
-def test_vllms_json_may_not_contradict_what_else_is_said(command, pair, asked, arguments, words):
+def test_speculative_config_that_contradicts_other_flags_is_refused(command, pair, asked, arguments, words):
     done = command(precompile, *pair, *arguments, "--plan", f"--speculative_config={json.dumps(asked)}")
     assert done.code == 2 and words in done.err
 
 
-def test_a_draft_may_name_its_target(command, tied, tmp_path, monkeypatch):
-    """As speculators stores it; the user's own choice wins, and an empty name is none."""
+def test_target_defaults_to_the_one_that_the_draft_names(command, tied, tmp_path, monkeypatch):
+    """As speculators stores it; --target takes precedence, and an empty name is ignored."""
     config = json.loads((SPECULATORS / "draft" / "config.json").read_text())
     (tmp_path / "draft").mkdir()
 
@@ -210,32 +213,32 @@ def test_a_draft_may_name_its_target(command, tied, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tied.directory.parent)
     done = plan("qwen3-tiny-tied/target")
-    assert done.code == 0 and "a head of its own over 160 of 512 tokens" in done.err
+    assert done.code == 0 and "its own head over 160 of 512 tokens" in done.err
     assert plan("/nowhere").code == 2
     assert plan("/nowhere", f"--target={tied.target}").code == 0
     done = plan("")
     assert done.code == 2 and "--draft without --target, and the config of" in done.err
 
 
-def test_a_pair_the_wrong_way_round_is_noticed(command, tied):
+def test_exchanged_target_and_draft_are_refused(command, tied):
     done = command(precompile, f"--target={tied.draft}", f"--draft={tied.target}", "--plan")
     assert done.code == 2 and "wrong way round" in done.err
 
 
-def test_a_draft_for_another_target_is_refused(command, tied, untied):
+def test_draft_of_another_target_is_refused(command, tied, untied):
     done = command(precompile, f"--target={tied.target}", f"--draft={untied.draft}", "--plan")
     assert done.code == 2 and "trained for another one" in done.err
 
 
 @pytest.mark.parametrize("name", ["file", "/proc/bundle"])
-def test_where_nothing_can_be_written_it_says_so_before_anything_is_compiled(command, pair, tmp_path, name):
+def test_unwritable_bundle_directory_is_refused_before_anything_is_compiled(command, pair, tmp_path, name):
     (tmp_path / "file").write_text("")
     done = command(precompile, *pair, f"--bundle={tmp_path / name}", f"--buckets={GRID}")
     assert done.code == 2 and f"cannot write to {tmp_path / name}" in done.err
     assert "exe/s" not in done.err  # no bar
 
 
-def test_a_disk_that_is_full_in_mid_build_is_named_and_the_next_build_goes_on(command, pair, copy, full_disk):
+def test_full_disk_fails_one_executable_and_the_next_build_resumes(command, pair, copy, full_disk):
     flags = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT]
     before, entries = (copy / "manifest.json").read_bytes(), read_manifest(copy).entries
     smallest = min(entries, key=lambda entry: entry.bytes)
@@ -249,7 +252,7 @@ def test_a_disk_that_is_full_in_mid_build_is_named_and_the_next_build_goes_on(co
     assert find_file_flaws(copy, read_manifest(copy)) == []
 
 
-def test_two_builders_do_not_share_a_bundle(command, pair, copy):
+def test_second_builder_of_a_bundle_is_refused(command, pair, copy):
     with open(copy / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
@@ -273,8 +276,8 @@ def test_help_names_every_flag(command):
         assert flag in done.out.replace("[no]", "")
 
 
-def test_a_full_disk_is_found_before_anything_is_compiled(command, tmp_path, monkeypatch):
-    """What the system says of the disk is all that is not real here."""
+def test_too_little_disk_space_is_refused_before_anything_is_compiled(command, tmp_path, monkeypatch):
+    """Only the reported free space is not real here."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     done = command(precompile, "--bundle", tmp_path, "--buckets", "batch=1 length=64 k=0,7 prefill=32")

@@ -1,4 +1,4 @@
-"""What only a process of its own shows: signals, pipes, locales, and a platform that is not there."""
+"""Commands in processes of their own: signals, pipes, locales, missing platforms, concurrent processes."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine, SamplingParams
 
-PATIENCE = 300  # seconds that a process may take on a machine that is busy
+TIMEOUT = 300  # seconds, for a busy machine
 EXECUTABLES = 4  # of the smallest grid: prefill, verify, and kv_write for each
-NOISE = re.compile("libtpu|TPU_|E0000|InitGoogle")  # what the TPU compiler says of a machine without a TPU
+NOISE = re.compile("libtpu|TPU_|E0000|InitGoogle")  # what the TPU compiler prints on a machine without a TPU
 
 
 def dflash(command: str, *arguments: str | Path, **options) -> subprocess.Popen:
@@ -32,7 +32,7 @@ def dflash(command: str, *arguments: str | Path, **options) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen, content: bytes = b"") -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(content, PATIENCE)
+        out, err = process.communicate(content, TIMEOUT)
     finally:
         process.kill()
     assert "Traceback" not in err.decode()
@@ -40,19 +40,19 @@ def finish(process: subprocess.Popen, content: bytes = b"") -> tuple[int, str, s
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not condition():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.005)
 
 
-def test_without_a_bundle_the_command_to_build_one_is_all_that_is_said(tmp_path):
+def test_missing_bundle_is_reported_with_the_command_that_builds_it(tmp_path):
     code, out, err = finish(dflash("run", f"--bundle={tmp_path}", "--prompt=a"))
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"dflash-run: .*dflash-precompile --bundle {tmp_path}.*\n", err)
 
 
-def test_a_bundle_for_a_platform_that_is_not_here_ends_with_4(bundle, tmp_path):
+def test_bundle_for_a_missing_platform_exits_with_4(bundle, tmp_path):
     manifest = read_manifest(bundle("tiny"))
     environment = msgspec.structs.replace(manifest.environment, platform="tpu")
     (tmp_path / "manifest.json").write_bytes(
@@ -63,8 +63,8 @@ def test_a_bundle_for_a_platform_that_is_not_here_ends_with_4(bundle, tmp_path):
     assert re.fullmatch(r"dflash-run: .*no TPU is attached.*\n.*dflash-precompile .* --platform tpu\n", err)
 
 
-def test_ctrl_c_in_a_conversation_leaves_cleanly(bundle, chatting_target):
-    """While text is being made, or, where that was faster, while the next line is awaited."""
+def test_ctrl_c_in_a_chat_exits_cleanly(bundle, chatting_target):
+    """While text is generated, or, after a fast answer, while the command waits for input."""
     process = dflash("run", f"--bundle={bundle('tied')}", f"--target={chatting_target}", "--chat", "--k=0")
     process.stdin.write(b"def bundle\n")
     process.stdin.flush()
@@ -76,7 +76,7 @@ def test_ctrl_c_in_a_conversation_leaves_cleanly(bundle, chatting_target):
 
 
 @pytest.mark.parametrize("command", ["run", "precompile"])
-def test_ctrl_c_while_it_starts_leaves_cleanly(tied, bundle, tmp_path, command):
+def test_ctrl_c_during_startup_exits_cleanly(tied, bundle, tmp_path, command):
     """Importing JAX takes most of the first second."""
     arguments = {
         "run": [f"--bundle={bundle('tiny')}", "--prompt=a"],
@@ -90,8 +90,8 @@ def test_ctrl_c_while_it_starts_leaves_cleanly(tied, bundle, tmp_path, command):
     assert code in (130, -signal.SIGINT)  # a shell reports both as 130
 
 
-def test_a_build_that_is_ended_again_and_again_goes_on_from_where_it_was(command, tied, tmp_path):
-    """By Ctrl-C, by SIGKILL in mid-build, where another builder finds the lock held, and before its last files."""
+def test_build_that_is_interrupted_repeatedly_is_resumed(command, tied, tmp_path):
+    """By Ctrl-C, by SIGKILL during the build, and before its last files; another builder meets the lock."""
     flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}", "--platform=cpu", "--jobs=1"]
     flags += ["--buckets=batch=1 length=16 k=0 prefill=4", "--sampling=greedy"]
 
@@ -118,8 +118,8 @@ def test_a_build_that_is_ended_again_and_again_goes_on_from_where_it_was(command
     assert list(tmp_path.rglob("*.unfinished")) == []
 
 
-def test_processes_share_a_bundle_and_change_nothing_of_it(command, copy, tmp_path):
-    """One serves while the other does."""
+def test_processes_share_a_bundle_without_changing_it(command, copy, tmp_path):
+    """Two processes serve at the same time."""
     (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 12}\n')
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]}
     with Engine.open(copy) as engine:
@@ -130,7 +130,7 @@ def test_processes_share_a_bundle_and_change_nothing_of_it(command, copy, tmp_pa
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
-def test_where_nothing_asks_for_a_tpu_its_compiler_is_not_heard(tied):
+def test_plan_without_a_tpu_does_not_start_the_tpu_compiler(tied):
     chosen_by_jax = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     plan = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan"]
     code, _, err = finish(dflash("precompile", *plan, env=chosen_by_jax))
@@ -138,15 +138,15 @@ def test_where_nothing_asks_for_a_tpu_its_compiler_is_not_heard(tied):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libtpu is for Linux")
-def test_a_build_for_a_tpu_that_is_killed_leaves_nobody_behind_and_goes_on_later(tied, tmp_path):
-    """And the TPU compiler stays out of the process that the user sees, and out of the terminal."""
+def test_killed_build_for_a_tpu_leaves_no_worker_and_is_resumed(tied, tmp_path):
+    """The TPU compiler runs in workers only, and prints nothing to the terminal."""
     pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path / 'bundle'}", "--jobs=1"]
     tpu = ["--topology=v5e:1x1", "--buckets=batch=1 length=16 k=0 prefill=4"]
     logs = {**os.environ, "TMPDIR": str(tmp_path)}
     process = dflash("precompile", *pair, *tpu, env=logs)
     logs_now: list[Path] = []
 
-    def is_at_work() -> bool:  # on one more, by a worker that is there: each executable has its own
+    def is_at_work() -> bool:  # on another executable; each has its own worker
         logs_now[:] = tmp_path.glob("dflash-worker-*.log")
         return len(list(tmp_path.glob("bundle/entries/*.json"))) in (1, 2) and bool(logs_now)
 
@@ -155,8 +155,8 @@ def test_a_build_for_a_tpu_that_is_killed_leaves_nobody_behind_and_goes_on_later
     assert "libtpu" not in Path(f"/proc/{process.pid}/maps").read_text()
     process.kill()
     finish(process)
-    end = time.monotonic() + PATIENCE
-    while log.exists():  # the worker takes it along
+    end = time.monotonic() + TIMEOUT
+    while log.exists():  # the worker removes it
         assert time.monotonic() < end
         time.sleep(0.005)
     code, _, err = finish(dflash("precompile", *pair, *tpu, env=logs))
@@ -167,19 +167,19 @@ def test_a_build_for_a_tpu_that_is_killed_leaves_nobody_behind_and_goes_on_later
     assert (manifest.environment.topology, manifest.dtype) == ("v5e:1x1", "bfloat16")
 
 
-def test_a_reader_that_leaves_early_is_no_error(bundle, speaking_target):
+def test_closed_output_pipe_is_not_an_error(bundle, speaking_target):
     where = [f"--bundle={bundle('tied')}", f"--target={speaking_target}"]
     process = dflash("run", *where, "--prompt=def bundle", "--k=0")
     assert process.stdout.read(1)
     process.stdout.close()
     try:
         err = process.stderr.read().decode()
-        assert (process.wait(PATIENCE), err) == (0, "")
+        assert (process.wait(TIMEOUT), err) == (0, "")
     finally:
         process.kill()
 
 
-def test_text_is_utf_8_whatever_the_locale(bundle, speaking_target):
+def test_output_is_utf_8_in_every_locale(bundle, speaking_target):
     """A locale that cannot hold the text must not end it; nor does a prompt that is no text get anywhere."""
     where = [f"--bundle={bundle('tiny')}", f"--target={speaking_target}"]
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}

@@ -1,4 +1,4 @@
-"""Bundles compiled anew from what they hold, and builds that somebody else gets the same from."""
+"""dflash-precompile --rebuild, --check_reproducible and self-tests, each in a process of its own."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def precompile(*flags: object, **environment: str) -> subprocess.CompletedProces
 
 @pytest.fixture
 def copy(bundle, tmp_path) -> Path:
-    """A bundle whose checkpoints are gone, as it is where only the manifest and what it names were copied to."""
+    """A bundle without its checkpoints and build records."""
     path = Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle", ignore=shutil.ignore_patterns("entries")))
     manifest = read_manifest(path)
     gone = {role: structs.replace(getattr(manifest, role), reference="/gone") for role in ("target", "draft")}
@@ -42,14 +42,14 @@ def report(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout)
 
 
-def test_for_another_environment_everything_is_compiled_from_the_bundle_alone(copy, tied, tmp_path):
+def test_rebuild_for_another_environment_compiles_everything_without_checkpoints(copy, tied, tmp_path):
     found = report(precompile("--rebuild", copy, "--bundle", tmp_path / "new", "--json", **OTHER_FLAGS))
     assert (found["compiled"], found["canaries"]) == (LABELS, LABELS)
     old, new = read_manifest(copy), read_manifest(tmp_path / "new")
     assert new.environment.xla_flags == OTHER_FLAGS["XLA_FLAGS"]
     for one, other in zip(old.entries, new.entries, strict=True):
         assert (one.program, one.self_test) == (other.program, other.self_test) and one.key != other.key
-    rewrite(tmp_path / "new", environment=old.environment)  # served by this process, whose flags are others
+    rewrite(tmp_path / "new", environment=old.environment)  # this process, with other flags, serves it
     asked = [3, 1, 4, 1, 5], SamplingParams(max_tokens=9, stop_token_ids=())
     answers = []
     for bundle in (copy, tmp_path / "new"):
@@ -58,7 +58,7 @@ def test_for_another_environment_everything_is_compiled_from_the_bundle_alone(co
     assert answers[0] == answers[1]
 
 
-def test_where_everything_fits_only_what_is_broken_is_compiled(copy):
+def test_rebuild_in_the_same_environment_compiles_only_broken_executables(copy):
     entry = read_manifest(copy).entries[2]
     broken = copy / "executables" / entry.sha256
     broken.write_bytes(broken.read_bytes()[:-1])
@@ -69,8 +69,8 @@ def test_where_everything_fits_only_what_is_broken_is_compiled(copy):
     assert report(precompile("--rebuild", copy, "--json"))["compiled"] == 0
 
 
-def test_what_computes_something_else_is_not_published(copy, tmp_path):
-    """A compiler that makes mistakes, seen from the other side: the canary is of another program."""
+def test_rebuild_that_computes_something_else_is_not_published(copy, tmp_path):
+    """As if the compiler made a mistake: the recorded outputs are changed."""
     manifest = read_manifest(copy)
     *rest, last = manifest.entries
     first, *outputs = last.self_test.outputs
@@ -85,7 +85,7 @@ def test_what_computes_something_else_is_not_published(copy, tmp_path):
     assert json.loads(record.read_text())["kind"] == "canary"
 
 
-def test_a_program_that_is_lost_is_named_with_the_command_that_needs_checkpoints(copy):
+def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(copy):
     manifest = read_manifest(copy)
     (copy / "programs" / manifest.entries[0].program.sha256).write_bytes(b"")
     (copy / "executables" / manifest.entries[0].sha256).unlink()
@@ -98,18 +98,18 @@ def test_a_program_that_is_lost_is_named_with_the_command_that_needs_checkpoints
 @pytest.mark.parametrize(
     "flags", [["--dtype", "bfloat16"], ["--target", "x", "--draft", "y"], ["--check_reproducible"]]
 )
-def test_flags_that_ask_for_something_else_are_refused(copy, flags):
+def test_rebuild_refuses_flags_that_describe_another_bundle(copy, flags):
     done = precompile("--rebuild", copy, *flags)
     assert done.returncode == 2
     assert f"{flags[0]}" in done.stderr and "cannot be given with it" in done.stderr
 
 
-def test_without_a_bundle_there_is_nothing_to_compile_anew(tmp_path):
+def test_rebuild_without_a_bundle_is_refused(tmp_path):
     done = precompile("--rebuild", tmp_path / "nothing")
     assert done.returncode == 2 and "there is no bundle here" in done.stderr
 
 
-def test_canaries_can_be_left_out_and_are_made_up_for(tied, tmp_path):
+def test_self_tests_can_be_left_out_and_are_run_by_the_next_build(tied, tmp_path):
     pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--json")
     flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path)
     assert report(precompile(*flags, "--nocanaries"))["canaries"] == 0
@@ -117,7 +117,7 @@ def test_canaries_can_be_left_out_and_are_made_up_for(tied, tmp_path):
     assert (again["compiled"], again["canaries"]) == (0, again["executables"])
 
 
-def test_on_a_processor_keys_and_programs_are_the_same_for_everyone(tied, tmp_path, monkeypatch):
+def test_cpu_build_is_reproducible_in_keys_and_programs(tied, tmp_path, monkeypatch):
     monkeypatch.chdir(tied.target.parent)
     pair = ("--target", tied.target.name, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy")
     flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path, "--check_reproducible")
@@ -128,7 +128,7 @@ def test_on_a_processor_keys_and_programs_are_the_same_for_everyone(tied, tmp_pa
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_for_a_tpu_every_byte_is_the_same_for_everyone(tied, tmp_path):
+def test_tpu_build_is_reproducible_in_every_byte(tied, tmp_path):
     pair = ("--target", tied.target, "--draft", tied.draft, "--topology=v5e:1x1", "--sampling=greedy")
     flags = (
         *pair,
@@ -146,7 +146,7 @@ def test_for_a_tpu_every_byte_is_the_same_for_everyone(tied, tmp_path):
     assert [entry.sha256 for entry in new.entries] == [entry.sha256 for entry in old.entries]
 
 
-def test_a_manifest_that_contradicts_itself_is_not_compiled(copy, tmp_path):
+def test_rebuild_of_an_inconsistent_manifest_is_refused(copy, tmp_path):
     manifest = read_manifest(copy)
     rewrite(copy, entries=manifest.entries[1:])
     done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
@@ -157,8 +157,8 @@ def test_a_manifest_that_contradicts_itself_is_not_compiled(copy, tmp_path):
     assert done.returncode == 3 and "Traceback" not in done.stderr
 
 
-def test_recipes_are_those_of_the_bundle(copy, tmp_path):
-    """What an older version of this project said of the weights belongs to the programs that it traced."""
+def test_rebuild_keeps_the_weight_recipes_of_the_bundle(copy, tmp_path):
+    """Recipes of an older version of this project belong to the programs that it traced."""
     first, *rest = read_manifest(copy).weights
     renamed = structs.replace(first, placements=(structs.replace(first.placements[0], tensor="of.another.name"),))
     rewrite(copy, weights=(renamed, *rest))
@@ -166,13 +166,13 @@ def test_recipes_are_those_of_the_bundle(copy, tmp_path):
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
 
 
-def test_only_what_was_signed_is_compiled_if_that_is_asked(copy, make_key):
+def test_rebuild_with_require_signature_refuses_an_unsigned_bundle(copy, make_key):
     done = precompile("--rebuild", copy, "--require_signature", make_key("somebody")[1])
     assert done.returncode == 3 and "manifest.sig.json" in done.stderr
 
 
-def test_the_cache_of_jax_is_neither_read_nor_written(tied, tmp_path):
-    """What comes from there cannot be serialized once more; and nobody has verified it."""
+def test_jax_compilation_cache_is_neither_read_nor_written(tied, tmp_path):
+    """Executables from there cannot be serialized again, and nobody has verified them."""
     pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--nocanaries")
     flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8")
     cache = {

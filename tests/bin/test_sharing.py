@@ -1,4 +1,4 @@
-"""Built once, used everywhere: --store, and bundles behind a URL."""
+"""Shared stores (--store), and bundles in object stores."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def build(command, tied, bucket):
-    """Builds into a directory, with a bucket as the store; the report."""
+    """Builds into a directory with a bucket as the shared store; returns the report."""
 
     def build(place, store=None, code=0):
         flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={place}", f"--buckets={GRID}"]
@@ -39,7 +39,7 @@ def build(command, tied, bucket):
 
 @pytest.fixture
 def pushed(copy, bucket):
-    """The bucket that holds a bundle."""
+    """A bucket that holds a bundle."""
     push_bundle(copy, bucket.url)
     return bucket
 
@@ -49,7 +49,7 @@ def generate(place, **options):
         return engine.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids
 
 
-def test_what_one_machine_built_another_one_downloads_and_serves(build, copy, bucket, command, tmp_path):
+def test_second_machine_finds_all_executables_in_the_store_and_serves_them(build, copy, bucket, command, tmp_path):
     first = build(copy)
     assert first["store"] == {
         "url": f"{bucket.url}/team", "writable": True, "hits": 0, "misses": 0, "written": 7, "failures": []
@@ -69,7 +69,7 @@ def test_what_one_machine_built_another_one_downloads_and_serves(build, copy, bu
     assert answers[0] == answers[1] == generate(f"{bucket.url}/served")
 
 
-def test_what_is_broken_or_missing_in_the_store_is_built_and_put_there(build, copy, bucket, tmp_path):
+def test_broken_record_in_the_store_is_replaced(build, copy, bucket, tmp_path):
     build(copy)
     smallest = min(read_manifest(copy).entries, key=lambda entry: entry.bytes)
     record = f"team/entries/{smallest.key}.json"
@@ -81,20 +81,20 @@ def test_what_is_broken_or_missing_in_the_store_is_built_and_put_there(build, co
     assert build(tmp_path / "third")["compiled"] == 0
 
 
-def test_a_store_that_fails_in_the_middle_of_a_build_does_not_fail_it(build, copy, bucket):
+def test_failing_store_does_not_fail_the_build(build, copy, bucket):
     bucket.server.fail("PUT", "entries/", refuse(403, "AccessDenied"), refuse(403, "AccessDenied"))
     report = build(copy)
     assert report["store"]["written"] == 5
     assert all("not allowed: told to say AccessDenied" in failure for failure in report["store"]["failures"])
 
 
-def test_a_store_that_can_only_be_read_is_said_to_be_once(command, tied, bucket, copy):
+def test_read_only_store_is_warned_about_once(command, tied, bucket, copy):
     bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
     flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={copy}", f"--buckets={GRID}"]
     done = command(precompile, *flags, "--sampling=greedy", "--nocanaries", f"--store={bucket.url}")
     assert done.code == 0
     assert done.err.count("WARNING") == 1
-    assert f"WARNING: {bucket.url} is read only: what is built here stays here" in done.err
+    assert f"WARNING: {bucket.url} is read-only: executables that are built here are not shared" in done.err
     assert f"store {bucket.url}: 0 executables found, 0 not found, 0 written" in done.err
 
 
@@ -107,20 +107,20 @@ def test_a_store_that_can_only_be_read_is_said_to_be_once(command, tied, bucket,
         ("/dev/null", "/dev/null/team/.writable: Not a directory"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused_before_anything_is_built(build, tmp_path, store, words):
+def test_unusable_store_is_refused_before_anything_is_built(build, tmp_path, store, words):
     done = build(tmp_path / "bundle", store, code=2)
     assert words in done.err
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_bundle_is_built_in_a_directory(command, bucket):
+def test_url_as_the_directory_to_build_in_is_refused(command, bucket):
     for flags in ([f"--bundle={bucket.url}"], [f"--rebuild={bucket.url}"]):
         done = command(precompile, *flags)
         assert done.code == 2
         assert f"{bucket.url} is a URL, and a directory is needed here. " in done.err
 
 
-def test_a_pushed_bundle_is_fetched_by_name(command, pushed, copy, cache):
+def test_pushed_bundle_is_fetched(command, pushed, copy, cache):
     done = command(bundle_command, "fetch", pushed.url)
     assert done.code == 0
     fetched = done.out.strip()
@@ -141,19 +141,19 @@ def test_a_pushed_bundle_is_fetched_by_name(command, pushed, copy, cache):
         (["push", "nowhere", "s3://a"], "nowhere/manifest.json does not exist"),
     ],
 )
-def test_what_cannot_be_pushed_or_fetched_is_refused(command, arguments, words):
+def test_unusable_push_and_fetch_arguments_are_refused(command, arguments, words):
     done = command(bundle_command, *arguments)
     assert done.code == 2
     assert words in done.err
 
 
-def test_a_url_without_a_bundle_is_refused(command, bucket):
+def test_url_without_a_bundle_is_refused(command, bucket):
     done = command(run, f"--bundle={bucket.url}", "--prompt=a")
     assert done.code == 2
     assert f"{bucket.url}/manifest.json does not exist: there is no bundle here" in done.err
 
 
-def test_a_broken_bundle_behind_a_url_is_refused(command, pushed):
+def test_broken_bundle_at_a_url_is_refused(command, pushed):
     name = next(name for name in pushed.names() if name.startswith("executables/"))
     pushed.put(name, b"broken")
     done = command(run, f"--bundle={pushed.url}", "--prompt=a")
@@ -161,7 +161,7 @@ def test_a_broken_bundle_behind_a_url_is_refused(command, pushed):
     assert f"{pushed.url}/{name}" in done.err and "dflash-bundle push BUNDLE" in done.err
 
 
-def test_a_bundle_behind_a_url_may_have_to_be_signed(command, pushed, copy, make_key):
+def test_require_signature_applies_to_a_bundle_at_a_url(command, pushed, copy, make_key):
     private, public = make_key("mine")
     done = command(run, f"--bundle={pushed.url}", "--prompt=a", f"--require_signature={public}")
     assert done.code == 3 and "not signed" in done.err
@@ -170,7 +170,7 @@ def test_a_bundle_behind_a_url_may_have_to_be_signed(command, pushed, copy, make
     assert generate(pushed.url, require_signature=public) == generate(copy)
 
 
-def test_a_url_that_cannot_be_reached_names_the_copy_that_can_be_served(command, pushed, copy):
+def test_unreachable_url_is_reported_with_the_cached_copy(command, pushed, copy):
     fetched = command(bundle_command, "fetch", pushed.url).out.strip()
     shutil.rmtree(copy)
     pushed.server.fail("GET", "manifest.json", refuse(403, "AccessDenied"))

@@ -1,0 +1,127 @@
+"""The library interface of a build: reports, observers, silence, restored settings, refused arguments."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed, MissingBundle
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
+
+GRID = "batch=1 length=16 k=0 prefill=4"
+EFFECTS = """
+import gc, json, os, signal, sys
+import jax
+
+def settings():
+    signals = [str(signal.getsignal(one)) for one in (signal.SIGINT, signal.SIGTERM)]
+    return [dict(os.environ), signals, gc.isenabled(), gc.get_freeze_count(), str(sorted(jax.config.values.items()))]
+
+before = settings()
+import dflash_aot.compile
+print(json.dumps([before == settings(), sorted(sys.modules)]))
+"""
+
+
+class RecordingObserver(BuildObserver):
+    """Keeps what a build reports."""
+
+    def __init__(self):
+        self.plans, self.phases, self.finished, self.messages = [], [], [], []
+
+    def on_plan(self, deployment):
+        self.plans.append(str(deployment.grid))
+
+    def on_phase(self, phase, total):
+        self.phases.append((phase, total))
+
+    def on_executable(self, progress):
+        self.finished.append((self.phases[-1][0], progress.done))
+
+    def on_phase_end(self, phase):
+        self.phases.append(phase)
+
+    def on_info(self, message):
+        self.messages.append(message)
+
+    on_warning = on_info
+
+
+@pytest.fixture
+def pair(tied) -> dict[str, Path]:
+    return {"target": tied.target, "draft": tied.draft}
+
+
+def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
+    observer, cache = RecordingObserver(), jax.config.values["jax_enable_compilation_cache"]
+    options = {"bundle": tmp_path, "grid": GRID, "platform": "cpu", "sampling": ["greedy"]}
+    report = precompile(**pair, **options, observer=observer)
+    count = len(report.entries)
+    assert read_manifest(tmp_path).entries == report.entries
+    assert report.compiled == {entry.key for entry in report.entries}
+    assert (report.bundle, report.deployment.dtype, report.memory, report.store) == (tmp_path, "float32", None, None)
+    assert all(entry.self_test for entry in report.entries)
+    assert observer.plans == [GRID]
+    assert observer.phases == [("compile", count), "compile", ("self-test", count), "self-test"]
+    assert observer.finished[-1] == ("self-test", count) and ("compile", count) in observer.finished
+    assert observer.messages == []
+    again = precompile(**pair, **{**options, "grid": parse_grid(GRID, 8)})
+    assert (again.compiled, again.entries) == (frozenset(), report.entries)
+    assert rebuild(tmp_path).entries == report.entries
+    assert capfd.readouterr() == ("", "")
+    assert jax.config.values["jax_enable_compilation_cache"] == cache
+
+
+def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd):
+    plan = plan_build(**pair, bundle=tmp_path / "bundle", grid=GRID, platform="cpu", sampling=["greedy"], jobs=3)
+    assert plan.executables == {"prefill": 1, "verify": 1, "kv_write": 2}
+    assert (plan.jobs, plan.memory, plan.bundle) == (3, None, tmp_path / "bundle")
+    assert plan.estimate.seconds > 0 and plan.weight_bytes > 0 and plan.state_bytes > 0
+    assert not (tmp_path / "bundle").exists() and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"target": "/nowhere"}, BadCheckpoint, "/nowhere: no such directory"),
+        ({"grid": "batch=1"}, BadInput, "length, k, prefill not given"),
+        ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
+        ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, "the largest k of"),
+        ({"sampling": ["beam"]}, BadInput, "beam"),
+        ({"platform": "cpu", "topology": "v5e:2x2"}, BadInput, "v5e:2x2"),
+        ({"platform": "cpu", "tau": 2.0}, BadInput, "--tau 2"),
+        ({"bundle": "s3://bucket/place"}, BadInput, "s3://bucket/place is a URL"),
+    ],
+)
+def test_unusable_argument_is_refused(pair, tmp_path, changes, error, words):
+    with pytest.raises(error, match=words):
+        precompile(**{**pair, "bundle": tmp_path / "bundle", "grid": GRID, **changes})
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_rebuild_without_a_bundle_is_refused(tmp_path):
+    with pytest.raises(MissingBundle, match=str(tmp_path)):
+        rebuild(tmp_path)
+
+
+def test_error_of_an_observer_ends_the_build(pair, tmp_path):
+    class Cancelling(BuildObserver):
+        def on_phase(self, phase, total):
+            raise BuildFailed("cancelled")
+
+    with pytest.raises(BuildFailed, match="cancelled"):
+        precompile(**pair, bundle=tmp_path, grid=GRID, platform="cpu", observer=Cancelling())
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_importing_the_package_changes_no_setting_of_the_process():
+    done = subprocess.run([sys.executable, "-c", EFFECTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    unchanged, modules = json.loads(done.stdout)
+    assert unchanged and "dflash_aot.compile.pipeline.precompile" in modules
+    assert not {"ray", "tqdm", "absl", "dflash_aot.runtime", "dflash_aot.bin"} & set(modules)
