@@ -1,7 +1,8 @@
 """Supervises a subprocess that exchanges JSON lines: both ends of the pipes, and what is known of a process that ended.
 
 The parent starts a module with `JsonProcess`; the module's `main` opens `JsonPipe`. Each message is a msgspec Struct,
-as one line of JSON. A process ends when its standard input does, so it never outlives its parent.
+as one line of JSON. The process ends after its standard input does, so it does not outlive its parent; with
+`JsonPipe.exit_with_input` it ends at once.
 """
 
 import os

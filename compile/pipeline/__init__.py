@@ -1,1 +1,1 @@
-"""The compilation manager: lowers, compiles in worker processes, checks and stores every executable of a grid."""
+"""Build pipeline: `precompile` finds or compiles the executables of a bundle, self-tests them and publishes it."""

@@ -57,7 +57,10 @@ class BuildJob:
 
 
 def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
-    """Raises BuildFailed, BadInput."""
+    """Builds what is missing, self-tests it, publishes the bundle and shares its executables.
+
+    Raises BuildFailed, BadInput.
+    """
     if job.ray_address is not None:
         check_ray_target(job.build_target)
     check_memory(job.deployment, observer)
@@ -98,7 +101,7 @@ def check_disk_space(job: BuildJob) -> None:
 
 
 def check_memory(deployment: Deployment, observer: BuildObserver, measured: CompilerFigures | None = None) -> None:
-    """Before and after a build: raises and warns as `check_fits` does."""
+    """Raises BuildFailed if the devices lack the memory for sure; warns if an estimate says so, see `check_fits`."""
     grid, chip = deployment.grid, deployment.chip
     if chip is None:
         return

@@ -23,6 +23,7 @@ from dflash_aot.runtime.self_test.self_test import SelfTestCaller, find_deviatio
 
 def main() -> None:
     pipe = JsonPipe()
+    pipe.exit_with_input()  # also while an executable hangs
     if not (setup := pipe.receive(SelfTestSetup)):
         return
     platform, count = setup.environment.platform, setup.environment.device_count
