@@ -13,8 +13,7 @@ from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
 from dflash_aot.runtime.executables.dispatcher import FirstTokenInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.logprobs import RoundLogprobs, TokenLogprob
-from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome
+from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, Scheduler
 from dflash_aot.runtime.scheduler.slots import RunningRequest
 
@@ -117,7 +116,7 @@ class Committer:
     def _commit_slots(self, in_flight: RoundInFlight, outcomes: np.ndarray, likeliest: Sequence[np.ndarray]) -> None:
         """outcomes [B, 2K+2] or [B, 3K+3] of one round."""
         plan, k = in_flight.plan, in_flight.plan.bucket.k
-        logprobs = RoundLogprobs(outcomes[:, 2 * k + 2 :].view(np.float32), likeliest)
+        logprobs = outcomes[:, 2 * k + 2 :].view(np.float32)
         for slot, (running, outcome) in enumerate(zip(plan.batch.by_slot, outcomes.tolist(), strict=False)):
             if running is None:
                 continue
@@ -126,8 +125,8 @@ class Committer:
             if running.request.finish_reason:
                 continue  # the request ended a round ago; this round was in flight already
             chosen, wanted = tokens[k : k + accepted + 1], running.request.params.logprobs
-            described = [] if wanted is None else logprobs.list_tokens(slot, chosen, wanted)
-            self._add_tokens(running, chosen, described, [_read_outcome(running, k, outcome)])
+            tokens_logprobs = [] if wanted is None else _list_logprobs(slot, chosen, wanted, logprobs, likeliest)
+            self._add_tokens(running, chosen, tokens_logprobs, [_read_outcome(running, k, outcome)])
 
     def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
         """outcomes [n, 2K+2] of the rounds that ran, whose tokens are told of together."""
@@ -195,6 +194,21 @@ def _read_outcome(running: RunningRequest, k: int, row: Sequence[int]) -> RoundO
     """row: accepted count, K drafted tokens, K+1 choices. Drafted tokens are kept for requests with `trace` only."""
     accepted, *tokens = row
     return RoundOutcome(k, accepted, tuple(tokens[:k]) if running.request.params.trace else ())
+
+
+def _list_logprobs(
+    slot: int, chosen: Sequence[int], count: int, logprobs: np.ndarray, likeliest: Sequence[np.ndarray]
+) -> list[TokenLogprob]:
+    """Log-probabilities of the tokens that a slot committed, each with the `count` likeliest tokens.
+
+    logprobs: of the target's choices, float32 [B, K+1]. likeliest: see `RoundInFlight`.
+    """
+    tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(chosen)
+    if count:
+        ids, values = (array[slot, : len(chosen), :count].tolist() for array in likeliest)
+        tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+    values = logprobs[slot, : len(chosen)].tolist()
+    return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(chosen, values, tops, strict=True)]
 
 
 def _end_without_text(request: Request, failure: Exception) -> Delta:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from dflash_aot.runtime.requests.logprobs import TokenLogprob
-from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.token_formatting import TokenFormatter
 
 JsonFields = Mapping[str, Any]

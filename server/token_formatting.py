@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any
 
-from dflash_aot.runtime.requests.logprobs import TokenLogprob
-from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 

@@ -6,13 +6,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.runtime.requests.logprobs import TokenLogprob
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # text is loaded only when used
     from dflash_aot.runtime.text.detokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one chosen token, and the likeliest tokens if they were requested.
+
+    Both are of the target's own distribution: before temperature, penalties, bias and limits.
+
+    Attributes:
+        token_id: the chosen token.
+        logprob: its log-probability.
+        top: (token, log-probability) of the likeliest tokens, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class RoundOutcome(NamedTuple):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.requests.logprobs import TokenLogprob
-from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome
+from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome, TokenLogprob
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.text.detokenizer import Detokenizer
 from dflash_aot.runtime.text.tokenizer import Tokenizer
