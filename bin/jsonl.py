@@ -12,9 +12,8 @@ from typing import Any
 
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.requests.request import Result
+from dflash_aot.runtime.requests.request import Result, Stream
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN, SamplingParams
-from dflash_aot.runtime.requests.streams import Stream
 
 SAMPLING_FIELDS = tuple(name for name in PARAMETERS if name != "trace")  # --trace applies to all lines
 SCHEDULING_FIELDS = ("priority", "deadline")

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss, QueueFull
 from dflash_aot.cache.locations import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.requests.streams import AsyncStream
+from dflash_aot.runtime.requests.request import AsyncStream
 
 DEADLINE_SECONDS = 60.0
 

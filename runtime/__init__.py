@@ -1,8 +1,7 @@
 """Serves a bundle: loads executables and weights, and dispatches. Nothing here traces, compiles or knows a model."""
 
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.requests.request import Delta, Result, RoundOutcome, TokenLogprob
+from dflash_aot.runtime.requests.request import AsyncStream, Delta, Result, RoundOutcome, Stream, TokenLogprob
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.requests.streams import AsyncStream, Stream
 
 __all__ = ["AsyncStream", "Delta", "RoundOutcome", "Engine", "Result", "SamplingParams", "Stream", "TokenLogprob"]

@@ -14,8 +14,7 @@ from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptan
 from dflash_aot.runtime.executables.dispatcher import FirstTokenInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, Scheduler
-from dflash_aot.runtime.scheduler.slots import RunningRequest
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RunningRequest, Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engi
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.request import Delta, Request, Result
+from dflash_aot.runtime.requests.request import AsyncStream, Delta, Request, Result, Stream, check_process
 from dflash_aot.runtime.requests.request_builder import (
     DEFAULT_OPTIONS,
     Prompt,
@@ -35,7 +35,6 @@ from dflash_aot.runtime.requests.request_builder import (
     find_wait_seconds,
 )
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.requests.streams import AsyncStream, Stream, check_process
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens

@@ -10,8 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.requests.request import Delta
-from dflash_aot.runtime.requests.streams import AsyncStream
+from dflash_aot.runtime.requests.request import AsyncStream, Delta
 from dflash_aot.server.request_parsing import ParsedRequest
 
 T = TypeVar("T")

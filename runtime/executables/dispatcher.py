@@ -14,8 +14,7 @@ from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan
-from dflash_aot.runtime.scheduler.slots import RunningRequest
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 

@@ -1,11 +1,14 @@
-"""Requests and results: what a caller asks, the deltas of the answer, and the finished result."""
+"""Requests: what a caller asks, the deltas of the answer as a stream, and the finished result."""
 
+import asyncio
+import os
+import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from dflash_aot.cache.errors import DflashError
+from dflash_aot.cache.errors import DflashError, EngineFailed
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # text is loaded only when used
@@ -222,3 +225,90 @@ def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[Roun
         tokens -= one.accepted + 1
         used.append(one)
     return tuple(used)
+
+
+class Stream:
+    """The deltas of one request, for a thread. Can be iterated once.
+
+    Closing the stream, leaving the iteration early, or dropping the last reference to the stream frees the slot.
+    Unread deltas are kept, at most one per token of the request, so a slow reader delays no other request.
+    """
+
+    def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
+        self._request, self._deltas, self._ended = request, deltas, False
+        self._process = os.getpid()
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while not self._ended:
+                yield self._next()
+        finally:
+            self.close()
+
+    def _next(self) -> Delta:
+        check_process(self._process)
+        try:
+            delta = self._deltas.get()
+        except BaseException:  # a signal's; its traceback keeps this frame alive, and the stream in it
+            self.close()
+            raise
+        self._ended = delta.finish_reason is not None
+        return delta
+
+    def close(self) -> None:
+        """Cancels what has not been generated yet."""
+        self._request.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def result(self) -> Result:
+        """Waits for the end. Raises EngineFailed for an answer that ends in an error, from our error behind it."""
+        while not self._ended:
+            self._next()
+        return _finish(self._request)
+
+
+class AsyncStream:
+    """The deltas of one request, for one task of the event loop that submitted it. Can be iterated once.
+
+    Unread deltas are kept, at most one per token of the request. Dropping the stream does not free the slot: close it.
+    """
+
+    def __init__(self, request: Request, deltas: asyncio.Queue[Delta]):
+        self._request, self._deltas, self._ended = request, deltas, False
+
+    def __aiter__(self) -> "AsyncStream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._ended:
+            raise StopAsyncIteration
+        delta = await self._deltas.get()
+        self._ended = delta.finish_reason is not None
+        return delta
+
+    def close(self) -> None:
+        """Cancels what has not been generated yet."""
+        self._request.cancel()
+
+    async def result(self) -> Result:
+        """Waits for the end. Raises EngineFailed for an answer that ends in an error, from our error behind it."""
+        async for _ in self:
+            pass
+        return _finish(self._request)
+
+
+def _finish(request: Request) -> Result:
+    if request.finish_reason == "error":
+        raise EngineFailed(request.error) from request.cause
+    return request.result()
+
+
+def check_process(process: int) -> None:
+    """Raises EngineFailed in a fork of the process with this id."""
+    if os.getpid() != process:
+        raise EngineFailed(
+            f"the engine was opened in process {process}, and this is its fork {os.getpid()}: threads and "
+            "devices do not survive a fork. Open the engine in the process that uses it (multiprocessing: 'spawn')"
+        )

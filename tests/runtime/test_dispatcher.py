@@ -9,7 +9,7 @@ from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.runtime.executables.dispatcher import SamplingStateWriter, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.slots import RunningRequest
+from dflash_aot.runtime.scheduler.scheduler import RunningRequest
 from tests.runtime.toy import VOCAB, SlotSampling, ToyArray, ToyEngine, ToyState
 
 PROMPT = [7, 5, 5, 96]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.slots import RunningRequest, Slots
+from dflash_aot.runtime.scheduler.scheduler import RunningRequest, Slots
 
 
 def request(
