@@ -1,12 +1,11 @@
-"""Checkpoints and reference numbers that every room's tests share."""
+"""Fixtures for all tests: reference runs, bundles, keys, a full disk, an S3 server."""
 
 import fcntl
 import functools
 import json
+import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from dflash_aot.cache.locations import EMBEDDED
 from tests.object_server import SETTINGS, Bucket, ObjectServer
 
-# A loaded machine is no reason to fail: nothing here is about time.
+# A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
@@ -33,10 +33,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Golden:
-    """One run: a checkpoint pair and what the reference implementation made of it.
+    """A reference run: a checkpoint pair and what a reference implementation computed with it.
 
-    `key` is its name here. `layout` is the draft's directory where it is not the one of the run: the same weights as
-    another version of the library stores them, or with the reading of the windows written down.
+    Attributes:
+        key: name of the run in the tests.
+        directory: where its files lie.
+        name: stem of its files.
+        layout: directory of the draft, where it is not the one that the run names: the same weights as another version
+            of the library stores them, or with the sliding windows in the config.
     """
 
     key: str
@@ -87,31 +91,31 @@ SETS = {key: RUNS[key] for key in ("tied", "untied", "swa")}
 
 @pytest.fixture(params=SETS, scope="session")
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """The Qwen3 sets with a z-lab draft, one after the other: what most properties are shown on."""
+    """Each Qwen3 run with a z-lab draft in turn."""
     return SETS[request.param]
 
 
 @pytest.fixture(params=RUNS, scope="session")
 def run(request: pytest.FixtureRequest) -> Golden:
-    """Every run of the reference, one after the other."""
+    """Each reference run in turn."""
     return RUNS[request.param]
 
 
 @pytest.fixture(scope="session")
 def runs() -> dict[str, Golden]:
-    """All of them by key."""
+    """All reference runs by key."""
     return RUNS
 
 
 @pytest.fixture(scope="session")
 def rounded_run() -> Golden:
-    """Weights and arithmetic in bfloat16, where ties are exact and fall as they may."""
+    """A run with weights and arithmetic in bfloat16, where exact ties may be broken either way."""
     return COMPUTED_IN_BFLOAT16
 
 
 @pytest.fixture(scope="session")
 def golden_directory() -> Path:
-    """What else the reference said lies here."""
+    """The directory of all reference files."""
     return GOLDEN
 
 
@@ -125,56 +129,70 @@ def untied() -> Golden:
     return RUNS["untied"]
 
 
-# Small enough to build in seconds, wide enough that prompts meet every edge: no k is cut short near the capacity by
-# a golden prompt, and `tied` has two sizes on every axis.
+# Small enough to build in seconds. The capacity leaves room for the largest k behind every golden prompt, and `tied`
+# has two sizes on every axis.
 SMALLEST = "batch=1 length=208 k=0,7 prefill=64"
 GRIDS = {
     "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64",
-    "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a row empty
+    "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
-    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64",  # of the tied pair, the one with sampled executables too
+    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64",  # of the tied pair, with sampled executables
     "one row": SMALLEST,  # of the embedded pair
     "bursts": f"{SMALLEST} rounds=4",
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
-    "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair too, with sampled executables
+    "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
 }
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
-# Other weights, or another way to store them, for the executables of another set.
+# Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
-# The embedded pair needs no flags.
+# The pair of each bundle; all others are of the embedded pair.
 PAIRS = {**RUNS, "tiny": RUNS["tied"], "sampled": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
+
+
+SAMPLED = ("sampled", "served")
+# Bundles that record self-tests. The others are proven by the tokens of their reference run.
+SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
 
 
 @pytest.fixture(scope="session")
 def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The bundle of a set by its name, built at its first use. Read-only: a test that changes one takes a copy.
+    """Builds a bundle by its name, at its first use. Read-only: a test that changes a bundle takes a copy.
 
-    Kept in pytest's cache: builds are incremental, and the next run only checks that nothing is missing.
+    Bundles are kept in pytest's cache. The first worker of a test run that needs a bundle builds what is missing of it,
+    and writes the id of the run to the lock file, so that the other workers use it as it is.
     """
     cached = pytestconfig.pluginmanager.hasplugin("cacheprovider")
-    shelf = pytestconfig.cache.mkdir("dflash-bundles") if cached else tmp_path_factory.mktemp("bundles")
+    folder = pytestconfig.cache.mkdir("dflash-bundles") if cached else tmp_path_factory.mktemp("bundles")
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
 
     @functools.cache
     def build(name: str) -> Path:
         if name in BUILT_AS:
             return build(BUILT_AS[name])
-        path = shelf / name
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be building the same one
-            pair = PAIRS.get(name)
-            named = {"target": pair.target, "draft": pair.draft} if pair else {}
-            sampling = "greedy,sample" if name in ("sampled", "served") else "greedy"
-            store = shelf / "store"  # sets share executables
-            flags = {**named, "bundle": path, "buckets": GRIDS[name], "sampling": sampling, "store": store}
-            dtype = "bfloat16" if name == "bfloat16" else "float32"
-            command = [sys.executable, "-m", "dflash_aot.bin.precompile", "--platform=cpu", f"--dtype={dtype}"]
-            done = subprocess.run(
-                [*command, *(f"--{flag}={value}" for flag, value in flags.items())], text=True, stderr=subprocess.PIPE
-            )
-        assert done.returncode == 0, done.stderr
+        path = folder / name
+        with open(path.with_suffix(".lock"), "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.seek(0)
+            if not run_id or lock.read() != run_id:
+                from dflash_aot.compile import precompile  # noqa: PLC0415  imports JAX, which takes seconds
+
+                pair = PAIRS.get(name)
+                precompile(
+                    pair.target if pair else EMBEDDED,
+                    pair.draft if pair else EMBEDDED,
+                    path,
+                    grid=GRIDS[name],
+                    platform="cpu",
+                    dtype="bfloat16" if name == "bfloat16" else "float32",
+                    sampling=("greedy", "sample") if name in SAMPLED else ("greedy",),
+                    self_test=name in SELF_TESTED,
+                    store=str(folder / "store"),  # bundles share executables
+                )
+                lock.truncate(0)
+                lock.write(run_id)
         return path
 
     return build
@@ -182,14 +200,14 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def speaking_target(tied: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tied target with a tokenizer: what it says makes no sense, but it is text."""
+    """The tied target with a tokenizer, so that its tokens are text."""
     directory = tmp_path_factory.mktemp("speaking") / "target"
     shutil.copytree(tied.target, directory)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,  # of the 512 that the target may choose from
+        vocab_size=500,  # the target has 512 tokens
         special_tokens=["<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -201,7 +219,7 @@ def speaking_target(tied: Golden, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def make_key(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """A name → the files of a new Ed25519 key, the private and the public one, in PEM form as openssl writes it."""
+    """Makes an Ed25519 key: a name → the PEM files of the private and the public key, as openssl writes them."""
 
     def make(name: str) -> tuple[Path, Path]:
         key, private, public = Ed25519PrivateKey.generate(), tmp_path / f"{name}.pem", tmp_path / f"{name}.pub.pem"
@@ -214,7 +232,7 @@ def make_key(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
 @pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
-    """A number of bytes → a context in which no file of this process gets longer."""
+    """A number of bytes → a context in which this process cannot make a file longer than that."""
 
     @contextmanager
     def fill(longest: int) -> Iterator[None]:
@@ -238,7 +256,7 @@ def object_server() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def bucket(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """An empty one, which this process and its children find at `bucket.url`."""
+    """An empty bucket, which this process and its children reach at `bucket.url`."""
     object_server.forget()
     for name, value in {**SETTINGS, "AWS_ENDPOINT_URL": object_server.endpoint}.items():
         monkeypatch.setenv(name, value)
