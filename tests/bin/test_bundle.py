@@ -261,7 +261,7 @@ def test_second_signature_is_added_to_the_first(report, copy, make_key):
 @pytest.mark.parametrize("case", ["unsigned", "another key", "changed since"])
 def test_manifest_without_a_valid_signature_is_refused_before_parsing(manage, command, copy, make_key, case):
     private, public = make_key("ours")
-    words = {"unsigned": "is not signed", "another key": "not by", "changed since": "since it was signed"}[case]
+    words = {"unsigned": "is not signed", "another key": "not by", "changed since": "changed after it was signed"}[case]
     if case != "unsigned":
         manage("sign", copy, "--key", private if case == "changed since" else make_key("theirs")[0])
     (copy / "manifest.json").write_bytes(b"not JSON" if case != "another key" else b"not even JSON")
@@ -415,8 +415,8 @@ def test_verify_record_adds_missing_self_test_results(manage, report, copy):
     manifest = read_manifest(copy)
     entries = tuple(structs.replace(entry, self_test=None) for entry in manifest.entries)
     Store(copy).publish(structs.replace(manifest, entries=entries))
-    assert f"what {len(entries)} should compute is not known, --record keeps it" in manage("verify", copy, "--deep").out
-    assert f"of {len(entries)} it is kept now" in manage("verify", copy, "--record").out
+    assert f"{len(entries)} have no recorded outputs to compare, --record records them" in manage("verify", copy, "--deep").out
+    assert f"the outputs of {len(entries)} are recorded now" in manage("verify", copy, "--record").out
     assert [one.self_test for one in read_manifest(copy).entries] == [one.self_test for one in manifest.entries]
 
 
