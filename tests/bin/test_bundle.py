@@ -415,7 +415,10 @@ def test_verify_record_adds_missing_self_test_results(manage, report, copy):
     manifest = read_manifest(copy)
     entries = tuple(structs.replace(entry, self_test=None) for entry in manifest.entries)
     Store(copy).publish(structs.replace(manifest, entries=entries))
-    assert f"{len(entries)} have no recorded outputs to compare, --record records them" in manage("verify", copy, "--deep").out
+    assert (
+        f"{len(entries)} have no recorded outputs to compare, --record records them"
+        in manage("verify", copy, "--deep").out
+    )
     assert f"the outputs of {len(entries)} are recorded now" in manage("verify", copy, "--record").out
     assert [one.self_test for one in read_manifest(copy).entries] == [one.self_test for one in manifest.entries]
 
