@@ -60,7 +60,7 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
         "error": result.error,
     }
     if result.logprobs is not None:
-        fields["logprobs"] = [asdict(one) for one in result.logprobs]
+        fields["logprobs"] = [asdict(chosen) for chosen in result.logprobs]
     if trace:
         fields["drafted"] = result.drafted
     return dump_json(fields)

@@ -30,7 +30,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """The declaration of one field of `SamplingParams`; everything after `needs_sampling` is read from its class."""
+    """The declaration of one field of `SamplingParams`. `name` and all after it are read from the annotated field."""
 
     meaning: str  # for --help and OpenAPI
     minimum: float | None = None  # inclusive, as `maximum`; of each number in a mapping
@@ -81,8 +81,10 @@ Sampled = partial(Parameter, needs_sampling=True)
 class SamplingParams:
     """How to continue a prompt.
 
-    The logits are changed in the order of vLLM: logit_bias, repetition_penalty, presence_penalty and frequency_penalty,
-    temperature, min_p, top_k, top_p. Log-probabilities are those before all of these changes.
+    The logits are changed in vLLM's order: logit_bias, repetition_penalty (divides positive logits, multiplies negative
+    ones), presence_penalty and frequency_penalty, temperature, min_p, top_k, top_p. Log-probabilities are those before
+    all of these changes. With a seed, the text depends neither on K nor on other requests. `stop_token_ids=()` disables
+    the end tokens. Rows of one round share K: the largest `k` of these requests.
     """
 
     max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 1)] = None

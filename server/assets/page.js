@@ -1,44 +1,44 @@
-// Asks the server for one completion, as any client may, and shows what became of every draft.
+// Requests a completion through the public API and shows which drafted tokens of each round were accepted.
 
 const at = (id) => document.getElementById(id);
 const NOT_READY = 503;
 const NO_KEY = 401;
 const RETRY_MS = 1000;
-const BARS = 48; // as wide as so many rounds at least
+const MIN_BARS = 48; // the chart is at least this many rounds wide
 const ENDS = { stop: "ended by the model", length: "ended at its token limit" };
 const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
-let key = ""; // kept in memory only
-let running = null; // the AbortController of the completion on its way
+let key = ""; // in memory only
+let running = null; // the AbortController of the completion in progress
 
-class Refusal extends Error {
+class ApiError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
   }
 }
 
-async function ask(path, options = {}) {
+async function fetchApi(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
-    throw new Error(`no answer from the server (${error.message})`);
+    throw new Error(`no response from the server (${error.message})`);
   });
   if (response.ok) return response;
   const answer = await response.json().catch(() => null);
-  throw new Refusal(response.status, answer?.error?.message ?? `the server answers ${response.status}`);
+  throw new ApiError(response.status, answer?.error?.message ?? `the server answered ${response.status}`);
 }
 
-// The objects of a stream of server-sent events, up to its [DONE] or to a signal.
+// Yields the objects of a stream of server-sent events until [DONE] or until the signal aborts.
 async function* readEvents(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("the answer broke off before its end");
+    if (done) throw new Error("the response is incomplete");
     const lines = (held + value).split("\n");
     held = lines.pop();
     for (const line of lines) {
-      signal.throwIfAborted(); // what has come already is not shown either
+      signal.throwIfAborted(); // events that have already arrived are dropped, too
       if (!line.startsWith("data:")) continue;
       const data = line.slice("data:".length).trim();
       if (data === "[DONE]") return;
@@ -58,7 +58,7 @@ function element(name, className = "", text = "") {
 
 function makeSpaceVisible(text) {
   const name = (control) => `\\x${control.charCodeAt(0).toString(16).padStart(2, "0")}`;
-  return text.replace(/[\u0000-\u0020\u007f]/g, (one) => VISIBLE[one] ?? name(one));
+  return text.replace(/[\u0000-\u0020\u007f]/g, (character) => VISIBLE[character] ?? name(character));
 }
 
 function count(number, noun, nouns = `${noun}s`) {
@@ -69,12 +69,12 @@ function formatMs(seconds, digits = 1) {
   return `${(seconds * 1000).toFixed(digits)} ms`;
 }
 
-// The committed tokens of a round, and whose each of them is.
+// The committed tokens of a round, each with its origin: an accepted draft, or the target's own.
 function listCommitted(round) {
   return round.committed.map((token, place) => ({ ...token, origin: place < round.accepted ? "accepted" : "own" }));
 }
 
-// Cuts a text into the pieces of its tokens. A character of several tokens is one piece, the last one's.
+// Cuts a text into [piece, origin] per token. A character of several tokens is one piece with the last token's origin.
 function cutByToken(text, tokens) {
   const before = [];
   const after = [];
@@ -99,7 +99,7 @@ function makeChip(token, origin) {
   return chip;
 }
 
-// `shared`: how many rounds came at once, each given its part of their time.
+// shared: the number of rounds in one event; each gets an equal part of the event's time.
 function makeRow(number, round, seconds, shared) {
   const chips = element("span", "chips");
   chips.append(
@@ -125,7 +125,7 @@ function makeBar(place, height, className) {
   return bar;
 }
 
-// One completion as far as it has come, on an empty page.
+// Shows one completion while it is generated.
 class Display {
   constructor(prompt) {
     this.rounds = this.drafted = this.accepted = this.tokens = this.most = 0;
@@ -174,7 +174,7 @@ class Display {
     at("token-time").textContent = formatMs(perToken, 2);
     at("rate").textContent = `${(1 / perToken).toFixed(0)} tokens/s`;
     at("passes").textContent = `${this.tokens - 1} in ${count(this.rounds, "pass", "passes")} of the target`;
-    at("bars").setAttribute("viewBox", `0 ${-this.most} ${Math.max(this.rounds, BARS)} ${this.most || 1}`);
+    at("bars").setAttribute("viewBox", `0 ${-this.most} ${Math.max(this.rounds, MIN_BARS)} ${this.most || 1}`);
     const words = `${this.accepted} of ${this.drafted} accepted in ${count(this.rounds, "round")}`;
     at("bars").setAttribute("aria-label", words);
   }
@@ -185,27 +185,27 @@ class Display {
   }
 }
 
-function say(status, error = "") {
+function showStatus(status, error = "") {
   at("status").textContent = status;
   at("error").textContent = error;
   at("error").hidden = !error;
 }
 
-function fail(error) {
-  if (error.status !== NO_KEY) return say("failed", error.message);
+function showError(error) {
+  if (error.status !== NO_KEY) return showStatus("failed", error.message);
   at("access").hidden = false;
   at("key").focus();
-  say("needs an API key", key && error.message); // no error as long as none was given
+  showStatus("needs an API key", key && error.message); // before a key was given, this is not an error
 }
 
 async function connect() {
   try {
-    const { data } = await (await ask("v1/models")).json();
+    const { data } = await (await fetchApi("v1/models")).json();
     showModel(data[0]);
-    say("ready");
+    showStatus("ready");
   } catch (error) {
-    if (error.status !== NOT_READY) return fail(error);
-    say(error.message);
+    if (error.status !== NOT_READY) return showError(error);
+    showStatus(error.message);
     setTimeout(connect, RETRY_MS);
   }
 }
@@ -238,21 +238,21 @@ async function generate() {
   const display = new Display(request.prompt);
   const stopper = new AbortController();
   setRunning(stopper);
-  say("generating");
+  showStatus("generating");
   try {
     const options = { method: "POST", body: JSON.stringify(request), signal: stopper.signal };
-    say(await follow(await ask("v1/completions", options), stopper.signal, display));
+    showStatus(await follow(await fetchApi("v1/completions", options), stopper.signal, display));
   } catch (error) {
     display.paint();
-    if (stopper.signal.aborted) say(`stopped after ${count(display.tokens, "token")}`);
-    else fail(error);
+    if (stopper.signal.aborted) showStatus(`stopped after ${count(display.tokens, "token")}`);
+    else showError(error);
   } finally {
-    stopper.abort(); // whatever happened, nobody reads on
+    stopper.abort(); // closes the connection, however the generation ended
     setRunning(null);
   }
 }
 
-// Shows a stream to its end, and says how it ended.
+// Shows a stream until its end. Returns the status to show.
 async function follow(response, signal, display) {
   let reason = null;
   for await (const { choices, usage } of readEvents(response, signal)) {
@@ -271,7 +271,7 @@ function setRunning(stopper) {
   at("generate").disabled = Boolean(stopper);
   at("stop").disabled = !stopper;
   document.body.classList.toggle("running", Boolean(stopper));
-  if (focused) at(stopper ? "stop" : "generate").focus(); // a disabled button would lose it
+  if (focused) at(stopper ? "stop" : "generate").focus(); // a disabled button loses the focus
 }
 
 at("access").addEventListener("submit", (event) => {

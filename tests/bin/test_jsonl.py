@@ -30,13 +30,13 @@ def test_output_line_has_logprobs_and_drafted_only_on_request():
         "id": "a", "token_ids": [5, 6], "text": "ab", "finish_reason": "length", "prompt_tokens": 3, "accepted": [1],
         "error": None,
     }  # fmt: skip
-    told = json.loads(output_line("a", replace(DONE, logprobs=LOGPROBS), True))
-    assert told.pop("drafted") == [[5, 7]]
-    assert told.pop("logprobs") == [
+    detailed = json.loads(output_line("a", replace(DONE, logprobs=LOGPROBS), True))
+    assert detailed.pop("drafted") == [[5, 7]]
+    assert detailed.pop("logprobs") == [
         {"token_id": 5, "logprob": -0.25, "top": [[5, -0.25], [7, -1.5]]},
         {"token_id": 6, "logprob": -2.0, "top": []},
     ]
-    assert told == plain
+    assert detailed == plain
 
 
 def test_output_line_of_an_incomplete_result_has_its_error():
@@ -48,15 +48,15 @@ def test_output_line_of_an_incomplete_result_has_its_error():
 
 def test_every_sampling_field_of_a_line_reaches_the_engine(engine):
     """The result differs if any field is left out."""
-    asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
-    asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    asked |= {"logit_bias": {"17": 5, "0": -100}, "logprobs": 2}
-    (answer,) = ask(engine, {**asked, "k": 7})  # with equal K log-probabilities are equal to the last bit
-    params = SamplingParams(**{**asked, "logit_bias": {17: 5, 0: -100}}, k=7)
+    fields = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
+    fields |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    fields |= {"logit_bias": {"17": 5, "0": -100}, "logprobs": 2}
+    (answer,) = ask(engine, {**fields, "k": 7})  # with equal K log-probabilities are equal to the last bit
+    params = SamplingParams(**{**fields, "logit_bias": {17: 5, 0: -100}}, k=7)
     expected = engine.generate(LINE["prompt_ids"], params)
     assert (answer.error, answer.token_ids, answer.logprobs) == (None, expected.token_ids, expected.logprobs)
-    assert [len(one.top) for one in answer.logprobs] == [2] * 100
-    for name in asked:
+    assert [len(chosen.top) for chosen in answer.logprobs] == [2] * 100
+    for name in fields:
         without = engine.generate(LINE["prompt_ids"], replace(params, **{name: getattr(SamplingParams(), name)}))
         assert (without.token_ids, without.logprobs) != (answer.token_ids, answer.logprobs), name
 
@@ -69,11 +69,11 @@ def test_k_of_a_line_sets_the_drafted_tokens_per_round(engine):
 
 @pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p"])
 def test_line_fields_are_checked_and_absent_fields_have_the_defaults(engine, name):
-    asked = {"temperature": 1.5, "seed": 3, "max_tokens": 16, name: 0.5}
+    fields = {"temperature": 1.5, "seed": 3, "max_tokens": 16, name: 0.5}
     by_line, by_default, without = (
-        *ask(engine, asked),
-        *ask(engine, {"max_tokens": 16}, **{field: value for field, value in asked.items() if field != "max_tokens"}),
-        *ask(engine, {**asked, name: None}),
+        *ask(engine, fields),
+        *ask(engine, {"max_tokens": 16}, **{field: value for field, value in fields.items() if field != "max_tokens"}),
+        *ask(engine, {**fields, name: None}),
     )
     assert by_line.error is None and by_line.token_ids == by_default.token_ids != without.token_ids
     (wrong,) = ask(engine, {name: "much"})

@@ -221,14 +221,14 @@ def test_unreachable_server_is_reported(visit):
         "net::ERR_FAILED", before=lambda page: page.route("**/v1/completions", lambda route: route.abort())
     ) as page:
         generate(page)
-        expect_end(page, "failed", re.compile("no answer from the server"))
+        expect_end(page, "failed", re.compile("no response from the server"))
 
 
 @pytest.mark.parametrize(
     ("end", "error"),
     [
         ('data: {"error": {"message": "the engine has failed"}}\n\ndata: [DONE]\n\n', "the engine has failed"),
-        ("", "the answer broke off before its end"),
+        ("", "the response is incomplete"),
     ],
 )
 def test_failed_response_keeps_its_beginning(visit, end, error):
@@ -274,8 +274,13 @@ def test_character_of_several_tokens_is_shown_when_complete(visit):
 def test_long_response_is_appended_and_scrolled_to_its_end(visit):
     chunks = [make_chunk("<b>draft</b>own\n", 0.5 + index / 100, [ROUND]) for index in range(500)]
     with visit(before=respond_with(*chunks, make_chunk("", 6, [], "length"), USAGE)) as page:
-        page.evaluate("""() => { window.removed = 0; new MutationObserver((all) => all.forEach((one) => removed +=
-            one.removedNodes.length)).observe(document.querySelector("main"), { childList: true, subtree: true }) }""")
+        page.evaluate("""() => {
+            window.removed = 0;
+            const observer = new MutationObserver((records) => {
+                for (const record of records) removed += record.removedNodes.length;
+            });
+            observer.observe(document.querySelector("main"), { childList: true, subtree: true });
+        }""")
         generate(page, prompt="p")
         expect_end(page, "ended at its token limit")
         assert page.locator("#rounds li").count() == 500

@@ -65,7 +65,7 @@ def list_types(schema: dict[str, Any], defined: dict[str, Any]) -> set[str]:
     if "$ref" in schema:
         return list_types(defined[schema["$ref"].rpartition("/")[2]], defined)
     if "anyOf" in schema:
-        return set().union(*(list_types(one, defined) for one in schema["anyOf"]))
+        return set().union(*(list_types(member, defined) for member in schema["anyOf"]))
     types = {schema["type"]}
     return types | {"integer"} if "number" in types else types
 
@@ -237,8 +237,8 @@ def test_unusual_characters_are_accepted(client):
         "\x7f",
     ]
     for text in texts:
-        asked = {**COMPLETION, "prompt": text, "stop": [text], "user": text}
-        assert post(client, "/v1/completions", asked).status_code == 200, ascii(text)
+        body = {**COMPLETION, "prompt": text, "stop": [text], "user": text}
+        assert post(client, "/v1/completions", body).status_code == 200, ascii(text)
 
 
 @pytest.mark.parametrize(
