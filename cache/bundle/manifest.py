@@ -63,7 +63,7 @@ class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an executable made of inputs that everyone can make: those of `runtime.canary_inputs` in this `version`."""
+    """What an executable computed from the inputs of `runtime.self_test.inputs` in this `version`."""
 
     version: int
     outputs: tuple[SelfTestOutput, ...]

@@ -37,7 +37,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICA = "ServeReplica"
 CALLS = 20
 RAY = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/pipeline/ray_cluster.py
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback, see compile/pipeline/ray_pool.py
     # By default a proxy that takes longer than 5 s, as on a busy machine, is killed.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(TIMEOUT),
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(TIMEOUT),
