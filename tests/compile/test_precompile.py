@@ -89,7 +89,7 @@ def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd)
     ("changes", "error", "words"),
     [
         ({"target": "/nowhere"}, BadCheckpoint, "/nowhere: no such directory"),
-        ({"grid": "batch=1"}, BadInput, "length, k, prefill not given"),
+        ({"grid": "batch=1"}, BadInput, "length, k, prefill missing"),
         ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
         ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, "the largest k of"),
         ({"sampling": ["beam"]}, BadInput, "beam"),
@@ -124,4 +124,4 @@ def test_importing_the_package_changes_no_setting_of_the_process():
     assert done.returncode == 0, done.stderr
     unchanged, modules = json.loads(done.stdout)
     assert unchanged and "dflash_aot.compile.pipeline.precompile" in modules
-    assert not {"ray", "tqdm", "absl", "dflash_aot.runtime", "dflash_aot.bin"} & set(modules)
+    assert not {"ray", "dflash_aot.runtime", "dflash_aot.bin"} & set(modules)
