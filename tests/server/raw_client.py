@@ -50,7 +50,7 @@ class RawClient:
         """Sends a whole request; a given `content_length` may be wrong."""
         self.send(head(method, path, **{"content_length": str(len(body)), **headers}) + body)
 
-    def read_answer(self) -> RawResponse:
+    def read_response(self) -> RawResponse:
         """The next response, which must have a content-length."""
         _, status, _ = self.file.readline().decode().split(" ", 2)
         headers = http.client.parse_headers(self.file)
@@ -85,9 +85,9 @@ def read_sample(server: Server, name: str, key: str | None = None, **labels: str
     """A number of /metrics: the sum of the samples with these labels."""
     with RawClient(server) as client:
         client.ask("GET", "/metrics", **({} if key is None else {"authorization": f"Bearer {key}"}))
-        answer = client.read_answer()
-    assert answer.status == 200, answer.body
-    families = text_string_to_metric_families(answer.body.decode())
+        response = client.read_response()
+    assert response.status == 200, response.body
+    families = text_string_to_metric_families(response.body.decode())
     samples = (sample for family in families for sample in family.samples if sample.name == name)
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
@@ -106,10 +106,10 @@ def wait_until_busy(server: Server, running: int, waiting: int = 0, key: str | N
     wait_until(lambda: count_requests(server, key) == (running, waiting))
 
 
-def read_error(answer: httpx.Response, status: int, code: str | None) -> str:
+def read_error(response: httpx.Response, status: int, code: str | None) -> str:
     """The message of an error in OpenAI's form; checks status and code."""
-    assert answer.status_code == status, answer.text
-    (name, fields), *others = answer.json().items()
+    assert response.status_code == status, response.text
+    (name, fields), *others = response.json().items()
     assert (name, others) == ("error", [])
     assert fields.keys() == {"message", "type", "param", "code"}
     assert fields["code"] == code, fields

@@ -162,7 +162,7 @@ def test_head_timeout_closes_the_connection(limited, start):
 def test_head_timeout_applies_to_later_requests(limited):
     with RawClient(limited) as client:
         client.ask("GET", "/v1/models")
-        assert client.read_answer().status == 200
+        assert client.read_response().status == 200
         client.send(b"GET /health HTTP/1.1\r\nx-a: ")
         assert trickle(client) == b""
 
@@ -173,10 +173,12 @@ def test_body_timeout_is_answered_408(limited, framing):
     with RawClient(limited) as silent, RawClient(limited) as slow:
         for client in (silent, slow):
             client.send(start + b'{"prompt": "a')
-        answers = [silent.read_until_closed(), trickle(slow)]
-    for answer in answers:
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "the body did not arrive within 1 s"
+        responses = [silent.read_until_closed(), trickle(slow)]
+    for response in responses:
+        assert response.startswith(b"HTTP/1.1 408 ")
+        assert (
+            json.loads(response.partition(b"\r\n\r\n")[2])["error"]["message"] == "the body did not arrive within 1 s"
+        )
     assert is_usable(limited)
 
 
@@ -202,10 +204,10 @@ def test_slow_reader_holds_no_slot_and_gets_the_whole_response(served, stream):
         assert is_usable(served)
         wait_until_idle(served)
         assert count_finished(served) == (aborted, completed + 4)
-        answer = b""
-        while not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}"):
-            answer += client.file.read1()
-        assert answer.count(b"text_offset") >= 3
+        response = b""
+        while not response.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}"):
+            response += client.file.read1()
+        assert response.count(b"text_offset") >= 3
 
 
 def test_write_timeout_closes_the_connection(limited):
@@ -267,7 +269,7 @@ def test_pipelined_requests_are_answered_in_order(served):
     with RawClient(served) as client:
         request = head("POST", COMPLETIONS, content_length=str(len(encode(SMALL)))) + encode(SMALL)
         client.send(request * 3 + head("GET", "/health") + head("GET", "/nothing"))
-        assert [client.read_answer().status for _ in range(5)] == [200, 200, 200, 200, 404]
+        assert [client.read_response().status for _ in range(5)] == [200, 200, 200, 200, 404]
 
 
 def test_disconnect_with_a_pipelined_request_frees_slots(served):
@@ -301,9 +303,9 @@ def test_disconnect_with_a_pipelined_request_frees_slots(served):
 def test_malformed_http_is_answered_400_and_closed(served, data):
     with RawClient(served) as client:
         client.send(data)
-        answer = client.read_answer()
-        assert answer.status == 400
-        assert json.loads(answer.body)["error"] == {
+        response = client.read_response()
+        assert response.status == 400
+        assert json.loads(response.body)["error"] == {
             "message": "malformed HTTP/1.1 request, or its head is too large",
             "type": "invalid_request_error",
             "param": None,
@@ -316,7 +318,7 @@ def test_malformed_http_is_answered_400_and_closed(served, data):
 def test_malformed_chunks_are_refused(served):
     with RawClient(served) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + b"5\r\n{}   \r\nzz\r\n")
-        assert client.read_answer().status == 400
+        assert client.read_response().status == 400
         assert client.read_until_closed() == b""
     assert is_usable(served)
 
@@ -325,7 +327,7 @@ def test_malformed_chunks_are_refused(served):
 def test_upgrade_is_ignored_and_the_request_is_answered(served, protocol):
     with RawClient(served) as client:
         client.ask("GET", "/health", connection="upgrade", upgrade=protocol)
-        assert client.read_answer().status == 200
+        assert client.read_response().status == 200
 
 
 def test_expect_continue_is_answered(served):
@@ -336,4 +338,4 @@ def test_expect_continue_is_answered(served):
         while client.file.readline() != b"\r\n":
             pass
         client.send(body)
-        assert client.read_answer().status == 200
+        assert client.read_response().status == 200

@@ -20,8 +20,8 @@ LONG = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0, "stop_token_ids":
 
 def read_stream(server: Server, began: threading.Event, lines: list[bytes]) -> None:
     """Reads all lines of a long stream; `began` is set at the first line."""
-    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-        for line in answer.iter_lines():
+    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        for line in response.iter_lines():
             lines.append(line)
             began.set()
 
@@ -32,9 +32,9 @@ def read_until_disconnected(server: Server, began: threading.Event) -> None:
     with (
         suppress(httpx.TransportError),
         server.client() as client,
-        client.stream("POST", "/v1/completions", json=body) as answer,
+        client.stream("POST", "/v1/completions", json=body) as response,
     ):
-        for _ in answer.iter_lines():
+        for _ in response.iter_lines():
             began.set()
 
 
@@ -42,15 +42,15 @@ def test_health_reports_the_phase_until_the_server_is_ready(start_server):
     server = start_server("--preload")
     with server.client() as client:
         phases = []
-        while (answer := client.get("/health")).status_code == 503:
-            health = answer.json()
+        while (response := client.get("/health")).status_code == 503:
+            health = response.json()
             assert health["status"] == "loading"
             phases.append(health["phase"])
             refused = client.post("/v1/completions", json={"prompt": PROMPT})
             if refused.status_code == 503:
                 assert refused.json()["error"]["code"] == "loading" and refused.headers["retry-after"] == "1"
         assert phases and set(phases) <= {"start", "bundle", "weights", "canaries", "timing", "tokenizer"}
-        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+        assert (response.status_code, response.json()) == (200, {"status": "ready"})
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
     log = "".join(server.lines)
@@ -201,10 +201,10 @@ def test_model_of_a_directory_is_named_without_its_path(start_server, bundle, sp
 def test_access_log_has_request_ids_and_no_texts(start_server):
     server = start_server("--access_log").wait_until_ready()
     with server.client() as client:
-        answer = client.post("/v1/completions", json={"prompt": "secret", "max_tokens": 1})
+        response = client.post("/v1/completions", json={"prompt": "secret", "max_tokens": 1})
     server.stop()
     log = "".join(server.lines)
-    assert f"{answer.headers['x-request-id']} POST /v1/completions" in log and "secret" not in log
+    assert f"{response.headers['x-request-id']} POST /v1/completions" in log and "secret" not in log
 
 
 def test_serving_compiles_nothing(served):

@@ -92,14 +92,14 @@ def test_parsing_for_one_key_does_not_delay_other_keys():
 def test_body_of_exactly_the_limit_is_accepted(strict_server):
     with RawClient(strict_server) as client:
         client.ask("POST", COMPLETIONS, pad(BODY_BYTES))
-        assert client.read_answer().status == 200
+        assert client.read_response().status == 200
 
 
 @pytest.mark.parametrize("size", [BODY_BYTES + 1, 4 * BODY_BYTES, 64 * BODY_BYTES])
 def test_larger_body_is_refused_and_the_client_receives_the_refusal(strict_server, size):
     with strict_server.client() as client:
-        answer = client.post(COMPLETIONS, content=pad(size), headers={"content-type": "application/json"})
-        assert read_error(answer, 413, "body_too_large") == "the body is larger than 4096 bytes"
+        response = client.post(COMPLETIONS, content=pad(size), headers={"content-type": "application/json"})
+        assert read_error(response, 413, "body_too_large") == "the body is larger than 4096 bytes"
         assert client.post(COMPLETIONS, json=SMALL).status_code == 200
 
 
@@ -107,7 +107,7 @@ def test_huge_content_length_is_refused_before_the_body(strict_server):
     for length in ("10000000000", "99999999999999999999"):
         with RawClient(strict_server) as client:
             client.ask("POST", COMPLETIONS, content_length=length)
-            assert client.read_answer().status == 413
+            assert client.read_response().status == 413
             assert client.read_until_closed() == b""
 
 
@@ -115,11 +115,11 @@ def test_chunked_body_is_limited(strict_server):
     with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked"))
         client.send(chunk(pad(BODY_BYTES)) + chunk(b" ") + b"0\r\n\r\n")
-        assert client.read_answer().status == 413
+        assert client.read_response().status == 413
     with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked"))
         client.send(chunk(pad(BODY_BYTES - 1)) + chunk(b" ") + b"0\r\n\r\n")
-        assert client.read_answer().status == 200
+        assert client.read_response().status == 200
 
 
 def test_endless_body_is_disconnected(strict_server):
@@ -134,9 +134,9 @@ def test_bytes_after_content_length_are_a_malformed_request(strict_server):
     body = pad(200)
     with RawClient(strict_server) as client:
         client.ask("POST", COMPLETIONS, body + b"beyond\r\n\r\n", content_length="200")
-        assert client.read_answer().status == 200
-        answer = client.read_answer()
-        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (400, "invalid_http")
+        assert client.read_response().status == 200
+        response = client.read_response()
+        assert (response.status, json.loads(response.body)["error"]["code"]) == (400, "invalid_http")
         assert client.read_until_closed() == b""
 
 
@@ -155,15 +155,15 @@ def test_bytes_after_content_length_are_a_malformed_request(strict_server):
 def test_ambiguous_lengths_are_refused(strict_server, lengths):
     with RawClient(strict_server) as client:
         client.send(head("POST", COMPLETIONS, **lengths) + pad(200))
-        assert client.read_answer().status in (400, 501)
+        assert client.read_response().status in (400, 501)
         assert client.read_until_closed() == b""
 
 
 def test_too_large_head_is_refused(strict_server):
     with RawClient(strict_server) as client:
         client.ask("GET", "/health", padding="x" * (1 << 17))
-        answer = client.read_answer()
-        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (400, "invalid_http")
+        response = client.read_response()
+        assert (response.status, json.loads(response.body)["error"]["code"]) == (400, "invalid_http")
 
 
 def test_body_with_many_errors_is_checked_quickly(served):
@@ -193,12 +193,12 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
         fits = {**SMALL, "prompt": [17] * PROMPT_TOKENS}
         assert client.post(COMPLETIONS, json=fits).status_code == 200
         for prompt in ([17] * (PROMPT_TOKENS + 1), [[17], [17] * (PROMPT_TOKENS + 1)]):
-            answer = client.post(COMPLETIONS, json={**SMALL, "prompt": prompt})
-            message = read_error(answer, 400, "context_length_exceeded")
+            response = client.post(COMPLETIONS, json={**SMALL, "prompt": prompt})
+            message = read_error(response, 400, "context_length_exceeded")
             assert message == "the prompt has 9 tokens; the limit of this server is 8"
         chat = {"messages": [{"role": "user", "content": "many words " * 20}]}
-        answer = client.post("/v1/chat/completions", json=chat)
-        assert "the limit of this server is 8" in read_error(answer, 400, "context_length_exceeded")
+        response = client.post("/v1/chat/completions", json=chat)
+        assert "the limit of this server is 8" in read_error(response, 400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -218,20 +218,20 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
 )
 def test_values_above_their_limit_are_refused_by_name(served, body, param):
     with served.client() as client:
-        answer = client.post(COMPLETIONS, json={**SMALL, **body})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+        response = client.post(COMPLETIONS, json={**SMALL, **body})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
 
 
 def test_max_tokens_above_the_grid_is_refused(served):
     with served.client() as client:
-        answer = client.post(COMPLETIONS, json={"prompt": [17] * 10, "max_tokens": 248})
-        message = read_error(answer, 400, "context_length_exceeded")
+        response = client.post(COMPLETIONS, json={"prompt": [17] * 10, "max_tokens": 248})
+        message = read_error(response, 400, "context_length_exceeded")
         assert message == (
             "the prompt has 10 tokens, and max_tokens is 248: only 247 fit after the prompt (256 positions)"
         )
-        answer = client.post(COMPLETIONS, json={"prompt": [17] * 257})
-        assert "the prompt has 257 tokens; the limit of this server is 256" in answer.text
+        response = client.post(COMPLETIONS, json={"prompt": [17] * 257})
+        assert "the prompt has 257 tokens; the limit of this server is 256" in response.text
 
 
 # -- queue
@@ -240,8 +240,8 @@ def test_max_tokens_above_the_grid_is_refused(served):
 def test_key_at_its_limit_is_refused_and_other_keys_are_served(two_key_server):
     wait_until_idle(two_key_server, KEY)
     with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
-        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as answer:
-            assert answer.status_code == 200
+        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+            assert response.status_code == 200
             wait_until_busy(two_key_server, 4, 12, key=KEY)
             refused = two_key_server.client(KEY).post(COMPLETIONS, json=SMALL)
             message = read_error(refused, 429, "too_many_requests")
@@ -254,7 +254,7 @@ def test_key_at_its_limit_is_refused_and_other_keys_are_served(two_key_server):
             with other.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as accepted:
                 assert accepted.status_code == 200
                 wait_until_busy(two_key_server, 4, 13, key=KEY)
-                answer.close()
+                response.close()
                 assert [*accepted.iter_lines()][-2] == "data: [DONE]"
         wait_until_idle(two_key_server, KEY)
         assert client.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
@@ -271,8 +271,8 @@ def test_request_above_the_key_limit_is_refused_by_an_idle_server(strict_server)
 def test_full_queue_refuses_all_choices_of_a_request(two_key_server):
     wait_until_idle(two_key_server, KEY)
     with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
-        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as answer:
-            assert answer.status_code == 200
+        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+            assert response.status_code == 200
             wait_until_busy(two_key_server, 4, 12, key=KEY)
             for stream in (False, True):
                 refused = other.post(COMPLETIONS, json={**SMALL, "n": 7, "stream": stream})
@@ -298,10 +298,10 @@ def test_request_above_the_time_limit_is_answered_504(strict_server):
 def test_stream_above_the_time_limit_ends_with_an_error(strict_server):
     with (
         strict_server.client() as client,
-        client.stream("POST", COMPLETIONS, json={**ENDLESS, "n": 8, "stream": True}) as answer,
+        client.stream("POST", COMPLETIONS, json={**ENDLESS, "n": 8, "stream": True}) as response,
     ):
-        assert answer.status_code == 200
-        *texts, error, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert response.status_code == 200
+        *texts, error, done = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert texts and done == "[DONE]"
     assert json.loads(error)["error"] == {
         "message": "the request took longer than the limit of 0.5 s",

@@ -72,11 +72,11 @@ def test_keys_of_environment_and_file_are_accepted(keyed_server, key):
 )
 def test_unknown_key_is_refused_in_openai_form(keyed_server, header):
     with keyed_server.client() as client:
-        answer = client.post("/v1/completions", json=BODY, headers={"authorization": header})
+        response = client.post("/v1/completions", json=BODY, headers={"authorization": header})
     fault = "the API key is unknown" if header else "an API key is needed"
-    assert read_error(answer, 401, "invalid_api_key") == f"{fault}: Authorization: Bearer KEY"
-    assert answer.json()["error"]["type"] == "authentication_error"
-    assert answer.headers["www-authenticate"] == "Bearer"
+    assert read_error(response, 401, "invalid_api_key") == f"{fault}: Authorization: Bearer KEY"
+    assert response.json()["error"]["type"] == "authentication_error"
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 def test_bearer_scheme_is_case_insensitive(keyed_server):
@@ -127,14 +127,14 @@ def test_all_other_paths_need_a_key_even_if_they_do_not_exist(keyed_server):
 def test_path_similar_to_an_open_path_needs_a_key(keyed_server, path):
     with RawClient(keyed_server) as client:
         client.ask("GET", path)
-        assert client.read_answer().status == 401
+        assert client.read_response().status == 401
 
 
 def test_client_that_is_still_sending_receives_the_refusal(keyed_server):
     with keyed_server.client(UNKNOWN_KEY) as client:
         for size in (1 << 20, 6 << 20):
-            answer = client.post("/v1/completions", content=b" " * size, headers={"content-type": "application/json"})
-            assert answer.status_code == 401
+            response = client.post("/v1/completions", content=b" " * size, headers={"content-type": "application/json"})
+            assert response.status_code == 401
 
 
 def test_server_on_all_addresses_warns_and_needs_a_key(start_server):
@@ -173,17 +173,17 @@ def test_without_keys_loopback_hosts_are_accepted(served, host):
 def test_without_keys_other_hosts_are_refused(served, path, host):
     with served.client() as client:
         method = "POST" if path.endswith("completions") else "GET"
-        answer = client.request(method, path, json=BODY if method == "POST" else None, headers={"host": host})
-    assert "answers to its own address only" in read_error(answer, 403, "wrong_host")
+        response = client.request(method, path, json=BODY if method == "POST" else None, headers={"host": host})
+    assert "answers to its own address only" in read_error(response, 403, "wrong_host")
 
 
 def test_request_without_a_unique_host_header_is_refused(served):
     with RawClient(served) as client:
         client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
-        assert client.read_answer().status == 403
+        assert client.read_response().status == 403
     with RawClient(served) as client:
         client.send(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: rebound.example\r\n\r\n")
-        assert client.read_answer().status == 400
+        assert client.read_response().status == 400
 
 
 @pytest.mark.parametrize(
@@ -194,27 +194,27 @@ def test_request_without_a_unique_host_header_is_refused(served):
 def test_content_type_other_than_json_is_refused(served, path, kind):
     with served.client() as client:
         headers = {"origin": "http://evil.example"} | ({} if kind is None else {"content-type": kind})
-        answer = client.post(path, content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
-    assert read_error(answer, 415, "unsupported_media_type") == "content-type: application/json is needed"
+        response = client.post(path, content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+    assert read_error(response, 415, "unsupported_media_type") == "content-type: application/json is needed"
 
 
 def test_content_type_may_have_parameters(served):
     with served.client() as client:
         headers = {"content-type": "Application/JSON; charset=utf-8"}
-        answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
-    assert answer.status_code == 200
+        response = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("path", [*OPEN_PATHS, "/v1/models", "/v1/completions", "/metrics"])
 def test_cross_origin_requests_are_not_allowed(served, path):
     preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     with served.client() as client:
-        answers = [client.options(path, headers=preflight), client.get(path, headers=preflight), client.head(path)]
-    assert answers[0].status_code == 405
-    for answer in answers:
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "server" not in answer.headers
+        responses = [client.options(path, headers=preflight), client.get(path, headers=preflight), client.head(path)]
+    assert responses[0].status_code == 405
+    for response in responses:
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in response.headers
 
 
 # -- TLS
@@ -243,8 +243,8 @@ def test_https_is_served_with_the_given_certificate(start_server, certificate):
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = f"Bearer {KEY}"
         assert client.post("/v1/completions", json=BODY).status_code == 200
-        with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
-            assert [*answer.iter_lines()][-2] == "data: [DONE]"
+        with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+            assert [*response.iter_lines()][-2] == "data: [DONE]"
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(f"{server.url}/health")
     with pytest.raises(httpx.RemoteProtocolError):

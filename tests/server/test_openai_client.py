@@ -45,31 +45,31 @@ def generate_chat(engine: Engine, params: SamplingParams):
 
 
 def test_completion_equals_the_engines_result(client, expected):
-    answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-    (choice,) = answer.choices
+    response = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+    (choice,) = response.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == (expected.text, "length", None)
-    assert answer.usage.prompt_tokens == expected.prompt_tokens
-    assert answer.usage.completion_tokens == TOKENS
-    assert answer.usage.total_tokens == expected.prompt_tokens + TOKENS
-    assert answer.id.startswith("cmpl-") and answer.system_fingerprint.startswith("fp_")
+    assert response.usage.prompt_tokens == expected.prompt_tokens
+    assert response.usage.completion_tokens == TOKENS
+    assert response.usage.total_tokens == expected.prompt_tokens + TOKENS
+    assert response.id.startswith("cmpl-") and response.system_fingerprint.startswith("fp_")
 
 
 def test_prompt_may_be_token_ids(client, engine, expected):
     ids = engine.tokenizer.encode(PROMPT)
-    answer = client.completions.create(model="embedded", prompt=ids, max_tokens=TOKENS, temperature=0)
-    assert answer.choices[0].text == expected.text
+    response = client.completions.create(model="embedded", prompt=ids, max_tokens=TOKENS, temperature=0)
+    assert response.choices[0].text == expected.text
 
 
 def test_usage_reports_speculation(client, engine):
     params = SamplingParams(max_tokens=TOKENS, k=7)
     expected = engine.generate(PROMPT, params)
-    answer = client.completions.create(
+    response = client.completions.create(
         model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body={"k": 7}
     )
     rounds, accepted = len(expected.accepted), sum(expected.accepted)
-    speculative = answer.usage.speculative
+    speculative = response.usage.speculative
     assert speculative == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
-    details = answer.usage.completion_tokens_details
+    details = response.usage.completion_tokens_details
     assert details.accepted_prediction_tokens == accepted > 0
     assert details.rejected_prediction_tokens == 7 * rounds - accepted
 
@@ -117,19 +117,19 @@ def test_concurrent_requests_get_their_own_texts(served, engine):
             client.completions.create(model="embedded", prompt=prompt, max_tokens=8, temperature=0)
             for prompt in prompts
         )
-        return [answer.choices[0].text for answer in await asyncio.gather(*requests)]
+        return [response.choices[0].text for response in await asyncio.gather(*requests)]
 
     assert run_async(served, use) == expected
 
 
 def test_chat_is_rendered_by_the_targets_template(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
-    answer = client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0)
-    (choice,) = answer.choices
+    response = client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0)
+    (choice,) = response.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == expected.finish_reason
-    assert answer.usage.prompt_tokens == expected.prompt_tokens
-    assert answer.id.startswith("chatcmpl-")
+    assert response.usage.prompt_tokens == expected.prompt_tokens
+    assert response.id.startswith("chatcmpl-")
 
 
 def test_response_message_can_be_sent_back_in_a_conversation(client):
@@ -171,30 +171,32 @@ def test_async_client_gets_a_chat(served, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=8))
 
     async def use(client):
-        answer = await client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=8, temperature=0)
-        return answer.choices[0].message.content
+        response = await client.chat.completions.create(
+            model="embedded", messages=MESSAGES, max_tokens=8, temperature=0
+        )
+        return response.choices[0].message.content
 
     assert run_async(served, use) == expected.text
 
 
 def test_choices_have_consecutive_seeds(client, engine):
-    answer = client.completions.create(
+    response = client.completions.create(
         model="embedded", prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=0.9, top_p=0.95
     )
     each = [
         engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9, top_p=0.95)).text
         for seed in (5, 6, 7)
     ]
-    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(each))
+    assert [(choice.index, choice.text) for choice in response.choices] == list(enumerate(each))
     assert len(set(each)) > 1
-    assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
+    assert response.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
 
 
 def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
     prompts = ["import os", "class "]
-    answer = client.completions.create(model="embedded", prompt=prompts, max_tokens=6, n=2, temperature=0)
+    response = client.completions.create(model="embedded", prompt=prompts, max_tokens=6, n=2, temperature=0)
     each = [engine.generate(prompt, SamplingParams(max_tokens=6)).text for prompt in prompts]
-    assert [choice.text for choice in answer.choices] == [each[0], each[0], each[1], each[1]]
+    assert [choice.text for choice in response.choices] == [each[0], each[0], each[1], each[1]]
 
 
 def test_chunks_of_several_choices_add_up_to_their_texts(client, engine):
@@ -213,8 +215,8 @@ def test_stop_text_ends_the_output_and_is_left_out(client, engine):
     stop = "\n"
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=[stop]))
     for given in (stop, [stop, "never"]):
-        answer = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=64, temperature=0, stop=given)
-        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "stop")
+        response = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=64, temperature=0, stop=given)
+        assert (response.choices[0].text, response.choices[0].finish_reason) == (expected.text, "stop")
     assert stop not in expected.text
 
 
@@ -260,10 +262,10 @@ def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):
 
 def test_chat_logprobs_equal_the_engines(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="embedded", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
     )
-    content = answer.choices[0].logprobs.content
+    content = response.choices[0].logprobs.content
     assert [token.logprob for token in content] == pytest.approx(
         [chosen.logprob for chosen in expected.logprobs], abs=1e-5
     )
@@ -275,7 +277,7 @@ def test_logit_bias_and_penalties_reach_the_engine(client, engine):
     banned = engine.generate(PROMPT, SamplingParams(max_tokens=1)).token_ids[0]
     params = SamplingParams(max_tokens=12, logit_bias={banned: -100}, presence_penalty=1.5, frequency_penalty=0.5)
     expected = engine.generate(PROMPT, params)
-    answer = client.completions.create(
+    response = client.completions.create(
         model="embedded",
         prompt=PROMPT,
         max_tokens=12,
@@ -284,14 +286,14 @@ def test_logit_bias_and_penalties_reach_the_engine(client, engine):
         presence_penalty=1.5,
         frequency_penalty=0.5,
     )
-    assert answer.choices[0].text == expected.text
+    assert response.choices[0].text == expected.text
     assert expected.token_ids[0] != banned
 
 
 def test_extra_body_parameters_reach_the_engine(client, engine):
     extra = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
     params = SamplingParams(max_tokens=8, seed=3, temperature=0.8, stop_token_ids=(), **extra)
-    answer = client.completions.create(
+    response = client.completions.create(
         model="embedded",
         prompt=PROMPT,
         max_tokens=8,
@@ -299,7 +301,7 @@ def test_extra_body_parameters_reach_the_engine(client, engine):
         temperature=0.8,
         extra_body={**extra, "stop_token_ids": []},
     )
-    assert answer.choices[0].text == engine.generate(PROMPT, params).text
+    assert response.choices[0].text == engine.generate(PROMPT, params).text
 
 
 def test_trace_has_every_round(client, engine):

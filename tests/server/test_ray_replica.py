@@ -143,29 +143,29 @@ def test_other_hosts_are_refused_without_keys(replicas):
 
 
 def test_killed_replica_is_replaced_while_the_other_serves(replicas):
-    answers, stop = [], threading.Event()
+    responses, stop = [], threading.Event()
 
     def keep_requesting() -> None:
         while not stop.is_set():
             try:
-                answers.append(httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=TIMEOUT).status_code)
+                responses.append(httpx.post(f"{replicas.url}/v1/completions", json=BODY, timeout=TIMEOUT).status_code)
             except httpx.HTTPError as error:
-                answers.append(repr(error))
+                responses.append(repr(error))
 
     before = wait_for_running(REPLICA, count=2)
     client = threading.Thread(target=keep_requesting)
     client.start()
     try:
-        wait_until(lambda: len(answers) > 2)
+        wait_until(lambda: len(responses) > 2)
         os.kill(before[0], signal.SIGKILL)
-        known = len(answers)
-        wait_until(lambda: len(answers) > known + 5)
+        known = len(responses)
+        wait_until(lambda: len(responses) > known + 5)
         wait_until(lambda: set(wait_for_running(REPLICA, count=2)) - set(before))
         wait_until(lambda: len(count_chosen(replicas)) == 2)
     finally:
         stop.set()
         client.join()
-    assert sum(answer != 200 for answer in answers) <= 1, answers  # the request of the killed replica
+    assert sum(response != 200 for response in responses) <= 1, responses  # the request of the killed replica
     assert all(replicas.call_handle()["compile_events"] == 0 for _ in range(10))
 
 
@@ -223,8 +223,8 @@ def test_example_answers_open_requests_before_exit(bundle):
             with send_half(port) as finish:
                 process.send_signal(signal.SIGTERM)
                 wait_until(lambda: is_closed(port))
-                status, answer = finish()
-            assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+                status, response = finish()
+            assert (status, response["choices"][0]["finish_reason"]) == (200, "length")
             assert process.wait(TIMEOUT) == 0
         finally:
             process.kill()

@@ -53,10 +53,10 @@ def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
     return client.post(path, content=content, headers={"content-type": "application/json"})
 
 
-def check_refusal(answer: httpx.Response, code: str = "invalid_value") -> str:
-    message = read_error(answer, 400, code)
+def check_refusal(response: httpx.Response, code: str = "invalid_value") -> str:
+    message = read_error(response, 400, code)
     assert 0 < len(message) < 1100
-    assert not [word for word in INTERNALS if word in answer.text], answer.text
+    assert not [word for word in INTERNALS if word in response.text], response.text
     return message
 
 
@@ -122,9 +122,9 @@ def test_invalid_json_is_refused(client, path, body):
     ],
 )
 def test_deep_or_badly_encoded_json_is_refused(client, path, body):
-    answer = post(client, path, body)
-    assert answer.status_code == 400
-    check_refusal(answer, answer.json()["error"]["code"])
+    response = post(client, path, body)
+    assert response.status_code == 400
+    check_refusal(response, response.json()["error"]["code"])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -139,11 +139,11 @@ def test_body_must_be_an_object_with_fields(client, path, body):
 def test_nan_infinity_and_too_large_numbers_are_refused(client, path, number, field):
     value = f'{{"17": {number}}}' if field == "logit_bias" else number
     body = json.dumps(PATHS[path])[:-1] + f', "{field}": {value}}}'
-    answer = post(client, path, body.encode())
+    response = post(client, path, body.encode())
     if (number, field) in {("1e-400", "temperature"), ("1e-400", "logit_bias")}:  # equal to 0
-        assert answer.status_code == 200
+        assert response.status_code == 200
     else:
-        check_refusal(answer)
+        check_refusal(response)
 
 
 def test_last_of_duplicate_fields_is_used(client):
@@ -154,8 +154,8 @@ def test_last_of_duplicate_fields_is_used(client):
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_utf_16_and_utf_32_are_accepted(client, encoding):
     """The encoding is detected by the first bytes, as RFC 4627 describes."""
-    answer = post(client, "/v1/completions", json.dumps({**COMPLETION, "prompt": "ü"}).encode(encoding))
-    assert answer.status_code == 200
+    response = post(client, "/v1/completions", json.dumps({**COMPLETION, "prompt": "ü"}).encode(encoding))
+    assert response.status_code == 200
 
 
 # -- JSON that is not a request
@@ -169,9 +169,9 @@ def test_wrong_type_is_refused_with_the_field_name(client, path, field, kind):
         body = {**CHAT, "messages": [{"role": "user", "content": "a", field: value}]}
     else:
         param, body = field, {**PATHS[path], field: value}
-    answer = post(client, path, body)
-    message = check_refusal(answer)
-    named = answer.json()["error"]["param"]
+    response = post(client, path, body)
+    message = check_refusal(response)
+    named = response.json()["error"]["param"]
     assert named == param or named.startswith(f"{param}.")
     assert message.startswith(f"{named}: ")
 
@@ -181,8 +181,8 @@ def test_wrong_type_is_refused_with_the_field_name(client, path, field, kind):
     "field", ["Prompt", "max_new_tokens", "", "__class__", "a" * 100_000, "\x00", "ü", LONE_SURROGATE]
 )
 def test_unknown_field_is_refused(client, path, field):
-    answer = post(client, path, {**PATHS[path], field: 1})
-    check_refusal(answer, "invalid_value" if field == LONE_SURROGATE else "unknown_parameter")
+    response = post(client, path, {**PATHS[path], field: 1})
+    check_refusal(response, "invalid_value" if field == LONE_SURROGATE else "unknown_parameter")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_unknown_field_is_refused(client, path, field):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_lone_surrogate_is_refused_in_every_used_field(client, path, given, stream):
-    answer = post(client, path, {**PATHS[path], **given, "stream": stream})
-    assert answer.status_code == 400
-    check_refusal(answer, answer.json()["error"]["code"])
+    response = post(client, path, {**PATHS[path], **given, "stream": stream})
+    assert response.status_code == 400
+    check_refusal(response, response.json()["error"]["code"])
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_response_to_random_body_conforms_to_the_published_schema(watched, path,
     def ask(case: Case) -> None:
         if isinstance(case.body, dict):
             case.body = shorten(write_whole_numbers(case.body))
-        answer = case.call()
-        statuses[answer.status_code] += 1
+        response = case.call()
+        statuses[response.status_code] += 1
         # The excluded check does not apply: the vocabulary, the model name and the grid are not in the schema.
-        case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+        case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
     ask()
     assert sum(statuses.values()) >= count
