@@ -15,12 +15,12 @@ make_environment() {
     "$python" -m venv .venv
 }
 
-# install ARGUMENTS...   pip install, in the tested versions.
+# install ARGUMENTS...   Runs pip install with the tested versions.
 install() {
     .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
-# What is installed stays as it is until pyproject.toml or constraints.txt changes. NAME stands for a set of packages.
+# Packages are installed again only when pyproject.toml or constraints.txt has changed. $1 names the set of packages.
 is_installed() { [[ ".venv/.$1" -nt pyproject.toml && ".venv/.$1" -nt constraints.txt ]]; }
 note_installed() { touch ".venv/.$1"; }
 

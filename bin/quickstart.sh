@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From a fresh clone to text: installs into .venv, precompiles the embedded pair, generates, says how it went.
-# A second run finds everything built. bash bin/quickstart.sh [PROMPT]
+# bash bin/quickstart.sh [PROMPT]   Installs into .venv, precompiles the embedded pair, generates text, prints statistics.
+# A second run reuses what the first one built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source bin/environment.sh
 
-# The embedded pair has read the Python standard library, and nothing else.
+# The embedded pair was trained on the Python standard library only.
 default=$'def main():\n    import argparse\n    parser = argparse.ArgumentParser()\n'
 prompt="${1:-$default}"
 

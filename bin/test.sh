@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs into .venv, then everything that must hold: format, lint, types, the wheel, and all tests, the slow ones too.
-# With arguments only pytest: bash bin/test.sh tests/cache -k grid
+# Installs into .venv, then checks format, lint, types and the wheel, and runs all tests.
+# With arguments it runs pytest only: bash bin/test.sh tests/cache -k grid
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source bin/environment.sh
 
 build_wheel() {
-    # setuptools would pack what an earlier build left in build/lib.
+    # Otherwise setuptools packs the files of an earlier build in build/lib.
     rm -rf build/lib build/bdist.* build/wheel
     .venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
     .venv/bin/python - build/wheel/*.whl <<'PYTHON'
@@ -15,21 +15,21 @@ import zipfile
 from pathlib import Path
 
 packed = {name for name in zipfile.ZipFile(sys.argv[1]).namelist() if ".dist-info/" not in name}
-rooms = {
+expected = {
     f"dflash_aot/{path}"
-    for room in ("cache", "compile", "runtime", "server", "benchmarks", "bin")
-    for path in Path(room).rglob("*")
+    for package in ("cache", "compile", "runtime", "server", "benchmarks", "bin")
+    for path in Path(package).rglob("*")
     if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".sh"
 }
-if packed != rooms:
-    sys.exit(f"missing in the wheel: {sorted(rooms - packed)}; in the wheel only: {sorted(packed - rooms)}")
-print(f"all {len(packed)} files of the rooms are in {sys.argv[1]}")
+if packed != expected:
+    sys.exit(f"missing in the wheel: {sorted(expected - packed)}; in the wheel only: {sorted(packed - expected)}")
+print(f"{sys.argv[1]} holds all {len(packed)} files")
 PYTHON
 }
 
 check_wheel() {
-    # A fresh environment with nothing but the wheel in it, and .venv's packages behind it. In a folder that a .pth file
-    # names, .pth files are not read: .venv's editable install stays out.
+    # Installs the wheel in a fresh environment that finds its dependencies in .venv, by a .pth file. Python does not read
+    # .pth files in a folder that a .pth file names, so the editable install in .venv is not found.
     .venv/bin/python -m venv --without-pip build/wheel/venv
     local fresh="$PWD/build/wheel/venv/bin" folder='import sysconfig; print(sysconfig.get_path("purelib"))'
     .venv/bin/python -c "$folder" >"$("$fresh/python" -c "$folder")/dependencies.pth"
@@ -63,5 +63,6 @@ build_wheel
 check_wheel
 
 say "tests"
-# By files, for those of one share what they build, in the order of their paths: pytest knows no other.
+# A file's tests run on one worker, because they share fixtures. Files run in the order of their paths, because xdist's
+# own order starts some of the longest files last.
 .venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,14 @@ def list_imports(path: Path) -> set[str]:
     return names
 
 
+@cache
+def list_distributions() -> Mapping[str, list[str]]:
+    """The distributions that provide each importable name."""
+    return importlib.metadata.packages_distributions()
+
+
 def find_undeclared(root: Path, project: Mapping) -> list[str]:
     """Imports of packages that are installed only because another dependency needs them."""
-    distributions = importlib.metadata.packages_distributions()
     known = {*sys.stdlib_module_names, "dflash_aot"}
     scripts = {path.stem for path in find_modules(root, [SCRIPTS])}
     siblings = {SCRIPTS: scripts, "tests": {"tests"}}  # modules of a folder that may import one another
@@ -66,7 +72,7 @@ def find_undeclared(root: Path, project: Mapping) -> list[str]:
         declared = {canonicalize_name(requirement.name) for requirement in list_requirements(project, extras)}
         for path in find_modules(root, [folder]):
             for name in sorted(list_imports(path) - known - siblings.get(folder, set())):
-                if declared.isdisjoint(map(canonicalize_name, distributions.get(name, ()))):
+                if declared.isdisjoint(map(canonicalize_name, list_distributions().get(name, ()))):
                     found.append(f"{path.name} imports {name}")
     return found
 
