@@ -81,11 +81,13 @@ class MemoryPlanner:
     """Makes memory plans of a pair for any grid, from the compiler's figures if there are any, else from estimates."""
 
     def __init__(self, programs: Programs, devices: int, tiled: bool, measured: CompilerFigures | None = None):
-        """Args:
-        programs: of the pair.
-        devices: number of devices that share the pair.
-        tiled: whether arrays are padded to tiles, as on TPU.
-        measured: the compiler's figures of a build.
+        """Prepares plans of one pair.
+
+        Args:
+            programs: of the pair.
+            devices: number of devices that share the pair.
+            tiled: whether arrays are padded to tiles, as on TPU.
+            measured: the compiler's figures of a build.
         """
         self._programs, self._devices, self._tiled = programs, devices, tiled
         self._measured = measured or CompilerFigures()

@@ -1,4 +1,4 @@
-"""Sliding-window masks of the draft: which context and block positions a layer attends to (see `SlidingWindow`).
+"""Sliding window masks of the draft: which context and block positions a layer attends to (see `SlidingWindow`).
 
 B rows · T positions of a block · S context positions
 """

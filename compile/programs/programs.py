@@ -42,6 +42,24 @@ Outputs = dict[str, jax.Array]
 CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
 
 
+class MultiRoundState(NamedTuple):
+    """The loop state of a multi-round step, between two rounds.
+
+    Attributes:
+        done: int32, rounds that are done.
+        left: int32, tokens left to generate; 0 or less ends the loop.
+        state: the donated state by name.
+        verdicts: int32 [rounds, 2K+2], one verdict per round, -1 where no round ran.
+        features: [1, rounds, F], features whose context is not written yet (K = 0 only).
+    """
+
+    done: jax.Array
+    left: jax.Array
+    state: Outputs
+    verdicts: jax.Array
+    features: jax.Array
+
+
 class Programs:
     """All programs of a checkpoint pair: their signatures, the weights that they take, and their functions.
 
@@ -88,12 +106,12 @@ class Programs:
         Checkpoints of speculators 0.9.0 leave out an embedding or head that equals the target's: the target's tensor
         is the fallback. The vocabulary map `d2t` is checked against the mask `t2d`.
         """
-        ends = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
+        fallbacks = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
         if not self._facts.pruned:
             tied = self._target.module.target.tied
-            ends["draft.lm_head.weight"] = f"target.{'model.embed_tokens' if tied else 'lm_head'}.weight"
+            fallbacks["draft.lm_head.weight"] = f"target.{'model.embed_tokens' if tied else 'lm_head'}.weight"
         mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
-        return msgspec.structs.replace(recipe, otherwise=ends.get(recipe.name), mapped=mapped)
+        return msgspec.structs.replace(recipe, otherwise=fallbacks.get(recipe.name), mapped=mapped)
 
     def arrays_by_name(self, grid: Grid) -> dict[str, ArraySpec]:
         """State and weights by name: the arrays to which signatures refer."""
@@ -105,10 +123,12 @@ class Programs:
         draft = tuple(f"draft.{name}" for name in self._draft.shapes())
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
         borrowed = ends if self._facts.vocab is None else ()
-        entry = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
+        projection = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
         context = tuple(name for name in draft if name.endswith(CONTEXT_PARAMETERS))
         return ProgramWeights(
-            target=target, draft=(*borrowed, *(name for name in draft if name not in entry)), context=(*entry, *context)
+            target=target,
+            draft=(*borrowed, *(name for name in draft if name not in projection)),
+            context=(*projection, *context),
         )
 
     def list_signatures(self, grid: Grid) -> list[Signature]:
@@ -196,7 +216,10 @@ class Programs:
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
-        """Greedy verification: runs the target over the block and accepts the drafted prefix that it agrees with."""
+        """Greedy verification: runs the target over the block and accepts the drafted prefix that it agrees with.
+
+        A row of the verdict, int32 [2K+2]: the number of accepted tokens, K drafted tokens, K+1 chosen tokens.
+        """
         forward = self._target_forward(arrays, batch, length, k)
         chosen = self._tp.argmax(forward.logits)
         accepted, outputs = commit_round(arrays, forward, chosen)
@@ -205,7 +228,8 @@ class Programs:
     def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
         """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
 
-        The accepted tokens have the distribution that they would have without a draft.
+        The accepted tokens have the distribution that they would have without a draft. A row of the verdict has K+1
+        more elements, the bits of the chosen tokens' log-probabilities (float32).
         """
         forward, active = self._target_forward(arrays, batch, length, k), arrays["active"]
         state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
@@ -267,10 +291,10 @@ class Programs:
         slot, active = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.bool_)
         first_position = arrays["lengths"][:1]
 
-        def any_left(carry: "MultiRoundState") -> jax.Array:
+        def any_left(carry: MultiRoundState) -> jax.Array:
             return (carry.done < arrays["count"][0]) & (carry.left > 0)
 
-        def run_round(carry: "MultiRoundState") -> "MultiRoundState":
+        def run_round(carry: MultiRoundState) -> MultiRoundState:
             now = {**arrays, **carry.state, "active": active, "slots": slot}
             block = self.draft(now, 1, length, k) if k else {}
             verified = self.verify({**now, **block}, 1, length, k)
@@ -298,14 +322,11 @@ class Programs:
                 features=jnp.zeros((1, 0 if k else max_rounds, feature_width), self.pair.dtype),
             ),
         )
-        kept = (
-            {}
-            if k
-            else self.kv_write(
-                {**arrays, **last.state, "features": last.features, "slots": slot, "starts": first_position}
-            )
-        )
-        return {**last.state, **kept, "verdicts": last.verdicts, "left_over": last.left[None]}
+        context: Outputs = {}
+        if not k:
+            features = {"features": last.features, "slots": slot, "starts": first_position}
+            context = self.kv_write({**arrays, **last.state, **features})
+        return {**last.state, **context, "verdicts": last.verdicts, "left_over": last.left[None]}
 
     def move(self, arrays: Arrays) -> Outputs:
         """Copies the state of slot `source` over slot `destination`."""
@@ -325,24 +346,6 @@ class Programs:
         rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted")}
         rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
-
-
-class MultiRoundState(NamedTuple):
-    """The loop state of a multi-round step, between two rounds.
-
-    Attributes:
-        done: int32, rounds that are done.
-        left: int32, tokens left to generate; 0 or less ends the loop.
-        state: the donated state by name.
-        verdicts: int32 [rounds, 2K+2], one verdict per round, -1 where no round ran.
-        features: [1, rounds, F], features whose context is not written yet (K = 0 only).
-    """
-
-    done: jax.Array
-    left: jax.Array
-    state: Outputs
-    verdicts: jax.Array
-    features: jax.Array
 
 
 def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
