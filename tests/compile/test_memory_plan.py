@@ -1,4 +1,4 @@
-"""Memory plans, by hand. test_tpu_quality.py compares them with the TPU compiler's own figures."""
+"""Memory plans, by hand. test_tpu_executables.py compares them with the TPU compiler's own figures."""
 
 import pytest
 from msgspec import structs
