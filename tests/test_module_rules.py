@@ -12,8 +12,20 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
 FOLDERS = (*PACKAGES, "examples", "tests")
 FEWEST_LINES = 40
-SHORT_MODULES: dict[str, str] = {}  # module: why it is a file of its own
-SHARED_CLASS_NAMES: dict[str, str] = {}  # name: why two classes have it
+SHORT_MODULES = {  # and why each is a file of its own
+    "cache/key.py": "everything that a key depends on, in one place",
+    "cache/units.py": "used by packages that do not import each other",
+    "compile/models/matmul.py": "used by layers and tensor parallelism, which import each other in one direction only",
+    "runtime/executables/compile_guard.py": "used by the engine and by the loading of bundles",
+    "server/demo_page.py": "a part of the server that nothing else needs",
+}
+SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}
+# Benchmarks that issue 16 replaces. To be removed with them.
+REPLACED = {
+    *("benchmarks/bundle_start.py", "benchmarks/laps.py", "benchmarks/peaks.py", "benchmarks/peer_engine.py"),
+    *("benchmarks/peer_jit.py", "benchmarks/peer_watched.py", "benchmarks/settings.py", "cache/remote/retry.py"),
+    *("Source", "Result", "Passes", "PairShapes", "Way"),
+}
 
 
 def find_modules(root: Path, folders: tuple[str, ...] = PACKAGES) -> list[Path]:
@@ -49,7 +61,7 @@ def find_short_modules(root: Path) -> Iterator[str]:
 
 def check_exceptions(found: set[str], allowed: Mapping[str, str]) -> None:
     """Fails for what is found without being allowed, and for what is allowed without need."""
-    assert sorted(found - allowed.keys()) == []
+    assert sorted(found - allowed.keys() - REPLACED) == []
     assert sorted(allowed.keys() - found) == []
 
 
@@ -59,6 +71,14 @@ def test_every_module_has_a_docstring():
 
 def test_no_module_has_the_name_of_a_standard_module():
     assert find_shadowing(REPOSITORY) == []
+
+
+def test_no_two_classes_have_the_same_name():
+    check_exceptions(set(find_shared_class_names(REPOSITORY)), SHARED_CLASS_NAMES)
+
+
+def test_no_module_is_short_without_a_reason():
+    check_exceptions(set(find_short_modules(REPOSITORY)), SHORT_MODULES)
 
 
 @pytest.mark.parametrize(
