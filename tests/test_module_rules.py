@@ -20,7 +20,7 @@ SHORT_MODULES = {  # and why each is a file of its own
     "server/demo_page.py": "a part of the server that nothing else needs",
 }
 SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}
-# Benchmarks that issue 16 replaces. To be removed with them.
+# Modules and names that are about to go. To be removed with them.
 REPLACED = {
     *("benchmarks/bundle_start.py", "benchmarks/laps.py", "benchmarks/peaks.py", "benchmarks/peer_engine.py"),
     *("benchmarks/peer_jit.py", "benchmarks/peer_watched.py", "benchmarks/settings.py", "cache/remote/retry.py"),
