@@ -23,7 +23,9 @@ COMPLETIONS = "/v1/completions"
 def strict_server(bundle: Callable[[str], Path]) -> Iterator[Server]:
     """A server with low limits of bodies, prompts, choices and time."""
     sizes = (f"--max_body_bytes={BODY_BYTES}", f"--max_prompt_tokens={PROMPT_TOKENS}")
-    server = Server.start(bundle("served"), *sizes, "--max_per_key=8", "--request_seconds=0.5").wait_until_ready()
+    server = Server.start(
+        bundle("served"), *sizes, "--max_per_key=8", "--request_seconds=0.5", "--preload"
+    ).wait_until_ready()
     yield server
     assert server.stop() == 0
     assert "Traceback" not in "".join(server.lines)
