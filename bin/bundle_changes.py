@@ -34,8 +34,8 @@ from dflash_aot.cache.bundle.verification import (
 from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.remote.fetch import fetch_bundle
 from dflash_aot.cache.remote.push import push_bundle
-from dflash_aot.cache.signing import signatures
-from dflash_aot.cache.signing.signatures import Signers, check_signature, list_signers
+from dflash_aot.cache.signing import manifest_signature
+from dflash_aot.cache.signing.manifest_signature import Signers, check_signature, list_signers
 from dflash_aot.cache.units import format_bytes
 
 HOUR = 3600.0  # seconds
@@ -181,7 +181,7 @@ def report_signing(bundle: Path, key: Path | None, as_json: bool) -> int:
     if key is None:
         raise BadInput("sign needs --key PRIVATE.pem. Make one: openssl genpkey -algorithm ed25519 -out private.pem")
     signer, signers = sign_bundle(bundle, key)
-    path = bundle / signatures.SIGNATURE_FILE
+    path = bundle / manifest_signature.SIGNATURE_FILE
     if as_json:
         print(json.dumps({"bundle": str(bundle), "file": str(path), "key": signer, "signers": signers}))
     else:
@@ -208,7 +208,7 @@ def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
                 f"{bundle}: nothing is signed, because {len(flaws)} files differ from the manifest, for example "
                 f"{flaws[0].path}. dflash-bundle verify {shlex.quote(str(bundle))} lists them"
             )
-        envelope = signatures.sign_manifest(bundle, content, signer)
+        envelope = manifest_signature.sign_manifest(bundle, content, signer)
     return signer.public.id, [signature.keyid for signature in envelope.signatures]
 
 

@@ -23,7 +23,7 @@ from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange,
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.model_config.architecture import Decoder
-from dflash_aot.cache.signing.signatures import Signers, list_signers
+from dflash_aot.cache.signing.manifest_signature import Signers, list_signers
 from dflash_aot.cache.units import format_bytes
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")

@@ -1,4 +1,4 @@
-"""Writing so that a reader, or a crash, sees the whole file or none of it; reading nothing but plain files."""
+"""Atomic file writes, and reads of regular files only."""
 
 import errno
 import os
@@ -11,7 +11,11 @@ TEMPORARY_SUFFIX = ".unfinished"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Temporary name in the same directory, fsync, rename, fsync the directory. Raises OSError, which names `path`."""
+    """Writes a file so that readers, and a crash, see the old file or the new one, never a part.
+
+    Writes to a temporary name in the same directory, syncs, renames, and syncs the directory. Raises OSError with the
+    name of `path`.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -21,24 +25,24 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        with suppress(OSError):  # what went wrong before is what is told
+        with suppress(OSError):  # the first error is the one to report
             os.unlink(temporary)
-        if isinstance(error, OSError):  # a full disk does not say of what file
+        if isinstance(error, OSError):  # the error of a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_directory(path.parent)
 
 
 def read_plain(path: Path, limit: int | None = None) -> bytes:
-    """A file's content; nothing that a name only leads to, and nothing that would keep the reader waiting.
+    """Reads a regular file without following a symbolic link, and without blocking on a fifo.
 
-    Raises OSError, also for a link, a fifo or a device, and for more than `limit` bytes.
+    Raises OSError, also for links, fifos and devices, and for more than `limit` bytes (EFBIG).
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "a symbolic link, where a file of its own should be", str(path)) from error
+            raise OSError(errno.ELOOP, "a symbolic link, where a regular file should be", str(path)) from error
         raise
     try:
         status = os.fstat(descriptor)
@@ -53,18 +57,18 @@ def read_plain(path: Path, limit: int | None = None) -> bytes:
 
 
 def file_kind(mode: int) -> str:
-    """What `st_mode` says that it is, if it is no plain file."""
+    """Returns the kind of a file that is not regular, from its `st_mode`: symbolic link, directory, fifo, …"""
     kinds = {stat.S_ISLNK: "symbolic link", stat.S_ISDIR: "directory", stat.S_ISFIFO: "fifo", stat.S_ISSOCK: "socket"}
     return next((name for holds, name in kinds.items() if holds(mode)), "device")
 
 
 def list_temporary_files(directory: Path) -> list[Path]:
-    """What writers that were killed left behind in `directory`."""
+    """Returns the files that `write_atomically` left in a directory because its process was killed, or is at work."""
     return [path for path in directory.iterdir() if is_temporary_file(path)]
 
 
 def is_temporary_file(path: Path) -> bool:
-    """By its name."""
+    """Whether a name is one that `write_atomically` uses for unfinished files."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
 
 

@@ -1,4 +1,4 @@
-"""What a file of a bundle holds: packed, and unpacked by nobody before it is what was promised."""
+"""Blobs: the compressed files of a bundle, verified before they are decompressed."""
 
 import hashlib
 import zlib
@@ -11,13 +11,17 @@ from dflash_aot.cache.bundle.manifest import Blob, Entry
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.errors import CorruptBundle
 
-MAX_BLOB_BYTES = 1 << 30  # bytes of a file, and of what it unpacks to, whatever is promised; executables take some MB
+# Limit for a file and for its decompressed content, whatever the manifest says. Executables take some MB.
+MAX_BLOB_BYTES = 1 << 30
 
 
 class BrokenBlob(ValueError):
-    """Content that is not what was promised: in which `field`, and both values.
+    """The content of a blob differs from its description in the manifest.
 
-    `content` is False where the bytes themselves are not at fault.
+    Attributes:
+        field: what differs: bytes, sha256, serialized_bytes or pickle.
+        promised, found: the value in the manifest and the value found.
+        content: whether the bytes themselves are wrong; False if they could not be checked.
     """
 
     def __init__(self, words: str, field: str, promised: object, found: object, content: bool = True):
@@ -26,15 +30,15 @@ class BrokenBlob(ValueError):
 
 
 def pack_blob(serialized: bytes) -> tuple[Blob, bytes]:
-    """What is serialized, as a file: a fifth of its size, unpacked in 3 ms per MB."""
+    """Compresses an executable or program to about a fifth of its size; decompression takes 3 ms per MB."""
     content = zlib.compress(serialized)
     return Blob(hashlib.sha256(content).hexdigest(), len(content), len(serialized)), content
 
 
 def unpack_blob(blob: Blob, content: bytes) -> bytes:
-    """What a file holds, once it is whole: its size, its sha256, what it unpacks to, and an executable's pickle.
+    """Verifies and decompresses a blob: size, sha256, decompressed size and, for an executable, its pickle.
 
-    Unpacked no further than to the promised size. Raises BrokenBlob.
+    Decompresses no more than the expected size. Raises BrokenBlob.
     """
     check_blob_hash(blob, content)
     serialized = decompress_blob(blob, content)
@@ -45,33 +49,33 @@ def unpack_blob(blob: Blob, content: bytes) -> bytes:
 
 
 def check_blob_hash(blob: Blob, content: bytes) -> None:
-    """Its size and its sha256. Raises BrokenBlob."""
+    """Checks size and sha256 of a blob's file. Raises BrokenBlob."""
     if len(content) != blob.bytes:
-        words = f"{len(content)} bytes, the manifest promises {blob.bytes}"
+        words = f"{len(content)} bytes, the manifest says {blob.bytes}"
         raise BrokenBlob(words, "bytes", blob.bytes, len(content))
     if (found := hashlib.sha256(content).hexdigest()) != blob.sha256:
         raise BrokenBlob(f"its sha256 is {found}", "sha256", blob.sha256, found)
 
 
 def decompress_blob(blob: Blob, content: bytes) -> bytes:
-    """What a file holds whose hash was checked; no further than to the promised size. Raises BrokenBlob."""
+    """Decompresses a blob whose hash was checked, no further than to the expected size. Raises BrokenBlob."""
     with _within_memory(blob):
         return _decompress(blob.serialized_bytes, content)
 
 
 @contextmanager
 def _within_memory(blob: Blob) -> Iterator[None]:
-    """Raises BrokenBlob where there is no room."""
+    """Turns MemoryError into BrokenBlob."""
     try:
         yield
     except MemoryError as error:
         size = blob.serialized_bytes
-        words = f"unpacks to {size} bytes, for which no memory is free here"
+        words = f"unpacks to {size} bytes, more than the free memory"
         raise BrokenBlob(words, "serialized_bytes", size, words, content=False) from error
 
 
 def find_blob_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:
-    """In what a file is not whole, see `unpack`."""
+    """Returns the error that `unpack_blob` raises for this content, None if it raises none."""
     try:
         unpack_blob(blob, content)
     except BrokenBlob as flaw:
@@ -80,7 +84,7 @@ def find_blob_flaw(blob: Blob, content: bytes) -> BrokenBlob | None:
 
 
 def read_blob_file(blob: Blob, path: Path) -> bytes:
-    """A file as it lies there, once it is whole. Raises CorruptBundle, which names it."""
+    """Reads and verifies a blob's file; returns it compressed. Raises CorruptBundle with the name of the file."""
     try:
         content = read_plain(path, MAX_BLOB_BYTES)
     except OSError as error:
@@ -95,14 +99,14 @@ def _decompress(size: int, content: bytes) -> bytes:
         return BrokenBlob(words, "serialized_bytes", size, words)
 
     if size > MAX_BLOB_BYTES:
-        raise broken(f"promises to unpack to {size} bytes, no file unpacks to more than {MAX_BLOB_BYTES}")
-    unpacking = zlib.decompressobj()
+        raise broken(f"should unpack to {size} bytes, more than the limit of {MAX_BLOB_BYTES}")
+    decompressor = zlib.decompressobj()
     try:
-        serialized = unpacking.decompress(content, size + 1)
+        serialized = decompressor.decompress(content, size + 1)
     except zlib.error as error:
         raise broken(str(error)) from error
-    if len(serialized) != size or not unpacking.eof or unpacking.unused_data:
-        raise broken(f"does not unpack to {size} bytes, as the manifest promises")
+    if len(serialized) != size or not decompressor.eof or decompressor.unused_data:
+        raise broken(f"does not unpack to {size} bytes, as the manifest says")
     return serialized
 
 

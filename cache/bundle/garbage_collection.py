@@ -1,4 +1,4 @@
-"""What a bundle has no use for any more."""
+"""Garbage collection: files of a bundle that nothing refers to any more."""
 
 import os
 import shutil
@@ -12,11 +12,18 @@ from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Manifest
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
 from dflash_aot.cache.bundle.verification import BLOB_NAME, RECORD_NAME, list_expected_files
 
-DIRECTORIES = ("entries", "executables", "programs")  # records first: they never speak of a blob that is not there
+# In the order of removal: build records first, so that a record never names a missing blob.
+DIRECTORIES = ("entries", "executables", "programs")
 
 
 class Garbage(msgspec.Struct, frozen=True):
-    """Something to remove: `age` in seconds, negative where clocks disagree."""
+    """A file or directory to remove.
+
+    path: the file or directory.
+    why: "not referred to", "unfinished" or "set aside".
+    bytes: its size.
+    age: seconds since its last change; negative if clocks disagree.
+    """
 
     path: Path
     why: str
@@ -25,23 +32,23 @@ class Garbage(msgspec.Struct, frozen=True):
 
 
 def find_garbage(bundle: Path, manifest: Manifest, now: float) -> list[Garbage]:
-    """In the order in which it is to be removed; nothing that is not known to be ours.
+    """Returns the garbage of a bundle in the order of removal; never a file that no version of this project writes.
 
-    Whoever opened the bundle before the manifest was replaced may still read what only the old one refers to: that
-    is no older than the new manifest.
+    A process that opened the bundle before its manifest was replaced may still read files of the old manifest, so that
+    such a file counts as no older than the new manifest.
     """
     published = _last_change(bundle / MANIFEST_FILE)
     found = [
         Garbage(path, why, _size(path), now - max(_last_change(path), published))
-        for path, why in _unreferenced(bundle, manifest)
+        for path, why in _find_unreferenced(bundle, manifest)
     ]
-    left = [(path, "unfinished") for folder in _folders(bundle) for path in list_temporary_files(folder)]
+    left = [(path, "unfinished") for directory in _directories(bundle) for path in list_temporary_files(directory)]
     left += [(path, "set aside") for path in _list(bundle / QUARANTINE_DIRECTORY)]
     return found + [Garbage(path, why, _size(path), now - _last_change(path)) for path, why in left]
 
 
 def remove_garbage(garbage: Iterable[Garbage]) -> None:
-    """Raises OSError."""
+    """Removes files and directories. Raises OSError."""
     for one in garbage:
         if one.path.is_dir() and not one.path.is_symlink():
             shutil.rmtree(one.path)
@@ -49,36 +56,36 @@ def remove_garbage(garbage: Iterable[Garbage]) -> None:
             one.path.unlink(missing_ok=True)
 
 
-def _unreferenced(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
-    keep = {promise.path for promise in list_expected_files(bundle, manifest)}
+def _find_unreferenced(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
+    keep = {expected.path for expected in list_expected_files(bundle, manifest)}
     keep |= {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries}
-    for folder in DIRECTORIES:
-        pattern = RECORD_NAME if folder == "entries" else BLOB_NAME
-        for path in _list(bundle / folder):
+    for name in DIRECTORIES:
+        pattern = RECORD_NAME if name == "entries" else BLOB_NAME
+        for path in _list(bundle / name):
             if path not in keep and pattern.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
                 yield path, "not referred to"
 
 
-def _folders(bundle: Path) -> list[Path]:
-    return [bundle, *(bundle / name for name in DIRECTORIES if _is_folder(bundle / name))]
+def _directories(bundle: Path) -> list[Path]:
+    return [bundle, *(bundle / name for name in DIRECTORIES if _is_directory(bundle / name))]
 
 
-def _list(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if _is_folder(folder) else []
+def _list(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if _is_directory(directory) else []
 
 
-def _is_folder(path: Path) -> bool:
-    """One of the bundle's own: what a link leads to is somebody else's."""
+def _is_directory(path: Path) -> bool:
+    """Whether a path is a directory itself; a link may lead out of the bundle."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _last_change(path: Path) -> float:
-    """Of content, name or attributes: a copy that keeps old times is new all the same."""
+    """Returns the last change of content, name or attributes, because a copy may keep an old modification time."""
     status = path.lstat()
     return max(status.st_mtime, status.st_ctime)
 
 
 def _size(path: Path) -> int:
-    if _is_folder(path):
+    if _is_directory(path):
         return sum(os.lstat(inner).st_size for inner in path.rglob("*"))
     return path.lstat().st_size

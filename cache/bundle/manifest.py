@@ -1,4 +1,4 @@
-"""`manifest.json`: everything that is known about a bundle without loading an executable."""
+"""The manifest of a bundle (`manifest.json`): its contents, its encoding, and the commands that build it again."""
 
 import functools
 import hashlib
@@ -20,20 +20,27 @@ from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
-from dflash_aot.cache.signing.signatures import check_signature
+from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
 SCHEMA = 6
 MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 26  # bytes; a grid of a thousand executables takes a tenth
-DIGEST_TAIL = b'"\n}\n'  # behind the digest
+MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
+DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # which every reader of JSON holds exactly
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # every JSON reader represents such a number exactly
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes on the device, as the compiler counts them."""
+    """Memory of one call in bytes per device, as the compiler reports it.
+
+    arguments: inputs.
+    outputs: results and returned state.
+    aliased: outputs that reuse the memory of donated inputs.
+    temporaries: buffers during the call.
+    code: the executable itself.
+    """
 
     arguments: Size
     outputs: Size
@@ -43,16 +50,24 @@ class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The compiler's own count of a call; it counts the body of a loop once."""
+    """Work of one call, as the compiler reports it; the body of a loop is counted once.
+
+    flops: floating-point operations.
+    bytes_accessed: bytes read and written.
+    """
 
     flops: float
     bytes_accessed: float
 
 
 class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An output of a canary. Of state, what the call `changed`; of a result, all.
+    """One output of a self-test.
 
-    changed: how many numbers. values: some of them, evenly spread. mean: of all, without their signs.
+    name: of the array.
+    dtype: of the array.
+    changed: how many of a state array's numbers the call changed; of a result, how many there are.
+    values: some of these numbers, evenly spread.
+    mean: of the absolute values of all.
     """
 
     name: str
@@ -63,17 +78,23 @@ class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an executable computed from the inputs of `runtime.self_test.inputs` in this `version`."""
+    """Expected results of an executable's self-test, recorded after the build.
+
+    version: of the generated inputs in `runtime.self_test.inputs`.
+    outputs: in the order of the signature.
+    """
 
     version: int
     outputs: tuple[SelfTestOutput, ...]
 
 
 class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An instruction of the optimized program that lays down once more what an argument, `buffer`, holds.
+    """An instruction of the optimized program that copies a large argument.
 
-    `operation` is where it comes from in the traced program, "" where the compiler made it. Shape and bytes are those
-    of one device.
+    buffer: name of the argument.
+    instruction: name of the copying instruction.
+    operation: its origin in the traced program, "" if the compiler added it.
+    shape, bytes: of the copy on one device.
     """
 
     buffer: str
@@ -84,11 +105,14 @@ class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExecutableAnalysis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the optimized program is like: how inputs and outputs lie in memory, what it copies, what devices exchange.
+    """What an analysis of the optimized program found.
 
-    `layouts` by name, as XLA writes them, `{1,0:T(8,128)(2,1)}`: dimensions minor to major, then tiles. `collectives`
-    counts instructions by kind; one in the body of a loop counts once. `donated` names the inputs over which outputs
-    are written, `largest` the instruction with the largest buffer of its own in main memory, "" for none.
+    layouts: memory layout of each input and output by name, as XLA writes it, `{1,0:T(8,128)(2,1)}`: dimensions from
+        minor to major, then tiles.
+    copies: large copies of arguments.
+    collectives: instructions between devices, counted by kind; the body of a loop counts once.
+    donated: names of the inputs whose memory outputs reuse.
+    largest: the instruction with the largest buffer of its own in main memory, "" if none has one.
     """
 
     layouts: dict[str, str]
@@ -99,7 +123,12 @@ class ExecutableAnalysis(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file named after its sha256. It is compressed: `serialized_bytes` is the size of what it holds."""
+    """A compressed file that is named by its sha256.
+
+    sha256: of the file, in hex.
+    bytes: size of the file.
+    serialized_bytes: size of its decompressed content.
+    """
 
     sha256: Sha256
     bytes: Size
@@ -107,9 +136,16 @@ class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(Blob, frozen=True, forbid_unknown_fields=True):
-    """One executable: the file that holds it, what it is and was compiled from, what it cost, what it computes.
+    """One executable of a bundle; the inherited fields describe its file.
 
-    `program` is its StableHLO, as `jax.export` writes it. `canary` is None where there was no device to run it on.
+    signature: its program, bucket, inputs and outputs.
+    key: its cache key.
+    program: the file of its StableHLO, as `jax.export` writes it.
+    seconds: compile time.
+    memory: device memory of a call.
+    cost: work of a call.
+    analysis: of the optimized program.
+    self_test: its expected results, None if no device was there to run it on.
     """
 
     signature: Signature
@@ -118,26 +154,38 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     seconds: float
     memory: MemoryUse
     cost: CallCost
-    analysis: ExecutableAnalysis = msgspec.field(name="inspection")
+    analysis: ExecutableAnalysis = msgspec.field(name="inspection")  # the names in manifests
     self_test: SelfTest | None = msgspec.field(default=None, name="canary")
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The target as the user named it, and what its executables compute."""
+    """The target: `reference`, its checkpoint as the user named it, and its `facts`."""
 
     reference: str
     facts: Target
 
 
 class DraftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The draft as the user named it, and what its executables compute."""
+    """The draft: `reference`, its checkpoint as the user named it, and its `facts`."""
 
     reference: str
     facts: Draft
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole bundle. `entries` are in the order of the grid; every weight and state array is named once."""
+    """Contents of `manifest.json`.
+
+    schema: version of this format.
+    environment: what the executables were built for.
+    target, draft: the checkpoint pair.
+    dtype: of weights and kv.
+    sampling: verification modes.
+    grid: all buckets.
+    state: the state arrays.
+    weights: how each weight argument is made of checkpoint tensors.
+    entries: the executables, in the order of the grid.
+    digest: sha256 of the file with an empty digest, in hex.
+    """
 
     schema: int
     environment: Environment
@@ -152,15 +200,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str = ""
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
-        """State and weights by name, as signatures refer to them."""
+        """Returns state and weight arrays by the names that signatures use."""
         return arrays_by_name(self.state, self.weights)
 
     def build_command(self, bundle: Path) -> str:
-        """The command that makes this bundle here, from its checkpoints."""
+        """Returns the command that builds this bundle again from its checkpoints."""
         return shlex.join(["dflash-precompile", "--bundle", str(bundle), *self.build_flags()])
 
     def build_flags(self, locate: Callable[[str, CheckpointRole], str] = lambda reference, _: reference) -> list[str]:
-        """What `dflash-precompile` is told, but for the place; checkpoints as `locate` gives them."""
+        """Returns the flags of `dflash-precompile` except --bundle; `locate` maps a checkpoint's reference and role."""
         pair = [] if self.target.reference == EMBEDDED else [
             "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
         ]  # fmt: skip
@@ -169,7 +217,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _name_devices(environment: Environment) -> list[str]:
-    """The flags that ask for these devices; a slice by its name where all of it is used."""
+    """Returns the flags that select these devices: a whole TPU slice by its name, other devices by number."""
     platform = ["--platform", "cuda" if environment.platform == "gpu" else environment.platform]
     topology = TOPOLOGIES.get(environment.topology)
     if topology and topology.devices == environment.device_count:
@@ -178,23 +226,26 @@ def _name_devices(environment: Environment) -> list[str]:
 
 
 def rebuild_command(bundle: Path) -> str:
-    """The command that compiles anew what of a bundle is broken or does not fit, from the programs that it holds."""
+    """Returns the command that compiles corrupt or incompatible executables again, from the bundle's own programs."""
     return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
 
 
 def verify_and_rebuild_commands(bundle: Path) -> str:
-    """The same for what is whole and does not do what it should: a builder takes it, unless it was set aside."""
+    """Returns the commands for executables that are whole but misbehave.
+
+    The first one quarantines them; otherwise the rebuild would use them again.
+    """
     return f"{shlex.join(['dflash-bundle', 'verify', str(bundle), '--deep'])}; {rebuild_command(bundle)}"
 
 
 def generic_build_command(bundle: Path) -> str:
-    """The command that builds a bundle of which nothing can be read."""
+    """Returns the build command for a bundle whose manifest cannot be read."""
     command = shlex.join(["dflash-precompile", "--bundle", str(bundle)])
-    return f"{command} (and --target, --draft for a pair of your own)"
+    return f"{command} (with --target and --draft for a checkpoint pair of your own)"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """JSON that a person can read, with its own digest."""
+    """Returns the manifest as indented JSON with its digest."""
     blank = msgspec.structs.replace(manifest, digest="")
     content = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
     before, after = content[: -len(DIGEST_TAIL)], content[-len(DIGEST_TAIL) :]
@@ -202,9 +253,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(bundle: Path, signed_by: Path | None = None) -> Manifest:
-    """The checked manifest of a bundle. What the owner of a public key, `signed_by`, did not sign is not even parsed.
+    """Returns the checked manifest of a bundle.
 
-    Raises MissingBundle or CorruptBundle; BadInput for a key that is none.
+    signed_by: a public key; a manifest that its owner did not sign is not parsed.
+
+    Raises MissingBundle or CorruptBundle, BadInput for an invalid key.
     """
     content = read_manifest_bytes(bundle)
     if signed_by is not None:
@@ -213,7 +266,7 @@ def read_manifest(bundle: Path, signed_by: Path | None = None) -> Manifest:
 
 
 def read_manifest_bytes(bundle: Path) -> bytes:
-    """The manifest as it lies there, which is what is signed. Raises MissingBundle or CorruptBundle."""
+    """Returns the bytes of a bundle's manifest, which signatures cover. Raises MissingBundle or CorruptBundle."""
     path = bundle / MANIFEST_FILE
     try:
         return read_plain(path, MAX_MANIFEST_BYTES)
@@ -226,20 +279,21 @@ def read_manifest_bytes(bundle: Path) -> bytes:
 
 
 def parse_manifest(bundle: Path, content: bytes) -> Manifest:
-    """Raises CorruptBundle."""
+    """Returns the checked manifest of these bytes, read from `bundle`. Raises CorruptBundle."""
     return decode_manifest(content, str(bundle / MANIFEST_FILE), f"Build it again: {generic_build_command(bundle)}")
 
 
-@functools.lru_cache(maxsize=1)  # a command reads it before it opens an engine, which reads it again
+@functools.lru_cache(maxsize=1)  # a command reads the manifest before it opens an engine, which reads it again
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
-    """The checked manifest that lay at `path`. Raises CorruptBundle."""
+    """Parses a manifest and checks its digest. `path` and `remedy` are for messages. Raises CorruptBundle."""
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:
-            newer = "It was built by a newer dflash-aot: install that. " if schema > SCHEMA else ""
+            newer = "It was built by a newer dflash-aot: install that version. " if schema > SCHEMA else ""
             raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {newer}{remedy}")
         manifest = msgspec.json.decode(content, type=Manifest)
-        if content != encode_manifest(manifest):  # which names nothing twice, and is made in half of the time
+        # Equal bytes prove that no name is there twice; encoding takes half the time of the check.
+        if content != encode_manifest(manifest):
             _check_names(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise CorruptBundle(f"{path}: {error}. {remedy}") from error
@@ -253,21 +307,21 @@ class _Schema(msgspec.Struct):
 
 
 def _check_names(content: bytes) -> None:
-    """JSON allows a name twice in an object, and no two readers agree on what that means. Raises ValueError."""
+    """Raises ValueError for a name that an object has twice: JSON allows that, but readers differ in the meaning."""
 
     def check(pairs: list[tuple[str, object]]) -> None:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in an object twice")
 
     json.loads(content, object_pairs_hook=check)
 
 
 def _cut_digest(content: bytes) -> bytes:
-    """The file as it was before the digest was written into its end."""
+    """Returns the content with an empty digest."""
     return DIGEST.sub(rb'"digest": ""\1', content)
 
 
 def _digest(content: bytes) -> str:
-    """sha256 of the file with an empty digest."""
+    """Returns the sha256 of a content with an empty digest, in hex."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Why one bundle is not another: field by field, executable by executable."""
+"""Differences of two manifests: field by field, and executable by executable."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -8,11 +8,16 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Entry, Manifest
 
 ABSENT = "absent"
-COMPILER_OPTIONS_DIFFER = "what the compiler was told"  # the only part of a key that no manifest holds
+# The only part of a cache key that manifests do not hold.
+COMPILER_OPTIONS_DIFFER = "compiler options"
 
 
 class FieldChange(msgspec.Struct, frozen=True):
-    """One field, dotted, and what each of the two has there."""
+    """A field that differs.
+
+    field: its dotted name.
+    a, b: its value in each manifest, ABSENT if there is none.
+    """
 
     field: str
     a: Any
@@ -20,9 +25,12 @@ class FieldChange(msgspec.Struct, frozen=True):
 
 
 class ExecutableChange(msgspec.Struct, frozen=True):
-    """One executable: in one of the two only, built from something else, or of the same key with other bytes.
+    """An executable that differs.
 
-    `parts` of the key that differ, in a word each; `changes` of the signature.
+    label: program and sizes.
+    what: how it differs.
+    parts: the parts of the cache key that differ.
+    changes: the fields of the signature that differ.
     """
 
     label: str
@@ -32,18 +40,23 @@ class ExecutableChange(msgspec.Struct, frozen=True):
 
 
 class ManifestDiff(msgspec.Struct, frozen=True):
-    """All that differs; how long builds took, and what the compiler told about them, is not compared."""
+    """All differences; compile times and compiler reports are not compared.
+
+    changes: fields.
+    executables: executables.
+    """
 
     changes: tuple[FieldChange, ...]
     executables: tuple[ExecutableChange, ...]
 
     @property
     def equal(self) -> bool:
+        """Whether there are no differences."""
         return not (self.changes or self.executables)
 
 
 def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
-    """What both say, in the order in which a manifest says it."""
+    """Returns the differences of two manifests, in the order of the manifest's fields."""
     fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
     changes = [
         change
@@ -54,7 +67,7 @@ def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
 
 
 def compare_values(field: str, a: Any, b: Any) -> Iterator[FieldChange]:
-    """Down to the values that differ. Lists of named things are compared by name, other lists as a whole."""
+    """Yields the innermost differing values. Lists of named objects are compared by name, other lists as a whole."""
     a, b = _by_name(a), _by_name(b)
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
@@ -84,7 +97,7 @@ def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
 
 
 def _by_name(value: Any) -> Any:
-    """A list of things that have a name each, as a mapping."""
+    """Returns a list of named objects as a mapping from their names, any other value unchanged."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         named = {one["name"]: one for one in value}
         return named if len(named) == len(value) else value
@@ -92,5 +105,5 @@ def _by_name(value: Any) -> Any:
 
 
 def _builtins(value: object) -> Any:
-    """As JSON has it."""
+    """Returns a value as JSON represents it."""
     return msgspec.json.decode(msgspec.json.encode(value))

@@ -1,11 +1,11 @@
-"""What JAX's serialized form may name. It is a pickle: one that names anything else is never unpickled."""
+"""Pickle scan: a serialized executable is a pickle, and is loaded only if it names nothing but JAX's own classes."""
 
 import pickletools
 from typing import Any
 
 from dflash_aot.cache.errors import CorruptBundle
 
-# Everything that jax.experimental.serialize_executable writes for the versions we support.
+# All names that jax.experimental.serialize_executable writes in the supported versions.
 ALLOWED = frozenset(
     {
         ("jax", "P"),
@@ -27,23 +27,23 @@ ALLOWED = frozenset(
         ("ml_dtypes", "bfloat16"),
         ("numpy", "dtype"),
         ("numpy", "ndarray"),
-        ("numpy._core.multiarray", "_reconstruct"),  # of a mesh's array of devices
+        ("numpy._core.multiarray", "_reconstruct"),  # for the device array of a mesh
     }
 )
 TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 RECALLS = {"BINGET", "LONG_BINGET", "GET"}
 STORES = {"BINPUT", "LONG_BINPUT", "PUT"}
-# Other ways to name a class; pickle protocol 4, which JAX writes, uses none of them.
+# Other opcodes that name a class; pickle protocol 4, which JAX writes, uses none of them.
 FOREIGN = {"GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
 NUMBERS = {"BININT", "BININT1", "BININT2"}
 
 
 def scan_pickle(blob: bytes) -> frozenset[int]:
-    """Reads the opcodes without executing them. Raises CorruptBundle for a name outside ALLOWED.
+    """Reads the opcodes of a pickle without executing them; returns the device ids of the executable.
 
-    A class is named by STACK_GLOBAL with two texts right before it, written out or recalled from the memo;
-    anything that leaves a doubt about which texts they are is refused. Returns the ids of the devices that the
-    executable is for: JAX writes each as the persistent id ("device", id).
+    STACK_GLOBAL names a class by the two texts right before it, which are literal or from the memo. A pickle in which
+    these texts are not certain is refused. JAX writes each device as the persistent id ("device", id). Raises
+    CorruptBundle for a name outside ALLOWED.
     """
     memo: dict[int, str | None] = {}
     texts: list[str | None] = []
@@ -66,11 +66,11 @@ def scan_pickle(blob: bytes) -> frozenset[int]:
             elif opcode.name in STORES:
                 memo[argument] = texts[-1] if texts else None
             elif opcode.name in FOREIGN:
-                raise CorruptBundle(f"the pickle uses {opcode.name}, which JAX does not write. It was not loaded")
-            elif opcode.name != "FRAME":  # a frame's border may fall between the two texts, and means nothing
+                raise CorruptBundle(f"the pickle uses {opcode.name}, which JAX never writes. It was not loaded")
+            elif opcode.name != "FRAME":  # a frame may start between the two texts, without effect
                 if opcode.name == "STACK_GLOBAL" and (name := tuple(texts[-2:])) not in ALLOWED:
                     raise CorruptBundle(
-                        f"the pickle names {_dotted(name)}, which no executable needs. It was not loaded"
+                        f"the pickle names {_dotted(name)}, which executables do not need. It was not loaded"
                     )
                 texts = []
     except (ValueError, IndexError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""Files of a bundle that were found broken: out of the way, with the reason beside them.
+"""Quarantine: corrupt and misbehaving files of a bundle, moved away with a record of the reason.
 
-set-aside/<name>.<n>         as it was found
-set-aside/<name>.<n>.json    where it lay, and what is wrong with it
+set-aside/<name>.<n>         the file as it was found
+set-aside/<name>.<n>.json    its record: where the file was, and what is wrong with it
 """
 
 import itertools
@@ -12,14 +12,16 @@ from typing import Literal
 import msgspec
 
 QUARANTINE_DIRECTORY = "set-aside"
-FaultKind = Literal["bytes", "canary", "crash"]
+FaultKind = Literal["bytes", "canary", "crash"]  # values in the records; "canary" is a failed self-test
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wrong with a file.
+    """Why a file was quarantined.
 
-    bytes: it is not what was promised. canary: it is, and computes something else. crash: it is, and ends the process
-    that calls it. `file` is relative to the bundle.
+    kind: "bytes" for content other than the manifest says; "canary" for an executable whose results are wrong; "crash"
+        for an executable that ends the process that calls it.
+    file: path relative to the bundle.
+    words: the reason for people.
     """
 
     kind: FaultKind
@@ -28,49 +30,52 @@ class QuarantineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def quarantine_file(bundle: Path, file: Path, kind: FaultKind, words: str) -> Path | None:
-    """Moves `file`, whatever lies there, and says where it is now; None if somebody else was faster.
+    """Moves a file, or whatever else has its name, and returns its new path; None if it is gone already.
 
-    Raises OSError, where nothing can be written; then it lies where it lay.
+    Raises OSError if the bundle cannot be written; the file stays where it is.
     """
     directory = bundle / QUARANTINE_DIRECTORY
     directory.mkdir(exist_ok=True)
-    finding = QuarantineRecord(kind, str(file.relative_to(bundle)), words)
-    place = _claim(directory, file.name, msgspec.json.encode(finding))
+    record = QuarantineRecord(kind, str(file.relative_to(bundle)), words)
+    path = _claim_path(directory, file.name, msgspec.json.encode(record))
     try:
-        os.rename(file, place)
+        os.rename(file, path)
     except OSError as error:
-        _record(place).unlink()
+        _record_path(path).unlink()
         if isinstance(error, FileNotFoundError):
             return None
         raise
-    return place
+    return path
 
 
 def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineRecord] | None:
-    """The record that this very content does wrong, if there is one: to build it again would change nothing."""
-    for record in sorted((bundle / QUARANTINE_DIRECTORY).glob(f"{sha256}.*.json")):
+    """Returns the record that this very content misbehaves, and its path; None if there is none.
+
+    A record of kind "bytes" does not count: the content with this hash was never found.
+    """
+    for path in sorted((bundle / QUARANTINE_DIRECTORY).glob(f"{sha256}.*.json")):
         try:
-            finding = msgspec.json.decode(record.read_bytes(), type=QuarantineRecord)
+            record = msgspec.json.decode(path.read_bytes(), type=QuarantineRecord)
         except (OSError, msgspec.DecodeError):
-            continue  # a note that was damaged itself accuses nobody
-        if finding.kind != "bytes":
-            return record, finding
+            continue  # a damaged record proves nothing
+        if record.kind != "bytes":
+            return path, record
     return None
 
 
-def _claim(directory: Path, name: str, record: bytes) -> Path:
-    """The first free place; its record is there before the file is."""
+def _claim_path(directory: Path, name: str, record: bytes) -> Path:
+    """Returns the first free path for a file, after writing its record."""
     for number in itertools.count():
-        place = directory / f"{name}.{number}"
-        if not os.path.lexists(place):
+        path = directory / f"{name}.{number}"
+        if not os.path.lexists(path):
             try:
-                with _record(place).open("xb") as file:
+                with _record_path(path).open("xb") as file:
                     file.write(record)
             except FileExistsError:
                 continue
-            return place
+            return path
     raise AssertionError("unreachable")
 
 
-def _record(place: Path) -> Path:
-    return place.with_name(f"{place.name}.json")
+def _record_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")

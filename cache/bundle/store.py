@@ -23,7 +23,7 @@ from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifes
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.signing.signatures import remove_outdated
+from dflash_aot.cache.signing.manifest_signature import remove_outdated
 
 LOCK_FILE = ".lock"
 OTHER_PROGRAM = "the build record of an executable that was compiled from another program"

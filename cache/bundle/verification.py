@@ -1,4 +1,4 @@
-"""A bundle against its manifest, file by file: everything that is wrong, at once. Nothing of it is loaded."""
+"""Bundle verification: every file against the manifest, without loading any; and the quarantine of corrupt files."""
 
 import os
 import re
@@ -17,14 +17,19 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.signing import signatures as signature_files
+from dflash_aot.cache.signing.manifest_signature import SIGNATURE_FILE
 
 RECORD_NAME = re.compile(r"[0-9a-f]{64}\.json")
 BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class ExpectedFile(msgspec.Struct, frozen=True):
-    """A file that the manifest promises, and whose it is."""
+    """A file that the manifest names.
+
+    path: the file.
+    blob: its description in the manifest.
+    label: the executable or program that it holds, for people.
+    """
 
     path: Path
     blob: Blob
@@ -32,14 +37,19 @@ class ExpectedFile(msgspec.Struct, frozen=True):
 
     @property
     def pickled(self) -> bool:
-        """Executables are, programs are not."""
+        """Whether the content is a pickle: executables are, programs are not."""
         return isinstance(self.blob, Entry)
 
 
 class FileFlaw(msgspec.Struct, frozen=True):
-    """What is wrong with a promised file: what was promised, what was found.
+    """A file that differs from the manifest.
 
-    `content`: the bytes themselves are wrong, so that it is of no use to anybody.
+    path: the file.
+    label: the executable or program that it should hold.
+    field: what differs.
+    promised: the value in the manifest.
+    found: the value found.
+    content: whether the bytes themselves are wrong; such a file is useless.
     """
 
     path: Path
@@ -51,7 +61,12 @@ class FileFlaw(msgspec.Struct, frozen=True):
 
 
 class UnexpectedFile(msgspec.Struct, frozen=True):
-    """A file that the manifest does not promise. Nothing reads it; `what` it is, as far as its place tells."""
+    """A file that the manifest does not name, and that nothing reads.
+
+    path: the file.
+    what: its kind, judged by its place.
+    bytes: its size.
+    """
 
     path: Path
     what: str
@@ -59,22 +74,22 @@ class UnexpectedFile(msgspec.Struct, frozen=True):
 
 
 def list_expected_files(bundle: Path, manifest: Manifest) -> list[ExpectedFile]:
-    """Every file once, however many entries share it."""
+    """Returns the files that the manifest names, each once, although several entries may share a file."""
     store = Store(bundle)
-    promises = (
-        promise
+    expected_files = (
+        expected
         for entry in manifest.entries
-        for promise in (
+        for expected in (
             ExpectedFile(store.executable_path(entry), entry, entry.signature.label),
             ExpectedFile(store.program_path(entry), entry.program, f"program of {entry.signature.label}"),
         )
     )
-    return list({promise.path: promise for promise in promises}.values())
+    return list({expected.path: expected for expected in expected_files}.values())
 
 
 def find_file_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
-    """In the order of the manifest; the first of each file, then keys that do not belong to what they stand beside."""
-    flaws = [flaw for promise in list_expected_files(bundle, manifest) if (flaw := check_file(promise))]
+    """Returns the first flaw of each file, in the manifest's order, then cache keys that do not match their entry."""
+    flaws = [flaw for expected in list_expected_files(bundle, manifest) if (flaw := check_file(expected))]
     broken = {flaw.path for flaw in flaws}
     store = Store(bundle)
     for entry in manifest.entries:
@@ -84,7 +99,7 @@ def find_file_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
 
 
 def check_key(store: Store, entry: Entry, environment: Environment) -> FileFlaw | None:
-    """The key is of what the manifest says: a signature that was changed by hand has another."""
+    """Recomputes the cache key of an entry, which a signature that was changed by hand would not match."""
     key = executable_key(store.read_program(entry), entry.signature, environment)
     if key == entry.key:
         return None
@@ -92,12 +107,12 @@ def check_key(store: Store, entry: Entry, environment: Environment) -> FileFlaw 
     return FileFlaw(store.program_path(entry), label, "key", entry.key, key, content=False)
 
 
-def check_file(promise: ExpectedFile) -> FileFlaw | None:
-    """What kind of file it is, and whether it is whole, see `unpack`."""
-    blob, path = promise.blob, promise.path
+def check_file(expected: ExpectedFile) -> FileFlaw | None:
+    """Returns the flaw of one file: its kind, its content (see `unpack_blob`); None if it has none."""
+    blob, path = expected.blob, expected.path
 
     def flaw(promised: str, found: str, content: bool) -> FileFlaw:
-        return FileFlaw(path, promise.label, "file", promised, found, content)
+        return FileFlaw(path, expected.label, "file", promised, found, content)
 
     if path.parent.is_symlink():
         return flaw("a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
@@ -106,29 +121,32 @@ def check_file(promise: ExpectedFile) -> FileFlaw | None:
     except FileNotFoundError:
         return flaw(f"a file of {blob.bytes} bytes", "missing", content=False)
     except OSError as error:
-        # A link or a fifo is no file of the bundle's; a disk that does not answer, or permission, proves nothing.
-        return flaw(f"a file of {blob.bytes} bytes", str(error.strerror), content=_is_strange(path))
+        # A link or a fifo is certainly wrong; a read error or a missing permission does not prove the file corrupt.
+        return flaw(f"a file of {blob.bytes} bytes", str(error.strerror), content=_is_special(path))
     if broken := find_blob_flaw(blob, content):
-        return FileFlaw(path, promise.label, broken.field, broken.promised, broken.found, broken.content)
+        return FileFlaw(path, expected.label, broken.field, broken.promised, broken.found, broken.content)
     return None
 
 
 def quarantine_flaws(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> tuple[dict[Path, Path], str | None]:
-    """Moves away what is of no use, unless a builder has mended it by now. Where things are, or why they were left."""
+    """Quarantines the files of these flaws that are still corrupt.
+
+    Returns the new path of each moved file, and a message if not all could be moved.
+    """
     broken = {flaw.path for flaw in flaws if flaw.content}
 
     def find_still_broken() -> Iterator[tuple[Path, FaultKind, str]]:
-        for promise in list_expected_files(bundle, manifest):
-            if promise.path in broken and (flaw := check_file(promise)) and flaw.content:
-                yield promise.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest promises {flaw.promised}"
+        for expected in list_expected_files(bundle, manifest):
+            if expected.path in broken and (flaw := check_file(expected)) and flaw.content:
+                yield expected.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest says {flaw.promised}"
 
     return quarantine_files(bundle, find_still_broken()) if broken else ({}, None)
 
 
 def quarantine_files(bundle: Path, found: Iterable[tuple[Path, FaultKind, str]]) -> tuple[dict[Path, Path], str | None]:
-    """Moves away files, each with what is wrong with it; `found` is asked under the lock of all who write there.
+    """Quarantines files under the bundle's lock; `found` yields path, kind and reason, and is iterated under the lock.
 
-    Where things are, or why they were left.
+    Returns the new path of each moved file, and a message if not all could be moved.
     """
     moved: dict[Path, Path] = {}
     try:
@@ -142,22 +160,22 @@ def quarantine_files(bundle: Path, found: Iterable[tuple[Path, FaultKind, str]])
 
 
 def find_unexpected_files(bundle: Path, manifest: Manifest) -> list[UnexpectedFile]:
-    """Everything else that lies there, in the order of its names; links are not followed."""
-    promised = {promise.path for promise in list_expected_files(bundle, manifest)}
+    """Returns all files of the bundle that the manifest does not name, sorted by name; links are not followed."""
+    promised = {expected.path for expected in list_expected_files(bundle, manifest)}
     keys = {f"{entry.key}.json" for entry in manifest.entries}
-    own = {bundle / MANIFEST_FILE, bundle / signature_files.SIGNATURE_FILE, bundle / ".lock"}
+    own = {bundle / MANIFEST_FILE, bundle / SIGNATURE_FILE, bundle / ".lock"}
     found = []
     for path in list_files(bundle):
         if path in promised or path in own or (path.parent == bundle / "entries" and path.name in keys):
             continue
-        with suppress(FileNotFoundError):  # a builder at work has just finished it
+        with suppress(FileNotFoundError):  # a running build has just renamed it
             status = path.lstat()
-            found.append(UnexpectedFile(path, _describe(bundle, path, status.st_mode), status.st_size))
+            found.append(UnexpectedFile(path, _name_unexpected_file(bundle, path, status.st_mode), status.st_size))
     return found
 
 
 def list_files(directory: Path) -> Iterator[Path]:
-    """What is no directory, below this one. Raises OSError for one that cannot be listed."""
+    """Yields all files and links below a directory. Raises OSError for a directory that cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -168,7 +186,7 @@ def list_files(directory: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted([*files, *links]))
 
 
-def _describe(bundle: Path, path: Path, mode: int) -> str:
+def _name_unexpected_file(bundle: Path, path: Path, mode: int) -> str:
     kinds: dict[str, Callable[[str], object]] = {
         "entries": RECORD_NAME.fullmatch,
         "executables": BLOB_NAME.fullmatch,
@@ -177,15 +195,15 @@ def _describe(bundle: Path, path: Path, mode: int) -> str:
     if (bundle / QUARANTINE_DIRECTORY) in path.parents:
         return "set aside"
     if is_temporary_file(path):
-        return "unfinished: a builder was killed, or is at work"
+        return "unfinished: a build was killed, or is running"
     if not stat.S_ISREG(mode):
         return f"unknown, a {file_kind(mode)}"
     known = kinds.get(path.parent.name) if path.parent.parent == bundle else None
     return "not referred to" if known and known(path.name) else "unknown"
 
 
-def _is_strange(path: Path) -> bool:
-    """Whether something lies there that is no file."""
+def _is_special(path: Path) -> bool:
+    """Whether something other than a regular file has this path."""
     try:
         return not stat.S_ISREG(path.lstat().st_mode)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make each weight argument, as data: the runtime loads weights without model code."""
+"""Weight recipes: which checkpoint tensors make each weight argument, so that weight loading needs no model code."""
 
 import math
 from collections.abc import Sequence
@@ -8,17 +8,19 @@ import msgspec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "bool": 1}
 
-# Checked where they are read from JSON.
+# msgspec checks these patterns when it reads JSON.
 Dtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16|int32|bool)\Z")]
 FloatDtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16)\Z")]
 CheckpointRole = Literal["target", "draft"]
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint tensor and the box of the argument that it fills.
+    """A checkpoint tensor, and the slice of the weight argument that it fills.
 
-    `stored` is the tensor's shape in the checkpoint; reshaped (row-major) to `extent` it fills the argument
-    from `offset` on.
+    tensor: its name in the checkpoint.
+    stored: its shape in the checkpoint.
+    offset: where the slice starts in the argument.
+    extent: shape of the slice, to which the tensor is reshaped (row-major).
     """
 
     tensor: str
@@ -28,17 +30,27 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Offsets from a row's own number into a vocabulary of `size`; `mask` [size], bool, says which are met."""
+    """The weight holds offsets from a row's index into a larger vocabulary, as a pruned draft's `d2t`.
+
+    mask: name of the checkpoint tensor [size], bool, that marks the tokens in use.
+    size: of the larger vocabulary.
+    """
 
     mask: str
     size: int
 
 
 class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One weight argument: its name, shape and dtype on the device, and the tensors that fill it completely.
+    """How one weight argument is made.
 
-    sharding: as `Array`'s. otherwise: the argument that takes its place where the checkpoint has none of its
-    tensors. mapped: the numbers in it are token offsets, to be checked as such.
+    name: of the argument.
+    checkpoint: the model it comes from.
+    shape: of the argument.
+    dtype: on the device.
+    placements: the tensors, which fill the argument completely.
+    sharding: as in `ArraySpec`.
+    otherwise: name of the argument that replaces this one if the checkpoint has none of its tensors.
+    mapped: set if the values are token offsets, which have to be checked.
     """
 
     name: str
@@ -52,28 +64,29 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes(self) -> int:
+        """Size of the whole argument in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
-    """Why a recipe cannot be followed: boxes that lie outside, overlap or leave gaps, shapes that do not fit."""
+    """Returns why a recipe is invalid (slices outside, overlaps, gaps, wrong shapes), None if it is valid."""
     for placement in recipe.placements:
-        box = (placement.offset, placement.extent)
-        if any(len(side) != len(recipe.shape) for side in box):
-            return f"{placement.tensor} has no place in {list(recipe.shape)}"
-        if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*box, recipe.shape, strict=True)):
-            return f"{placement.tensor} lies outside of {list(recipe.shape)}"
+        place = (placement.offset, placement.extent)
+        if any(len(part) != len(recipe.shape) for part in place):
+            return f"{placement.tensor} has another number of dimensions than {list(recipe.shape)}"
+        if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*place, recipe.shape, strict=True)):
+            return f"{placement.tensor} lies outside {list(recipe.shape)}"
         stored, extent = placement.stored, placement.extent
         if not _is_split(stored, extent):
             return f"{placement.tensor} is stored as {list(stored)}, which does not fill {list(extent)}"
     filled = sum(math.prod(placement.extent) for placement in recipe.placements)
     if filled != math.prod(recipe.shape):
-        return f"its tensors fill {filled} of {math.prod(recipe.shape)} places"
+        return f"its tensors fill {filled} of {math.prod(recipe.shape)} elements"
     return None
 
 
 def _is_split(stored: Sequence[int], extent: Sequence[int]) -> bool:
-    """Whether each stored dimension is one of `extent`, or a product of neighbours; others there are 1."""
+    """Whether each stored dimension is a dimension of `extent` or a product of neighbours, and the others are 1."""
     sizes = iter(extent)
     for size in stored:
         product = 1

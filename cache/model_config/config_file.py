@@ -1,4 +1,4 @@
-"""A `config.json` read key by key: every refusal names the file, the key and what was found."""
+"""Reads a `config.json` key by key; every error names the file, the key and the value found."""
 
 import json
 import reprlib
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dflash_aot.cache.errors import BadCheckpoint
 
 Value = TypeVar("Value")
-MAX_INTEGER = 1 << 31
+MAX_INTEGER = 1 << 31  # no count, width or token of a model reaches it
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -20,7 +20,7 @@ TYPE_NAMES = {
     list: "a list",
     dict: "an object",
 }
-VALUE_REPR = reprlib.Repr()  # a config may hold a megabyte under a key, or lists nested deeper than repr can go
+VALUE_REPR = reprlib.Repr()  # a value may be a megabyte, or nested deeper than repr can go
 VALUE_REPR.maxlevel, VALUE_REPR.maxlist, VALUE_REPR.maxdict, VALUE_REPR.maxstring, VALUE_REPR.maxother = (
     4,
     16,
@@ -31,35 +31,44 @@ VALUE_REPR.maxlevel, VALUE_REPR.maxlist, VALUE_REPR.maxdict, VALUE_REPR.maxstrin
 
 
 def shorten_value(found: object) -> str:
-    """What was found, short enough for a message."""
+    """Returns a value as text that is short enough for a message."""
     return VALUE_REPR.repr(found)
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The object in a config file, or one inside it; `prefix` is where it stands."""
+    """The object in a config file, or an object inside it.
+
+    path: the file.
+    values: the keys and values.
+    prefix: the dotted place inside the file, "" for the whole.
+    """
 
     path: Path
     values: Mapping[str, Any]
     prefix: str = ""
 
     def where(self, key: str) -> str:
+        """Returns file and dotted key for messages."""
         return f"{self.path}: {self.prefix}{key}"
 
     def refusal(self, key: str, found: object, reason: str) -> BadCheckpoint:
+        """Returns the error for a value that is not supported."""
         return BadCheckpoint(f"{self.where(key)} is {shorten_value(found)}: {reason}")
 
     def has(self, key: str) -> bool:
-        """Null means absent, as transformers writes it."""
+        """Whether a key is there; null means absent, as in transformers."""
         return self.values.get(key) is not None
 
     def require(self, key: str, kind: type[Value]) -> Value:
+        """Returns a value of this type. Raises BadCheckpoint, as all methods below."""
         value = self.optional(key, kind)
         if value is None:
             raise BadCheckpoint(f"{self.where(key)} is missing; expected {TYPE_NAMES[kind]}")
         return value
 
     def optional(self, key: str, kind: type[Value]) -> Value | None:
+        """Returns a value of this type, None if the key is absent."""
         value = self.values.get(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise self.refusal(key, value, f"expected {TYPE_NAMES[kind]}")
@@ -72,10 +81,11 @@ class ConfigFile:
             raise self.refusal(key, value, f"no count, width or token of a model reaches {MAX_INTEGER}")
 
     def integer(self, key: str) -> int:
+        """Returns a whole number."""
         return self.require(key, int)
 
     def positive(self, key: str, most: int = MAX_INTEGER, default: int | None = None) -> int:
-        """`default` only for formats that give an absent key a meaning."""
+        """Returns a number of at least 1. `default` is for formats that define the meaning of an absent key."""
         if default is not None and not self.has(key):
             return default
         if (value := self.require(key, int)) < 1:
@@ -85,6 +95,7 @@ class ConfigFile:
         return value
 
     def positive_number(self, key: str) -> float:
+        """Returns a finite number above 0."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(key, value, "expected a positive number")
@@ -93,11 +104,13 @@ class ConfigFile:
         return float(value)
 
     def number_within(self, key: str, least: float, most: float) -> float:
+        """Returns a number from `least` to `most`."""
         if not least <= (value := self.positive_number(key)) <= most:
             raise self.refusal(key, value, f"expected {least:g} to {most:g}")
         return value
 
     def optional_integers(self, key: str) -> tuple[int, ...] | None:
+        """Returns a list of whole numbers, None if the key is absent."""
         values = self.optional(key, list)
         if values is None:
             return None
@@ -108,23 +121,23 @@ class ConfigFile:
         return tuple(values)
 
     def section(self, key: str) -> "ConfigFile":
-        """The object under `key`; an empty one where there is none."""
+        """Returns the object under `key`, an empty one if the key is absent."""
         return ConfigFile(self.path, self.optional(key, dict) or {}, f"{self.prefix}{key}.")
 
 
 def read_config(directory: Path) -> ConfigFile:
-    """`config.json` of a checkpoint directory. Raises BadCheckpoint."""
+    """Reads `config.json` of a checkpoint directory. Raises BadCheckpoint."""
     path = directory / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadCheckpoint(
-            f"{path} does not exist: a checkpoint directory in Hugging Face's layout is needed"
+            f"{path} does not exist: expected a checkpoint directory in Hugging Face's layout"
         ) from error
     except OSError as error:
         raise BadCheckpoint(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, not an object")
+        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, expected an object")
     return ConfigFile(path, values)

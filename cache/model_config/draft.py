@@ -1,4 +1,4 @@
-"""Drafts: which dialect a `config.json` speaks, what it says, and whether it was made for the target."""
+"""Reads a draft's `config.json` in either dialect, and checks that the draft was trained for the target."""
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
@@ -7,7 +7,7 @@ from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES
 from dflash_aot.cache.model_config.zlab_draft import read_zlab
 
-# Drafts of other kinds, some under DFlash's own name, by the keys that give them away.
+# Keys of draft models of other kinds, some of which use DFlash's name.
 UNSUPPORTED_KEYS = {
     "projector_type": "Domino",
     "markov_rank": "DSpark",
@@ -21,17 +21,17 @@ UNSUPPORTED_KEYS = {
     "dflash2_candidate_selector": "DFlash2",
     "dflash_context_residual": "DFlash with a context residual",
     "dflash_block_position_embedding": "DFlash with position embeddings in the block",
-    "dflash_gated_layer_fusion": "DFlash with gated fusion of its taps",
-    "shift_label": "a draft whose rows predict the token after their own",
+    "dflash_gated_layer_fusion": "DFlash with gated fusion of target layers",
+    "shift_label": "a draft whose rows predict the next token",
     "sample_from_anchor": "a draft that samples its anchor",
 }
-ACCEPTED_VALUES = {"projector_type": "dflash"}  # what such a key says of a draft that is none of them
+ACCEPTED_VALUES = {"projector_type": "dflash"}  # values of these keys that a DFlash draft may have
 UNSUPPORTED_ARCHITECTURES = {"DFlash2DraftModel": "DFlash2", "DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:
-    """A draft's `config.json`, checked against the target that it is to draft for. Raises BadCheckpoint."""
+    """Reads a draft's facts and checks them against the target. Raises BadCheckpoint."""
     _refuse_relatives(config)
     draft = read_speculators(config) if is_speculators(config) else _read_as_zlab(config, target)
     _check_pair(config, target, draft)
@@ -39,6 +39,7 @@ def read_draft(config: ConfigFile, target: Target) -> Draft:
 
 
 def is_speculators(config: ConfigFile) -> bool:
+    """Whether a config is in the dialect of vLLM's speculators library."""
     return config.has("speculators_config") or config.has("speculators_model_type")
 
 
@@ -46,7 +47,7 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
     found = config.optional("architectures", list) or []
     names = [name for name in found if isinstance(name, str)]
     if not (config.has("dflash_config") or any("DFlash" in name for name in names)):
-        hint = " This is a target: are --target and --draft the wrong way round?" * any(n in FAMILIES for n in names)
+        hint = " This is a target: are --target and --draft swapped?" * any(name in FAMILIES for name in names)
         raise BadCheckpoint(
             f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
             f"DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' (speculators_config).{hint}"
@@ -55,7 +56,7 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
 
 
 def _refuse_relatives(config: ConfigFile) -> None:
-    """Relatives of DFlash that draft in another way."""
+    """Raises BadCheckpoint for relatives of DFlash that draft in another way."""
     for name in config.optional("architectures", list) or []:
         if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
             raise config.refusal("architectures", name, f"this is {relative}, which is not supported")
@@ -64,11 +65,11 @@ def _refuse_relatives(config: ConfigFile) -> None:
             if (value := place.values.get(key)) and value != ACCEPTED_VALUES.get(key):
                 raise place.refusal(key, value, f"this is {relative}, which is not supported")
     if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
-        raise BadCheckpoint(f"{sidecar}: a draft with a mask embedding of its own is not supported")
+        raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
 
 
 def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
-    """The draft listens to the target's features, and borrows its embedding and head or maps onto them."""
+    """Checks that widths and vocabulary of the draft match the target. Raises BadCheckpoint."""
     borrows = draft.vocab is None
     for key, own, expected in (
         ("hidden_size", draft.decoder.hidden if borrows else None, target.decoder.hidden),
@@ -79,41 +80,41 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
         if own is not None and own != expected:
             raise _refuse_fact(config, key, own, f"the target has {expected}: this draft was trained for another one")
     if draft.block < 2:
-        raise _refuse_fact(config, "block_size", draft.block, "a block is the anchor and at least one drafted token")
+        raise _refuse_fact(config, "block_size", draft.block, "a block holds the anchor and at least one drafted token")
     if draft.block > draft.decoder.positions:
-        raise _refuse_fact(config, "block_size", draft.block, f"the draft has {draft.decoder.positions} positions")
+        raise _refuse_fact(config, "block_size", draft.block, f"the draft has only {draft.decoder.positions} positions")
     if not 0 <= draft.mask_token < target.decoder.vocab:
         raise _refuse_fact(
             config, "mask_token_id", draft.mask_token, f"the target's vocabulary has {target.decoder.vocab} tokens"
         )
-    _check_taps(config, target.decoder.layers, draft)
+    _check_target_layer_ids(config, target.decoder.layers, draft)
 
 
-def _check_taps(config: ConfigFile, layers: int, draft: Draft) -> None:
-    """In the numbers that the file uses: speculators counts from the embedding, z-lab from the first layer."""
+def _check_target_layer_ids(config: ConfigFile, layers: int, draft: Draft) -> None:
+    """Checks the layer ids. Messages count as the file does: speculators from the embedding, z-lab from layer 0."""
     key, offset = ("aux_hidden_state_layer_ids", 1) if draft.dialect == "speculators" else ("target_layer_ids", 0)
-    found = [tap + offset for tap in draft.target_layer_ids]
-    for tap in draft.target_layer_ids:
-        if not 0 <= tap < layers:
+    found = [layer + offset for layer in draft.target_layer_ids]
+    for layer in draft.target_layer_ids:
+        if not 0 <= layer < layers:
             raise _refuse_fact(
                 config,
                 key,
                 found,
-                f"the target has layers {offset} to {layers - 1 + offset} in this file's count",
+                f"in this file's count the target has layers {offset} to {layers - 1 + offset}",
             )
-        if tap == layers - 1:
+        if layer == layers - 1:
             raise _refuse_fact(
                 config,
                 key,
                 found,
-                "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it",
+                "the last layer is ambiguous: the reference reads it after the final norm, servers before it",
             )
     if not draft.target_layer_ids or len(set(draft.target_layer_ids)) < len(draft.target_layer_ids):
-        raise _refuse_fact(config, key, found, "at least one tap, each once")
+        raise _refuse_fact(config, key, found, "expected at least one layer, and none twice")
 
 
 def _refuse_fact(config: ConfigFile, key: str, found: object, reason: str) -> BadCheckpoint:
-    """A refusal that names the place where `key` stands: in one of the sections, or at the top."""
+    """Returns an error that names the place of `key`: in one of the sections, or at the top."""
     sections = (config.section(name) for name in ("dflash_config", "transformer_layer_config"))
     place = next((section for section in sections if section.has(key)), config)
     return place.refusal(key, found, reason)

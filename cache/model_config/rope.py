@@ -1,4 +1,4 @@
-"""Rotary embedding: its frequencies and their scalings, read from a `config.json`.
+"""Rotary embedding (RoPE): frequencies and their scaling, read from a `config.json`.
 
 Formulas as in transformers' `modeling_rope_utils`, which the published models were trained and are served with.
 """
@@ -12,17 +12,21 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
-VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; no frequency that follows overflows a float32 or vanishes in it
+VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; frequencies stay within float32
 
 
 class LinearScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Position interpolation: positions are divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama3"):
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, with a ramp between.
+
+    low_frequency_factor, high_frequency_factor: turns over the original context where the ramp starts and ends.
+    original_positions: length of the original context.
+    """
 
     factor: float
     low_frequency_factor: float
@@ -31,7 +35,14 @@ class Llama3Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="yarn"):
-    """Per-frequency interpolation, and cosines and sines scaled by `attention_factor` (Peng et al. 2023)."""
+    """YaRN: interpolation per frequency (Peng et al. 2023).
+
+    factor: divisor of the slow frequencies.
+    original_positions: length of the original context.
+    beta_fast, beta_slow: turns over the original context above which a frequency is kept, below which it is divided.
+    truncated: bounds of the ramp are rounded to whole dimensions.
+    attention_factor: scale of cosines and sines.
+    """
 
     factor: float
     original_positions: int
@@ -42,14 +53,19 @@ class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base, head width and scaling. Unscaled frequencies as in Su et al. 2021, base^(-2i/D)."""
+    """A rotary embedding; unscaled frequencies are theta^(-2i/D), as in Su et al. 2021.
+
+    theta: the base.
+    head_dim: width of a head.
+    scaling: None for unscaled frequencies.
+    """
 
     theta: float
     head_dim: int
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
     def inverse_frequencies(self) -> tuple[float, ...]:
-        """D/2 angles per position, highest first."""
+        """Returns D/2 angles per position, in radians, highest first."""
         plain = tuple(self.theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2))
         match self.scaling:
             case None:
@@ -63,41 +79,41 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
-    """`rope_parameters` (transformers 5) before `rope_theta` and `rope_scaling` (4). Raises BadCheckpoint."""
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). Raises BadCheckpoint."""
     sections = [config.section(key) for key in ("rope_parameters", "rope_scaling") if config.has(key)]
     for place in (config, *sections):
         _refuse_partial(place)
     scalings = [_read_scaling(config, section, positions) for section in sections]
     if len(set(scalings)) > 1:
-        raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters says something else")
+        raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters has another scaling")
     named = next((section for section in sections if section.has("rope_theta")), config)
     theta = named.number_within("rope_theta", *VALUE_RANGE)
     if theta <= 1:
-        raise named.refusal("rope_theta", theta, "more than 1 is needed for frequencies that fall")
+        raise named.refusal("rope_theta", theta, "expected more than 1, so that frequencies decrease")
     return Rope(theta, head_dim, scalings[0] if scalings else None)
 
 
 def _refuse_partial(place: ConfigFile) -> None:
     key = "partial_rotary_factor"
     if place.has(key) and place.positive_number(key) != 1:
-        raise place.refusal(key, place.values[key], "heads are rotated whole here")
+        raise place.refusal(key, place.values[key], "only the rotation of whole heads is supported")
 
 
 def _read_scaling(
     config: ConfigFile, section: ConfigFile, positions: int
 ) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    key = "rope_type" if section.has("rope_type") else "type"  # older files call it type
+    key = "rope_type" if section.has("rope_type") else "type"  # the name in older files
     for layer_type, value in section.values.items():
         if isinstance(value, dict):
-            raise section.refusal(layer_type, value, "one rotary embedding for all layers is what runs")
+            raise section.refusal(layer_type, value, "only one rotary embedding for all layers is supported")
     match section.optional(key, str):
         case None if section.has("factor"):
-            raise BadCheckpoint(f"{section.where('rope_type')} is missing, so nothing says what factor is for")
+            raise BadCheckpoint(f"{section.where('rope_type')} is missing, but factor is set")
         case None | "default":
             return None
         case "linear":
@@ -107,7 +123,7 @@ def _read_scaling(
         case "yarn":
             return _read_yarn(config, section, positions)
         case kind:
-            raise section.refusal(key, kind, f"the rotary embeddings that run are {', '.join(ROPE_TYPES)}")
+            raise section.refusal(key, kind, f"supported are {', '.join(ROPE_TYPES)}")
 
 
 def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
@@ -119,11 +135,11 @@ def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
 
 
 def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> YarnScaling:
-    """What is absent has the value that transformers gives it."""
+    """Reads YaRN's parameters with the defaults of transformers."""
     place = _place_of_original(config, section)
     if not (place.has(ORIGINAL_POSITIONS) or section.has("factor")):
         raise BadCheckpoint(
-            f"{section.where('factor')} is missing, and so is {ORIGINAL_POSITIONS}, which it could follow from"
+            f"{section.where('factor')} is missing, and cannot be derived because {ORIGINAL_POSITIONS} is missing too"
         )
     original = place.positive(ORIGINAL_POSITIONS, default=positions)
     factor = _read_number(section, "factor", default=positions / original)
@@ -135,7 +151,8 @@ def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> YarnS
         original_positions=original,
         beta_fast=fast,
         beta_slow=slow,
-        truncated="truncate" not in section.values or bool(section.optional("truncate", bool)),  # null is false there
+        truncated="truncate" not in section.values
+        or bool(section.optional("truncate", bool)),  # transformers reads null as false
         attention_factor=_read_number(section, "attention_factor", default=_default_attention_factor(section, factor)),
     )
 
@@ -148,7 +165,7 @@ def _default_attention_factor(section: ConfigFile, factor: float) -> float:
 
 
 def _place_of_original(config: ConfigFile, section: ConfigFile) -> ConfigFile:
-    """At the top it counts more than in the section, as in transformers."""
+    """Returns where the original context length is: the top level takes precedence, as in transformers."""
     return config if config.has(ORIGINAL_POSITIONS) else section
 
 
@@ -174,7 +191,7 @@ def _scale_llama3(frequency: float, scaling: Llama3Scaling) -> float:
 
 
 def _scale_yarn(plain: tuple[float, ...], scaling: YarnScaling, theta: float, head_dim: int) -> tuple[float, ...]:
-    """Frequencies that turn more than beta_fast times over the original context are kept, slow ones divided."""
+    """Keeps frequencies that turn more than beta_fast times over the original context, and divides slow ones."""
 
     def index(turns: float) -> float:
         return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))

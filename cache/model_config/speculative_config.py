@@ -1,4 +1,4 @@
-"""vLLM's `speculative_config`: what people have at hand, with the meaning it has there."""
+"""vLLM's `speculative_config`, with the meaning it has in vLLM."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.architecture import Draft
 
 FLAG = "--speculative_config"
 METHOD = "dflash"
-# vLLM takes these too. They would change what is computed, so they are not passed over.
+# Keys that vLLM accepts too. They would change the computation, so that ignoring them would be wrong.
 UNSUPPORTED_VLLM_KEYS = (
     "code_revision",
     "disable_by_batch_size",
@@ -26,7 +26,13 @@ UNSUPPORTED_VLLM_KEYS = (
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True):
-    """The keys that are understood; None where the checkpoint decides."""
+    """The supported keys; None for a key that is not given.
+
+    method: "dflash".
+    model: the draft checkpoint.
+    num_speculative_tokens: K.
+    draft_tensor_parallel_size: 1.
+    """
 
     method: str | None = None
     model: str | None = None
@@ -35,19 +41,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """A JSON object. Raises BadInput for what it cannot mean here."""
+    """Parses a JSON object. Raises BadInput for unknown and unsupported keys and values."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{FLAG} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadInput(f"{FLAG} holds a {type(values).__name__}, not an object")
+        raise BadInput(f"{FLAG} holds a {type(values).__name__}, expected an object")
     known = SpeculativeConfig.__struct_fields__
     for key in values:
         if key in UNSUPPORTED_VLLM_KEYS:
-            raise BadInput(f"{FLAG}: {key} is vLLM's, and not supported here: leave it out")
+            raise BadInput(f"{FLAG}: {key} is a key of vLLM that is not supported here: remove it")
         if key not in known:
-            raise BadInput(f"{FLAG}: unknown key {key!r}; known are {', '.join(known)}")
+            raise BadInput(f"{FLAG}: unknown key {key!r}; supported are {', '.join(known)}")
     config = SpeculativeConfig(
         method=_text(values, "method"),
         model=_text(values, "model"),
@@ -55,16 +61,16 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         draft_tensor_parallel_size=_count(values, "draft_tensor_parallel_size"),
     )
     if config.method not in (None, METHOD):
-        raise BadInput(
-            f"{FLAG}: method is {config.method!r}; this runs {METHOD!r}, and detects it where it is left out"
-        )
+        raise BadInput(f"{FLAG}: method is {config.method!r}; only {METHOD!r} is supported, and is the default")
     if config.draft_tensor_parallel_size not in (None, 1):
-        raise BadInput(f"{FLAG}: draft_tensor_parallel_size is {config.draft_tensor_parallel_size}; 1 is what there is")
+        raise BadInput(
+            f"{FLAG}: draft_tensor_parallel_size is {config.draft_tensor_parallel_size}; only 1 is supported"
+        )
     return config
 
 
 def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
-    """K: as overridden, or as the draft's makers verify. Raises BadInput for more than its block holds."""
+    """Returns K: `num_speculative_tokens`, or the draft's default. Raises BadInput for more than a block holds."""
     wanted = config.num_speculative_tokens
     if wanted is not None and wanted > draft.block - 1:
         raise BadInput(
@@ -77,12 +83,12 @@ def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
 def _text(values: dict[str, Any], key: str) -> str | None:
     value = values.get(key)
     if value is not None and (not isinstance(value, str) or not value):
-        raise BadInput(f"{FLAG}: {key} is {value!r}: a text is needed")
+        raise BadInput(f"{FLAG}: {key} is {value!r}; expected a text")
     return value
 
 
 def _count(values: dict[str, Any], key: str) -> int | None:
     value = values.get(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise BadInput(f"{FLAG}: {key} is {value!r}: a whole number of at least 1 is needed")
+        raise BadInput(f"{FLAG}: {key} is {value!r}; expected a whole number of at least 1")
     return value

@@ -1,4 +1,4 @@
-"""Drafts as vLLM's speculators library stores them, version 0.9.0 and current: `speculators_config`."""
+"""The draft dialect of vLLM's speculators library, version 0.9.0 and current: `speculators_config`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.zlab_draft import read_layer_types
 
 LAYERS_KEY = "transformer_layer_config"
-# `transformer_layer_config` holds what differs from transformers' Qwen3Config(); a test holds this table to it.
+# `transformer_layer_config` holds the differences from transformers' Qwen3Config(). A test checks this table.
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -26,31 +26,33 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28,
     "rope_theta": 10000.0,
 }
-# DFlashSpeculatorConfig's own.
+# Defaults of DFlashSpeculatorConfig.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
 
 
 def read_speculators(config: ConfigFile) -> Draft:
-    """Raises BadCheckpoint."""
+    """Reads a draft's facts. Raises BadCheckpoint."""
     for key, place in (("speculators_model_type", config), ("algorithm", config.section("speculators_config"))):
         if place.has(key) and place.require(key, str) != "dflash":
-            raise place.refusal(key, place.values[key], "of speculators' drafts, dflash is the one that runs")
+            raise place.refusal(key, place.values[key], "only dflash drafts are supported")
     layers = _fill_defaults(config)
     decoder = read_decoder(layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim"))
-    taps = config.optional_integers("aux_hidden_state_layer_ids")
-    if taps is None:
+    layer_ids = config.optional_integers("aux_hidden_state_layer_ids")
+    if layer_ids is None:
         raise BadCheckpoint(
             f"{config.where('aux_hidden_state_layer_ids')} is missing; expected a list of whole numbers"
         )
     block = config.positive("block_size", default=DEFAULT_BLOCK)
     vocab = config.positive("draft_vocab_size", default=DEFAULT_VOCAB)
     if vocab > decoder.vocab:
-        raise config.refusal("draft_vocab_size", vocab, f"the vocabulary that it is chosen from has {decoder.vocab}")
+        raise config.refusal("draft_vocab_size", vocab, f"the target's vocabulary has {decoder.vocab}")
     return Draft(
         decoder=decoder,
         block=block,
         mask_token=config.integer("mask_token_id"),
-        target_layer_ids=tuple(tap - 1 for tap in taps),  # hidden state 0 is the embedding's output
+        target_layer_ids=tuple(
+            layer - 1 for layer in layer_ids
+        ),  # this dialect counts the embedding's output as hidden state 0
         target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
         windows=_read_windows(config, layers, decoder.layers),
         dialect="speculators",
@@ -60,18 +62,20 @@ def read_speculators(config: ConfigFile) -> Draft:
 
 
 def read_verifier(config: ConfigFile) -> str | None:
-    """The target that the draft names, if it names one. Raises BadCheckpoint."""
+    """Returns the target that the draft names, None if it names none. Raises BadCheckpoint."""
     return config.section("speculators_config").section("verifier").optional("name_or_path", str) or None
 
 
 def _fill_defaults(config: ConfigFile) -> ConfigFile:
-    """The diff completed. An explicit null is no gap to fill: Qwen3Config has a meaning for two of them, and of the
-    others makes a model that fails or none, so they are refused as missing."""
+    """Returns the layer config with the defaults of Qwen3Config filled in.
+
+    Null values are not filled: Qwen3Config gives a meaning to two of them, and the others are refused as missing.
+    """
     layers = config.section(LAYERS_KEY)
     if not config.has(LAYERS_KEY):
         raise BadCheckpoint(f"{config.where(LAYERS_KEY)} is missing; expected an object")
     if (kind := layers.optional("model_type", str)) not in (None, "qwen3"):
-        raise layers.refusal("model_type", kind, "the layers that run are qwen3's")
+        raise layers.refusal("model_type", kind, "only qwen3 layers are supported")
     values = {**QWEN3_DEFAULTS, **layers.values}
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
@@ -79,7 +83,7 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
 
 
 def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[SlidingWindow | None, ...]:
-    """`layer_types`, or what Qwen3Config makes of `max_window_layers`; every row sees the same context."""
+    """Returns the window of each layer, from `layer_types`, or from `max_window_layers` as Qwen3Config does."""
     windowed = layers.optional("use_sliding_window", bool)
     if layers.has("layer_types"):
         sliding = read_layer_types(layers, count)
@@ -89,14 +93,16 @@ def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[S
     if not any(sliding):
         return (None,) * count
     if not windowed:
-        raise layers.refusal("layer_types", layers.values["layer_types"], "use_sliding_window is false: no window")
+        raise layers.refusal(
+            "layer_types", layers.values["layer_types"], "use_sliding_window is false, so that no layer has a window"
+        )
     causal = not config.optional("sliding_window_non_causal", bool)
     window = SlidingWindow(layers.positive("sliding_window"), causal, anchored=True)
     return tuple(window if slides else None for slides in sliding)
 
 
 def _read_k(config: ConfigFile, block: int) -> int:
-    """Of the first proposal method; older files say the block's size, which is one more than it can be."""
+    """Returns K of the first proposal method. Older files hold the block size, which is one too many."""
     methods = config.section("speculators_config").optional("proposal_methods", list)
     if not methods:
         return block - 1

@@ -1,7 +1,7 @@
-"""Targets: one description per published architecture. A new one is an entry of FAMILIES.
+"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES.
 
-The layers themselves are shared (`compile.layers`): a family whose layers compute something that is not there yet
-also adds that there, under the names of its checkpoint's tensors.
+The layers are shared (`compile.models`). A family whose layers compute something new also adds it there, under the
+names of its checkpoint's tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,12 @@ from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 
 @dataclass(frozen=True)
 class Family:
-    """What sets an architecture apart from the decoder that all of them are.
+    """How a target architecture differs from the common decoder.
 
-    normed: per-head RMS norm of queries and keys. head_dim: where its width stands. mlp: what follows attention.
-    refused: keys that would make it compute something else when they are set, and what they would mean.
+    normed: per-head RMS norm of queries and keys.
+    head_dim: reads the head width.
+    mlp: reads the MLP.
+    refused: keys that change the computation in an unsupported way when they are true, each with the reason.
     """
 
     normed: bool
@@ -31,7 +33,7 @@ def _named_head_dim(config: ConfigFile) -> int:
 
 
 def _head_dim_or_share(config: ConfigFile) -> int:
-    """Llama's config leaves it out where heads share the hidden width equally, and older transformers always."""
+    """Reads `head_dim`, or divides the hidden width among the heads: Llama configs may leave `head_dim` out."""
     if config.has("head_dim"):
         return config.positive("head_dim")
     hidden, heads = config.positive("hidden_size"), config.positive("num_attention_heads")
@@ -41,11 +43,11 @@ def _head_dim_or_share(config: ConfigFile) -> int:
 
 
 def _read_experts(config: ConfigFile) -> MixtureOfExperts:
-    """Every layer routed. `num_local_experts` is what transformers 5 calls `num_experts`."""
+    """Reads a mixture of experts in every layer. transformers 5 calls `num_experts` `num_local_experts`."""
     if (step := config.optional("decoder_sparse_step", int)) not in (None, 1):
-        raise config.refusal("decoder_sparse_step", step, "only models with experts in every layer run")
+        raise config.refusal("decoder_sparse_step", step, "only models with experts in every layer are supported")
     if dense := config.optional("mlp_only_layers", list):
-        raise config.refusal("mlp_only_layers", dense, "only models with experts in every layer run")
+        raise config.refusal("mlp_only_layers", dense, "only models with experts in every layer are supported")
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
     chosen = config.positive("num_experts_per_tok")
     if chosen > count:
@@ -67,14 +69,14 @@ FAMILIES = {
         refused={"mlp_bias": "an MLP with biases is not supported"},
     ),
 }
-# What people try, and what it is.
+# Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
-    "Qwen3NextForCausalLM": "a hybrid with gated-delta layers, whose state cannot be taken back after a rejection",
-    "Qwen3_5ForCausalLM": "a hybrid with gated-delta layers, whose state cannot be taken back after a rejection",
-    "Qwen3_5ForConditionalGeneration": "a hybrid with gated-delta layers, and it sees images",
-    "Qwen3_5MoeForCausalLM": "a hybrid with gated-delta layers, whose state cannot be taken back after a rejection",
-    "Qwen3_5MoeForConditionalGeneration": "a hybrid with gated-delta layers, and it sees images",
-    "Qwen3VLForConditionalGeneration": "a model that sees images",
+    "Qwen3NextForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
+    "Qwen3_5ForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
+    "Qwen3_5ForConditionalGeneration": "a hybrid with gated-delta layers, with image input",
+    "Qwen3_5MoeForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
+    "Qwen3_5MoeForConditionalGeneration": "a hybrid with gated-delta layers, with image input",
+    "Qwen3VLForConditionalGeneration": "a model with image input",
     "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
     "GptOssForCausalLM": "gpt-oss, with attention sinks and biased experts",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",
@@ -86,7 +88,7 @@ UNSUPPORTED_LAYER_TYPES = {
 
 
 def read_target(config: ConfigFile) -> Target:
-    """A target's `config.json`. Raises BadCheckpoint."""
+    """Reads a target's facts. Raises BadCheckpoint."""
     family = FAMILIES[_choose_architecture(config)]
     for key, meaning in family.refused.items():
         if config.optional(key, bool):
@@ -94,7 +96,7 @@ def read_target(config: ConfigFile) -> Target:
     for kind in config.optional("layer_types", list) or ():
         if kind != "full_attention":
             known = UNSUPPORTED_LAYER_TYPES.get(kind) if isinstance(kind, str) else None
-            raise config.refusal("layer_types", kind, known or "full attention is what runs")
+            raise config.refusal("layer_types", kind, known or "only full_attention is supported")
     decoder = read_decoder(config, family.mlp(config), family.normed, family.head_dim(config))
     return Target(decoder, tied=config.require("tie_word_embeddings", bool))
 
@@ -105,9 +107,9 @@ def _choose_architecture(config: ConfigFile) -> str:
     if known:
         return known[0]
     if any(isinstance(name, str) and "DFlash" in name for name in found):
-        hint = " This is a draft: are --target and --draft the wrong way round?"
+        hint = " This is a draft: are --target and --draft swapped?"
     else:
         hint = "".join(f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found)
     raise BadCheckpoint(
-        f"{config.path}: architectures is {shorten_value(found)}; as a target this runs {', '.join(FAMILIES)}.{hint}"
+        f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(FAMILIES)}.{hint}"
     )

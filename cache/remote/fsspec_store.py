@@ -1,6 +1,6 @@
-"""Objects behind a URL, through fsspec: what fails for a moment is tried again, the rest is said in our words.
+"""Object stores behind URLs, through fsspec, with retries of transient failures and uniform errors.
 
-Backends that know them try again by themselves as well, as they are configured; the time is bounded here.
+Some backends retry by themselves, as configured; the time limit applies to all of it.
 """
 
 import errno
@@ -18,14 +18,14 @@ from dflash_aot.cache.locations import hide_secrets
 from dflash_aot.cache.remote.object_store import PERMISSION_ERRNOS
 from dflash_aot.cache.remote.retry import RetryPolicy
 
-T = TypeVar("T")
-# Where an object appears whole, or not at all, when it was put. Elsewhere it is renamed when it is whole.
+Result = TypeVar("Result")
+# Protocols whose put is atomic. With the others an object is written under a temporary name and renamed.
 ATOMIC_PUT_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "memory"}
-# Where a server may send the whole object, whatever part of it was asked for.
+# Protocols whose servers may send the whole object although a range was requested.
 STREAMED_PROTOCOLS = {"http", "https"}
-TRAILING_SLASHES = re.compile(r"(?<![:/])/+$")  # slashes, but those of "memory://"
+TRAILING_SLASHES = re.compile(r"(?<![:/])/+$")  # but not the slashes of "memory://"
 PACKAGE_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# Asking again would get the same answer. Whatever else a backend raises may pass.
+# Errors that another attempt would meet again. Any other error of a backend may be transient.
 PERMANENT_ERRORS = (
     FileNotFoundError,
     FileExistsError,
@@ -34,13 +34,13 @@ PERMANENT_ERRORS = (
     ValueError,
     TypeError,
 )
-TRANSIENT_STATUSES = {408, 425, 429}  # of HTTP's 4xx
+TRANSIENT_STATUSES = {408, 425, 429}  # HTTP status codes
 REFUSED_STATUSES = {401, 403, 405, 501}
 PERMANENT_ERRNOS = {*PERMISSION_ERRNOS, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EDQUOT}
 
 
 class FsspecStore:
-    """`system` as fsspec makes it, `root` a path in it. See `Objects`."""
+    """An `ObjectStore` at the path `root` of an fsspec file system."""
 
     def __init__(self, system: fsspec.AbstractFileSystem, root: str, url: str, retry: RetryPolicy):
         self.url = hide_secrets(url)
@@ -55,11 +55,11 @@ class FsspecStore:
         except FileNotFoundError:
             return None
         except StoreFailed as error:
-            if _is_out_of_range(error.__cause__):  # from its very beginning
+            if _is_out_of_range(error.__cause__):  # the range starts behind the end of an empty object
                 return b""
             raise
         if len(content) > limit:
-            raise CorruptBundle(f"{self.url}/{name}: more than {limit} bytes, which is what is read of it at most")
+            raise CorruptBundle(f"{self.url}/{name}: more than the limit of {limit} bytes")
         return content
 
     def size(self, name: str) -> int | None:
@@ -72,28 +72,28 @@ class FsspecStore:
         put = self._system.pipe_file if self._puts_whole else self._write_and_rename
         try:
             self._ask(len(content), put, name, content)
-        except FileNotFoundError as error:  # the bucket, say
+        except FileNotFoundError as error:  # for example, no such bucket
             raise self._translate(name, error) from error
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._ask(0, self._system.rm_file, name)
 
-    def _ask(self, size: int, method: Callable[..., T], name: str, *arguments: Any, **options: Any) -> T:
-        """Calls a method that moves up to `size` bytes.
+    def _ask(self, size: int, method: Callable[..., Result], name: str, *arguments: Any, **options: Any) -> Result:
+        """Calls a method of the file system that transfers up to `size` bytes, with retries.
 
-        Raises FileNotFoundError where there is no such object, StoreRefused and StoreFailed.
+        Raises FileNotFoundError for a missing object, StoreRefused and StoreFailed.
         """
 
-        def attempt(seconds: float) -> T:
-            timed = {"timeout": seconds} if self._system.async_impl else {}  # others have limits of their own
+        def attempt(seconds: float) -> Result:
+            timed = {"timeout": seconds} if self._system.async_impl else {}  # other backends have limits of their own
             return method(f"{self._root}/{name}", *arguments, **options, **timed)
 
         try:
             return self._retry.call(attempt, size, is_transient)
         except FileNotFoundError:
             raise
-        except Exception as error:  # every backend has errors of its own
+        except Exception as error:  # every backend has its own errors
             raise self._translate(name, error) from error
 
     def _read_range(self, path: str, most: int, **timed: float) -> bytes:
@@ -101,9 +101,9 @@ class FsspecStore:
         return content
 
     def _read_stream(self, path: str, most: int, **timed: float) -> bytes:
-        """Hangs up after `most` bytes."""
+        """Reads a stream and closes it after `most` bytes."""
         content = bytearray()
-        # Any size will do: without one fsspec asks for it first.
+        # With any size given, fsspec does not request the size first.
         with self._system.open(path, block_size=0, size=most, **timed) as stream:
             while len(content) < most and (part := stream.read(most - len(content))):
                 content += part
@@ -117,12 +117,12 @@ class FsspecStore:
             self._system.pipe_file(unfinished, content, **timed)
             self._system.mv(unfinished, path)
         except BaseException:
-            with suppress(Exception):  # what went wrong before is what is told
+            with suppress(Exception):  # the first error is the one to report
                 self._system.rm_file(unfinished)
             raise
 
     def _translate(self, name: str, error: Exception) -> StoreFailed:
-        where, words = f"{self.url}/{name}", hide_secrets(_find_words(error))
+        where, words = f"{self.url}/{name}", hide_secrets(_find_message(error))
         if is_refusal(error):
             return StoreRefused(f"{where}: not allowed: {words}")
         tries = f" ({self._retry.attempts} attempts)" if is_transient(error) else ""
@@ -130,15 +130,15 @@ class FsspecStore:
 
 
 def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
-    """Nothing is asked yet.
+    """Returns the object store behind a URL; contacts nothing yet.
 
-    Raises BadInput for a URL with a query, StoreFailed for one that fsspec does not know, or whose package is missing.
+    Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """
     shown, protocol = hide_secrets(url), url.partition(":")[0].lower()
     if "?" in url:
         raise BadInput(
-            f"{shown}: was given with a query. Names are appended to the URL of a place, which leaves none for a "
-            "query. Give it without, and credentials as its backend takes them: in its environment or configuration"
+            f"{shown}: the URL has a query, which is not supported because object names are appended to the URL. Give "
+            "the URL without it, and credentials in the environment or configuration of the backend"
         )
     try:
         system, root = fsspec.url_to_fs(url, use_listings_cache=False)
@@ -146,13 +146,13 @@ def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
         extra = PACKAGE_EXTRAS.get(protocol)
         remedy = f"pip install 'dflash-aot[{extra}]'" if extra else error
         raise StoreFailed(f"{shown}: the package for {protocol} is not installed: {remedy}") from error
-    except Exception as error:  # every backend has its own
-        raise StoreFailed(f"{shown}: {hide_secrets(_find_words(error))}") from error
+    except Exception as error:  # every backend has its own errors
+        raise StoreFailed(f"{shown}: {hide_secrets(_find_message(error))}") from error
     return FsspecStore(system, root.rstrip("/"), TRAILING_SLASHES.sub("", shown), retry)
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether it may be gone when one asks again."""
+    """Whether another attempt may succeed."""
     if isinstance(error, PERMANENT_ERRORS) or is_refusal(error):
         return False
     status = _find_status(error)
@@ -162,25 +162,25 @@ def is_transient(error: Exception) -> bool:
 
 
 def is_refusal(error: Exception) -> bool:
-    """By Python's errors, by HTTP's numbers, and as gcsfs says it."""
+    """Whether the store does not permit the operation, by Python's errors, HTTP status codes and gcsfs's messages."""
     if isinstance(error, OSError) and (error.errno in PERMISSION_ERRNOS or str(error).startswith("Forbidden: ")):
         return True
     return isinstance(error, PermissionError | NotImplementedError) or _find_status(error) in REFUSED_STATUSES
 
 
 def _find_status(error: BaseException | None) -> int | None:
-    """HTTP's, under the names that aiohttp, Azure and gcsfs give it."""
+    """Returns the HTTP status code of an error of aiohttp, Azure or gcsfs; None if it has none."""
     found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     return next((status for status in found if isinstance(status, int)), None)
 
 
 def _is_out_of_range(error: BaseException | None) -> bool:
-    """As HTTP and S3 say it."""
+    """Whether HTTP or S3 refused a range behind the end of an object."""
     return _find_status(error) == 416 or "range is not satisfiable" in str(error)
 
 
-def _find_words(error: Exception) -> str:
-    """A line; some backends' errors have none."""
+def _find_message(error: Exception) -> str:
+    """Returns the first line of an error's message, or the name of its class."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""Whole objects under names, in a directory or behind a URL: what shared stores and pushed bundles are made of."""
+"""Object stores: whole objects under names, in a directory or behind a URL."""
 
 import errno
 from pathlib import Path
@@ -15,31 +15,33 @@ PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class ObjectStore(Protocol):
-    """Names are relative, with slashes; `url` is for people, without secrets.
+    """An object store. Object names are relative paths with slashes.
 
-    Everything raises StoreRefused where it is not allowed, StoreFailed where something else is in the way.
+    All methods raise StoreRefused if the operation is not permitted, StoreFailed for other failures.
+
+    url: the location for messages, without secrets.
     """
 
     url: str
 
     def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
-        """All of it; None where there is none. Raises CorruptBundle for more than `limit` bytes.
+        """Returns an object, None if it does not exist. Raises CorruptBundle for more than `limit` bytes.
 
-        `expected` bytes are worth waiting for.
+        `expected` is its likely size, which extends the time limit.
         """
 
     def size(self, name: str) -> int | None:
-        """In bytes; None where there is none."""
+        """Returns the size of an object in bytes, None if it does not exist."""
 
     def write(self, name: str, content: bytes) -> None:
-        """In one piece, as far as the place allows; over what is there."""
+        """Writes or replaces an object, atomically as far as the store allows."""
 
     def remove(self, name: str) -> None:
-        """If it is there."""
+        """Removes an object if it exists."""
 
 
 class DirectoryStore:
-    """Objects that are files."""
+    """An object store in a directory: objects are files."""
 
     def __init__(self, path: Path):
         self.url, self._path = str(path), path
@@ -78,25 +80,24 @@ class DirectoryStore:
 
 
 def open_object_store(place: str, retry: RetryPolicy = DEFAULT_RETRY) -> ObjectStore:
-    """Those in a directory, which is made when something is written, or behind a URL.
+    """Returns the store in a directory, which the first write creates, or behind a URL; contacts nothing yet.
 
-    Nothing is asked yet. Raises BadInput for a URL with a query, StoreFailed for one that nobody knows, or whose
-    package is missing.
+    Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """
     if not is_url(place):
         return DirectoryStore(Path(place).expanduser())
-    # A tenth of a second and a thread that only those pay who use URLs.
+    # fsspec takes a tenth of a second and a thread: imported for URLs only.
     from dflash_aot.cache.remote.fsspec_store import open_fsspec_store  # noqa: PLC0415
 
     return open_fsspec_store(place, retry)
 
 
 def read_blob(objects: ObjectStore, name: str, blob: Blob) -> tuple[bytes, bytes]:
-    """As it lies there, and unpacked, once it is whole. Raises StoreFailed, CorruptBundle."""
-    most = min(blob.bytes, MAX_BLOB_BYTES)  # whatever it promises
+    """Reads and verifies a blob; returns it compressed and decompressed. Raises StoreFailed, CorruptBundle."""
+    most = min(blob.bytes, MAX_BLOB_BYTES)  # the description may be forged
     content = objects.read(name, most, most)
     if content is None:
-        raise CorruptBundle(f"{objects.url}/{name}: not there, though it was promised")
+        raise CorruptBundle(f"{objects.url}/{name}: missing, although the manifest or record names it")
     try:
         return content, unpack_blob(blob, content)
     except BrokenBlob as flaw:

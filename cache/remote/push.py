@@ -1,4 +1,4 @@
-"""A bundle to where others fetch it from: its blobs first, its manifest last."""
+"""Pushes a bundle to an object store: its blobs first, its manifest last."""
 
 import shlex
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +13,19 @@ from dflash_aot.cache.bundle.verification import ExpectedFile, list_expected_fil
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
-from dflash_aot.cache.signing import signatures as signature_files
+from dflash_aot.cache.signing.manifest_signature import SIGNATURE_FILE, read_signature_file
 
 PUSH_THREADS = 4
 
 
 class PushReport(msgspec.Struct, frozen=True):
-    """Blobs that were sent, with their bytes, and those that were there."""
+    """What a push transferred.
+
+    url: the destination, without secrets.
+    sent: blobs that were sent.
+    kept: blobs that were there already.
+    bytes: size of the sent blobs.
+    """
 
     url: str
     sent: int
@@ -28,39 +34,39 @@ class PushReport(msgspec.Struct, frozen=True):
 
 
 def push_bundle(bundle: Path, url: str, retry: RetryPolicy = DEFAULT_RETRY) -> PushReport:
-    """What is there under its digest, and as long as it should be, is not sent again.
+    """Pushes a bundle; does not send blobs that are there already with the right size.
 
-    Raises MissingBundle, CorruptBundle where the bundle is broken, StoreFailed.
+    Raises MissingBundle, CorruptBundle for a corrupt bundle, StoreFailed.
     """
     content = read_manifest_bytes(bundle)
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
-    promises, signatures = list_expected_files(bundle, manifest), signature_files.read_signature_file(bundle)
+    expected_files, signatures = list_expected_files(bundle, manifest), read_signature_file(bundle)
     objects = open_object_store(url, retry)
     with ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="push") as pool:
         try:
-            sending = [pool.submit(_send, objects, bundle, promise) for promise in promises]
+            sending = [pool.submit(_send, objects, bundle, expected) for expected in expected_files]
             sent = [one.result() for one in sending]
         finally:
             pool.shutdown(cancel_futures=True)
-    # Whoever sees the new manifest sees its signatures, too.
+    # Before the manifest, so that a client that sees the new manifest also sees its signatures.
     if signatures is not None:
-        objects.write(signature_files.SIGNATURE_FILE, signatures)
-    elif objects.size(signature_files.SIGNATURE_FILE) is not None:
-        objects.remove(signature_files.SIGNATURE_FILE)
+        objects.write(SIGNATURE_FILE, signatures)
+    elif objects.size(SIGNATURE_FILE) is not None:
+        objects.remove(SIGNATURE_FILE)
     objects.write(MANIFEST_FILE, content)
     return PushReport(objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent))
 
 
-def _send(objects: ObjectStore, bundle: Path, promise: ExpectedFile) -> int:
-    """How many bytes; none where it was there. It has to be whole here all the same."""
+def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
+    """Sends a file unless it is there; returns the bytes sent. The local file is verified in any case."""
     try:
-        content = read_blob_file(promise.blob, promise.path)
+        content = read_blob_file(expected.blob, expected.path)
     except CorruptBundle as error:
-        remedy = f"What mends it says {shlex.join(['dflash-bundle', 'verify', str(bundle)])}"
-        raise CorruptBundle(f"{promise.label}: {error}. Nothing is published at {objects.url}. {remedy}") from error
-    name = promise.path.relative_to(bundle).as_posix()
-    if objects.size(name) == promise.blob.bytes:
+        remedy = f"For the command that rebuilds it: {shlex.join(['dflash-bundle', 'verify', str(bundle)])}"
+        raise CorruptBundle(f"{expected.label}: {error}. Nothing is published at {objects.url}. {remedy}") from error
+    name = expected.path.relative_to(bundle).as_posix()
+    if objects.size(name) == expected.blob.bytes:
         return 0
     objects.write(name, content)
     return len(content)

@@ -1,4 +1,4 @@
-"""Trying again what fails for a moment: a few times, after pauses that grow, and not for ever."""
+"""Retry policy: transient failures are retried a few times, with growing random pauses and a time limit."""
 
 import random
 import time
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """So many attempts, each of so many seconds and, for what is moved, as many more as a slow line takes.
+    """How often and how long an operation is tried.
 
-    `pause`: seconds before the second attempt at most; before each further one twice as many.
+    attempts: calls in all.
+    seconds: time limit of an attempt, without the time for its bytes.
+    bytes_per_second: the slowest transfer that is waited for; it extends the limit by the size of the transfer.
+    pause: longest pause before the second attempt, in seconds; doubled before each further one.
     """
 
     attempts: int = 3
@@ -21,8 +24,11 @@ class RetryPolicy:
     bytes_per_second: float = 250_000.0
     pause: float = 1.0
 
-    def call(self, action: Callable[[float], T], size: int, is_transient: Callable[[Exception], bool]) -> T:
-        """What `action` returns, which is told how many seconds it has to move `size` bytes; else its last error."""
+    def call(self, action: Callable[[float], Result], size: int, is_transient: Callable[[Exception], bool]) -> Result:
+        """Calls `action` with its time limit in seconds until it succeeds; returns its result or raises its last error.
+
+        size: bytes that the action transfers. is_transient: whether an error may go away.
+        """
         seconds = self.seconds + size / self.bytes_per_second
         for attempt in range(1, self.attempts):
             try:
@@ -30,7 +36,7 @@ class RetryPolicy:
             except Exception as error:
                 if not is_transient(error):
                     raise
-            # Random, so that those who failed together do not come back together.
+            # Random, so that clients that failed together do not come back together.
             time.sleep(random.uniform(0.5, 1) * self.pause * 2 ** (attempt - 1))
         return action(seconds)
 

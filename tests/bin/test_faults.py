@@ -64,7 +64,7 @@ def cut_blob(copy: Path) -> Words:
     entry = find_entry(copy, "verify")
     path = Store(copy).executable_path(entry)
     path.write_bytes(path.read_bytes()[:-1])
-    sizes = f"{entry.bytes - 1} bytes, the manifest promises {entry.bytes}"
+    sizes = f"{entry.bytes - 1} bytes, the manifest says {entry.bytes}"
     return [f"{path} ({entry.signature.label}): {sizes}", rebuild_command(copy)]
 
 
@@ -81,7 +81,7 @@ def swap_blobs(copy: Path) -> Words:
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, reversed(contents), strict=True):
         path.write_bytes(content)
-    sizes = f"{entries[1].bytes} bytes, the manifest promises {entries[0].bytes}"
+    sizes = f"{entries[1].bytes} bytes, the manifest says {entries[0].bytes}"
     return [f"{paths[0]} ({entries[0].signature.label}): {sizes}", rebuild_command(copy)]
 
 
@@ -97,7 +97,7 @@ def remove_blob(copy: Path) -> Words:
 def link_blob(copy: Path) -> Words:
     path = Store(copy).executable_path(find_entry(copy, "kv_write"))
     path.symlink_to(path.rename(copy / "elsewhere"))
-    return [f"{path} (kv_write", "a symbolic link, where a file of its own should be", rebuild_command(copy)]
+    return [f"{path} (kv_write", "a symbolic link, where a regular file should be", rebuild_command(copy)]
 
 
 def block_blob(copy: Path) -> Words:
@@ -209,7 +209,7 @@ def retype(pair: dict[str, Path]) -> Words:
 
 def mix_up(pair: dict[str, Path]) -> Words:
     pair["target"], pair["draft"] = pair["draft"], pair["target"]
-    return [f"{pair['target']}/config.json", "architectures is ['DFlashDraftModel']", "the wrong way round?"]
+    return [f"{pair['target']}/config.json", "architectures is ['DFlashDraftModel']", "swapped?"]
 
 
 @pytest.mark.parametrize("damage", [put_nan, rename, reshape, retype, mix_up], ids=lambda damage: damage.__name__)

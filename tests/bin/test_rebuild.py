@@ -91,7 +91,7 @@ def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(copy
     (copy / "executables" / manifest.entries[0].sha256).unlink()
     done = precompile("--rebuild", copy)
     assert done.returncode == 5
-    assert "program of prefill prefill=16 length=32): 0 bytes, the manifest promises" in done.stderr
+    assert "program of prefill prefill=16 length=32): 0 bytes, the manifest says" in done.stderr
     assert "--target /gone --draft /gone" in done.stderr
 
 

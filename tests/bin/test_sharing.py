@@ -176,5 +176,5 @@ def test_unreachable_url_is_reported_with_the_cached_copy(command, pushed, copy)
     pushed.server.fail("GET", "manifest.json", refuse(403, "AccessDenied"))
     done = command(run, f"--bundle={pushed.url}", "--prompt=a")
     assert done.code == 2
-    assert done.err.rstrip().endswith(f"may be given instead: --bundle {fetched}")
+    assert done.err.rstrip().endswith(f"can be used instead: --bundle {fetched}")
     assert generate(fetched)

@@ -28,8 +28,8 @@ def make_socket(path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.symlink_to(path.parent / "file"), "a symbolic link, where a file of its own should be"),
-        (lambda path: path.symlink_to("nowhere"), "a symbolic link, where a file of its own should be"),
+        (lambda path: path.symlink_to(path.parent / "file"), "a symbolic link, where a regular file should be"),
+        (lambda path: path.symlink_to("nowhere"), "a symbolic link, where a regular file should be"),
         (os.mkfifo, "a fifo, where a file should be"),  # which nobody writes to: reading it would wait for ever
         (os.mkdir, "a directory, where a file should be"),
         (make_socket, "No such device"),

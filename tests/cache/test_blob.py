@@ -50,7 +50,7 @@ def test_what_is_packed_is_unpacked(serialized):
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        (lambda content: content[:-1], "bytes", "bytes, the manifest promises"),
+        (lambda content: content[:-1], "bytes", "bytes, the manifest says"),
         (lambda content: bytes([content[0] ^ 1]) + content[1:], "sha256", "its sha256 is"),
     ],
 )
@@ -66,7 +66,7 @@ def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
     _, bomb = pack_blob(bytes(10**7))
     blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
     tracemalloc.start()
-    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, no file unpacks to more than {MAX_BLOB_BYTES}"):
+    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, more than the limit of {MAX_BLOB_BYTES}"):
         unpack_blob(blob, bomb)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
@@ -74,7 +74,7 @@ def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
 
 def test_too_little_memory_is_said_and_not_held_against_the_file():
     done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
-    assert done.stdout == f"False unpacks to {1 << 27} bytes, for which no memory is free here\n"
+    assert done.stdout == f"False unpacks to {1 << 27} bytes, more than the free memory\n"
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])

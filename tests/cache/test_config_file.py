@@ -7,7 +7,9 @@ from dflash_aot.cache.model_config.config_file import read_config
 
 
 def test_a_missing_file_is_refused_with_what_is_needed(tmp_path):
-    with pytest.raises(BadCheckpoint, match=r"config\.json does not exist: a checkpoint directory in Hugging Face's"):
+    with pytest.raises(
+        BadCheckpoint, match=r"config\.json does not exist: expected a checkpoint directory in Hugging Face's"
+    ):
         read_config(tmp_path)
 
 

@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.target import read_target
 
 FILE = "dflash-b16/config.json: "
 OTHER_TARGET = ": this draft was trained for another one"
-AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
+AMBIGUOUS = "the last layer is ambiguous: the reference reads it after the final norm, servers before it"
 TAPS = "dflash_config.target_layer_ids"
 DIALECTS = (
     "supported for drafts is DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' "
@@ -50,12 +50,12 @@ def test_the_architecture_is_enough(read_changed_draft):
         (
             ["Qwen3ForCausalLM"],
             "['Qwen3ForCausalLM']",
-            " This is a target: are --target and --draft the wrong way round?",
+            " This is a target: are --target and --draft swapped?",
         ),
         (
             ["LlamaForCausalLM"],
             "['LlamaForCausalLM']",
-            " This is a target: are --target and --draft the wrong way round?",
+            " This is a target: are --target and --draft swapped?",
         ),
     ],
 )
@@ -86,8 +86,8 @@ RELATIVES = [
     ("dflash2_candidate_selector", True, "DFlash2"),
     ("dflash_context_residual", True, "DFlash with a context residual"),
     ("dflash_block_position_embedding", True, "DFlash with position embeddings in the block"),
-    ("dflash_gated_layer_fusion", True, "DFlash with gated fusion of its taps"),
-    ("shift_label", True, "a draft whose rows predict the token after their own"),
+    ("dflash_gated_layer_fusion", True, "DFlash with gated fusion of target layers"),
+    ("shift_label", True, "a draft whose rows predict the next token"),
     ("sample_from_anchor", True, "a draft that samples its anchor"),
 ]
 
@@ -121,7 +121,7 @@ def test_a_mask_embedding_beside_the_config_is_refused(write_config, published, 
     sidecar = directory / "mask_embedding.pt"
     sidecar.touch()
     message = refusal(read_draft, read_config(directory), target)
-    assert message == f"{sidecar}: a draft with a mask embedding of its own is not supported"
+    assert message == f"{sidecar}: a draft with its own mask embedding is not supported"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_a_draft_that_is_not_the_targets_is_refused(read_changed_draft, refusal,
         ({"target_layer_ids": [1, 36]}, f"{TAPS} is [1, 36]: the target has layers 0 to 35 in this file's count"),
         ({"target_layer_ids": [-1]}, f"{TAPS} is [-1]: the target has layers 0 to 35 in this file's count"),
         ({"target_layer_ids": [3, 35]}, f"{TAPS} is [3, 35]: {AMBIGUOUS}"),
-        ({"target_layer_ids": [3, 3]}, f"{TAPS} is [3, 3]: at least one tap, each once"),
-        ({"target_layer_ids": []}, f"{TAPS} is []: at least one tap, each once"),
+        ({"target_layer_ids": [3, 3]}, f"{TAPS} is [3, 3]: expected at least one layer, and none twice"),
+        ({"target_layer_ids": []}, f"{TAPS} is []: expected at least one layer, and none twice"),
         (
             {"mask_token_id": 151936},
             "dflash_config.mask_token_id is 151936: the target's vocabulary has 151936 tokens",

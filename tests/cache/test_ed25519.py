@@ -62,7 +62,7 @@ def test_a_private_key_where_the_public_one_is_needed_is_refused_with_the_way_to
 
 
 def test_a_public_key_does_not_sign(make_key):
-    assert "only the private one signs" in refusal(read_private_key, make_key("a")[1])
+    assert "signing needs the private one" in refusal(read_private_key, make_key("a")[1])
 
 
 def test_an_encrypted_key_is_named_so(make_key):
@@ -85,9 +85,9 @@ def test_keys_of_other_kinds_are_named(tmp_path, other_kinds, kind):
 def test_what_is_no_key_is_refused(tmp_path, content):
     path = tmp_path / "key.pem"
     path.write_bytes(content)
-    assert "no public key in PEM form" in refusal(read_public_key, path)
+    assert "not a public key in PEM form" in refusal(read_public_key, path)
     if b"PUBLIC" not in content:
-        assert "no private key in PEM form" in refusal(read_private_key, path)
+        assert "not a private key in PEM form" in refusal(read_private_key, path)
 
 
 @pytest.mark.parametrize("read", [read_public_key, read_private_key])

@@ -25,7 +25,7 @@ from dflash_aot.cache.remote.push import push_bundle
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures, state_arrays
 from dflash_aot.cache.signing.ed25519 import read_private_key
-from dflash_aot.cache.signing.signatures import sign_manifest
+from dflash_aot.cache.signing.manifest_signature import sign_manifest
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
@@ -316,7 +316,7 @@ def test_both_bundles_of_a_url_stay_whole(pushed, store, manifest, blobs_of):
 def test_a_store_that_cannot_be_reached_names_the_copy(pushed):
     copy = fetch_bundle(pushed.url)
     pushed.server.fail("GET", "manifest.json", *[silence(pushed.server)] * 20)
-    with pytest.raises(StoreFailed, match=f"no answer in time.*may be given instead: --bundle {copy}$"):
+    with pytest.raises(StoreFailed, match=f"no answer in time.*can be used instead: --bundle {copy}$"):
         fetch_bundle(pushed.url, retry=RetryPolicy(attempts=1, seconds=0.3))
 
 

@@ -32,14 +32,14 @@ def test_a_grid_with_more_buckets_than_entries_is_never_listed(manifest, axes, c
         check(manifest, **numbers)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
-    promised = f"promises a grid of {count} buckets and chunks, but has {len(manifest.entries)} entries"
+    promised = f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
     assert str(refused.value).startswith(f"b/manifest.json: {promised}. Build it again: dflash-precompile --bundle b (")
 
 
 @pytest.mark.parametrize("axis", ["batch", "length", "k", "prefill"])
 @pytest.mark.parametrize("sizes", [(), (32, 16), (16, 16)])
 def test_a_grid_whose_axes_do_not_ascend_is_refused(manifest, axis, sizes):
-    with pytest.raises(CorruptBundle, match=f"grid: {axis} holds nothing, or is not ascending"):
+    with pytest.raises(CorruptBundle, match=f"grid: {axis} is empty or not ascending"):
         check(manifest, **{axis: sizes})
 
 

@@ -143,20 +143,20 @@ def test_two_places_may_say_the_same():
 def test_two_places_that_disagree_are_refused(refusal):
     message = refusal(read, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=LINEAR)
     found = "{'factor': 4.0, 'rope_type': 'linear'}"
-    assert message == f"{FILE}: rope_scaling is {found}: rope_parameters says something else"
+    assert message == f"{FILE}: rope_scaling is {found}: rope_parameters has another scaling"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_type": "dynamic"}, "rope_type is 'dynamic': the rotary embeddings that run are default, linear,"),
-        ({"rope_type": "longrope"}, "rope_type is 'longrope': the rotary embeddings that run are"),
-        ({"rope_type": ""}, "rope_type is '': the rotary embeddings that run are default, linear, llama3, yarn"),
-        ({"rope_type": None, "type": "su"}, "type is 'su': the rotary embeddings that run are"),
+        ({"rope_type": "dynamic"}, "rope_type is 'dynamic': supported are default, linear,"),
+        ({"rope_type": "longrope"}, "rope_type is 'longrope': supported are"),
+        ({"rope_type": ""}, "rope_type is '': supported are default, linear, llama3, yarn"),
+        ({"rope_type": None, "type": "su"}, "type is 'su': supported are"),
         ({"rope_type": 3}, "rope_type is 3: expected a text"),
-        ({"rope_type": None}, "rope_type is missing, so nothing says what factor is for"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: heads are rotated whole here"),
-        ({"full_attention": {}}, "full_attention is {}: one rotary embedding for all layers is what runs"),
+        ({"rope_type": None}, "rope_type is missing, but factor is set"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only the rotation of whole heads"),
+        ({"full_attention": {}}, "full_attention is {}: only one rotary embedding for all layers is supported"),
         ({"rope_type": "linear", "factor": None}, "factor is None: expected a positive number"),
         ({"rope_type": "linear", "factor": 0}, "factor is 0: expected a positive number"),
         ({"rope_type": "linear", "factor": -1.0}, "factor is -1.0: expected a positive number"),
@@ -179,7 +179,7 @@ def test_two_places_that_disagree_are_refused(refusal):
         ),
         (
             {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": None},
-            "factor is missing, and so is original_max_position_embeddings, which it could follow from",
+            "factor is missing, and cannot be derived because original_max_position_embeddings is missing too",
         ),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 0},
@@ -206,7 +206,7 @@ def test_a_scaling_is_refused_with_its_place_key_and_what_was_found(refusal, pla
 @pytest.mark.parametrize("theta", [1, 1.0, 0.5, 1e-9])
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN])
 def test_a_base_of_one_or_less_is_refused(refusal, theta, scaling):
-    words = "more than 1 is needed for frequencies that fall"
+    words = "expected more than 1, so that frequencies decrease"
     top = refusal(read, rope_theta=theta, rope_scaling=scaling)
     inner = refusal(read, rope_parameters={**scaling, "rope_theta": theta})
     assert top == f"{FILE}: rope_theta is {float(theta)}: {words}"
@@ -220,7 +220,10 @@ def test_a_base_of_one_or_less_is_refused(refusal, theta, scaling):
         ({"rope_theta": True}, "rope_theta is True: expected a positive number"),
         ({"rope_theta": 0}, "rope_theta is 0: expected a positive number"),
         ({"rope_theta": 1e300}, "rope_theta is 1e+300: expected 1e-09 to 1e+15"),
-        ({"rope_theta": 1e6, "partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25: heads are rotated whole"),
+        (
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "partial_rotary_factor is 0.25: only the rotation of whole heads",
+        ),
         ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None: expected a positive number"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta is 0: expected a positive number"),
         ({"rope_parameters": []}, "rope_parameters is []: expected an object"),

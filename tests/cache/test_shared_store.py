@@ -137,7 +137,7 @@ def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built, find):
     (directory / name("executable", built)).unlink()
     store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
-    assert "not there, though it was promised" in store.report().failures[0]
+    assert "missing, although the manifest or record names it" in store.report().failures[0]
 
 
 def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built, find):

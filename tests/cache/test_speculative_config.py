@@ -40,7 +40,7 @@ def test_what_people_have_at_hand_is_understood():
         ('{"num_speculative_tokens": "7"}', "num_speculative_tokens is '7': a whole number"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is True: a whole number"),
         ('{"draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size is 2; 1 is"),
-        ('{"quantization": "fp8"}', "quantization is vLLM's, and not supported here"),
+        ('{"quantization": "fp8"}', "quantization is a key of vLLM that is not supported here"),
         ('{"num_spec_tokens": 7}', "unknown key 'num_spec_tokens'; known are method, model, num_speculative_tokens"),
     ],
     ids=lambda value: value[:30],

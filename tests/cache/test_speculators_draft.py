@@ -158,8 +158,8 @@ def test_taps_are_counted_from_the_embedding(read_changed_speculators):
         ([2, 37], "is [2, 37]: the target has layers 1 to 36 in this file's count"),
         ([-1], "is [-1]: the target has layers 1 to 36 in this file's count"),
         ([2, 36], f"is [2, 36]: {AMBIGUOUS}"),
-        ([2, 2], "is [2, 2]: at least one tap, each once"),
-        ([], "is []: at least one tap, each once"),
+        ([2, 2], "is [2, 2]: expected at least one layer, and none twice"),
+        ([], "is []: expected at least one layer, and none twice"),
         ([True], "is [True]: expected whole numbers"),
         (None, "is missing; expected a list of whole numbers"),
     ],
@@ -242,7 +242,7 @@ def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refus
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': of speculators' drafts, dflash is"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash drafts are"),
         ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
         ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': of speculators' drafts"),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
@@ -252,7 +252,7 @@ def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refus
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0: expected a positive number"),
         (
             {"draft_vocab_size": 151937},
-            "draft_vocab_size is 151937: the vocabulary that it is chosen from has 151936",
+            "draft_vocab_size is 151937: the target's vocabulary has 151936",
         ),
         ({"block_size": 0}, "block_size is 0: expected a positive number"),
         ({"block_size": 1}, "block_size is 1: a block is the anchor and at least one drafted token"),
@@ -278,18 +278,18 @@ def test_a_draft_is_refused_with_key_and_what_was_found(read_changed_speculators
 @pytest.mark.parametrize(
     ("layers", "changes", "words"),
     [
-        ({"model_type": "llama"}, {}, "model_type is 'llama': the layers that run are qwen3's"),
+        ({"model_type": "llama"}, {}, "model_type is 'llama': only qwen3 layers are supported"),
         ({"vocab_size": 32001}, {}, "vocab_size is 32001: the target has 151936"),
-        ({"layer_types": SLIDING}, {}, f"layer_types is {SLIDING}: use_sliding_window is false: no window"),
+        ({"layer_types": SLIDING}, {}, f"layer_types is {SLIDING}: use_sliding_window is false"),
         (
             {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None},
             {},
             "sliding_window is missing; expected a whole number",
         ),
-        ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 of full_attention or"),
+        ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 items, full_attention or"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': only 'silu' is supported"),
         ({"rope_theta": None}, {}, "rope_theta is None: expected a positive number"),
-        ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': the rotary embeddings"),
+        ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': supported are"),
     ],
 )
 def test_layers_are_refused_with_key_and_what_was_found(read_changed_speculators, refusal, layers, changes, words):

@@ -88,7 +88,7 @@ def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_pa
     blob_path.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
     with pytest.raises(CorruptBundle) as refused:
         store.read_executable(entry)
-    promised = f"{blob_path.stat().st_size} bytes, the manifest promises {entry.bytes}."
+    promised = f"{blob_path.stat().st_size} bytes, the manifest says {entry.bytes}."
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
     assert str(refused.value).endswith(f"Rebuild it: dflash-precompile --rebuild {store.bundle}")
     assert find(store, entry) is None

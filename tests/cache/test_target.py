@@ -126,8 +126,11 @@ def test_experts_are_weighted_as_the_config_says(read_published_target, normaliz
             {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
             "layer_types is 'linear_attention': gated-delta hybrids are not supported",
         ),
-        ({"layer_types": ["chunked_attention"]}, "layer_types is 'chunked_attention': full attention is what runs"),
-        ({"layer_types": [[]]}, "layer_types is []: full attention is what runs"),
+        (
+            {"layer_types": ["chunked_attention"]},
+            "layer_types is 'chunked_attention': only full_attention is supported",
+        ),
+        ({"layer_types": [[]]}, "layer_types is []: only full_attention is supported"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention': expected a list"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings is missing; expected true or false"),
         ({"attention_bias": 1}, "attention_bias is 1: expected true or false"),
@@ -153,8 +156,11 @@ def test_a_target_is_refused_with_file_key_and_what_was_found(read_changed_targe
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with experts in every layer run"),
-        ({"mlp_only_layers": [0, 1]}, "mlp_only_layers is [0, 1]: only models with experts in every layer run"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with experts in every layer are supported"),
+        (
+            {"mlp_only_layers": [0, 1]},
+            "mlp_only_layers is [0, 1]: only models with experts in every layer are supported",
+        ),
         ({"num_experts": None}, "num_local_experts is missing; expected a whole number"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129: there are 128 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0: expected a positive number"),
@@ -183,21 +189,21 @@ def test_a_llama_is_refused_likewise(read_published_target, refusal, changes, wo
     ("architecture", "hint"),
     [
         ("MistralForCausalLM", ""),
-        ("Qwen3NextForCausalLM", f" {HYBRID}, whose state cannot be taken back after a rejection."),
-        ("Qwen3_5ForCausalLM", f" {HYBRID}, whose state cannot be taken back after a rejection."),
-        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID}, and it sees images."),
+        ("Qwen3NextForCausalLM", f" {HYBRID}, whose state cannot be rolled back after a rejection."),
+        ("Qwen3_5ForCausalLM", f" {HYBRID}, whose state cannot be rolled back after a rejection."),
+        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID}, with image input."),
         ("Qwen2ForCausalLM", " This is Qwen2, whose projections have biases in part."),
         ("GptOssForCausalLM", " This is gpt-oss, with attention sinks and biased experts."),
-        ("DFlashDraftModel", " This is a draft: are --target and --draft the wrong way round?"),
-        ("DFlashSpeculator", " This is a draft: are --target and --draft the wrong way round?"),
+        ("DFlashDraftModel", " This is a draft: are --target and --draft swapped?"),
+        ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ],
 )
 def test_another_architecture_is_refused_with_what_it_is(read_changed_target, refusal, architecture, hint):
-    runs = "as a target this runs Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM."
+    runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM."
     message = refusal(read_changed_target, architectures=[architecture])
     assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 
 
 def test_architectures_that_are_no_names_are_refused(read_changed_target, refusal):
     message = refusal(read_changed_target, architectures=[None, {}, ["Qwen3ForCausalLM"]])
-    assert "architectures is [None, {}, ['Qwen3ForCausalLM']]; as a target this runs Qwen3ForCausalLM" in message
+    assert "architectures is [None, {}, ['Qwen3ForCausalLM']]; supported are Qwen3ForCausalLM" in message

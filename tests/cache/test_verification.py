@@ -133,7 +133,7 @@ def test_files_that_nobody_promised_are_told_with_what_they_are(bundle, manifest
     assert {name: stray.what for name, stray in strays.items()} == {
         f"executables/{'0' * 64}": "not referred to",
         f"entries/{'0' * 64}.json": "not referred to",
-        "executables/.x.unfinished": "unfinished: a builder was killed, or is at work",
+        "executables/.x.unfinished": "unfinished: a build was killed, or is running",
         "notes.txt": "unknown",
         "executables/notes.txt": "unknown",
         f"more/{'0' * 64}": "unknown",

@@ -12,7 +12,7 @@ from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rop
 PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
-LAYER_TYPES = "5 of full_attention or sliding_attention"
+LAYER_TYPES = "5 items, full_attention or sliding_attention"
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_a_window_without_sliding_layers_is_not_used(read_changed_draft):
 @pytest.mark.parametrize(
     ("inner", "changes", "words"),
     [
-        ({}, {"block_size": None}, "block_size stands neither at the top nor in dflash_config"),
+        ({}, {"block_size": None}, "block_size is missing, both at the top and in dflash_config"),
         ({}, {"block_size": 16.0}, "block_size is 16.0: expected a whole number"),
         ({"block_size": 8}, {}, f"block_size is 16 but {FILE}dflash_config.block_size is 8"),
-        ({"mask_token_id": None}, {}, "mask_token_id stands neither at the top nor in dflash_config"),
+        ({"mask_token_id": None}, {}, "mask_token_id is missing, both at the top and in dflash_config"),
         ({"mask_token_id": True}, {}, "dflash_config.mask_token_id is True: expected a whole number"),
         ({}, {"mask_token_id": 0}, f"dflash_config.mask_token_id is 151669 but {FILE}mask_token_id is 0"),
         ({"target_layer_ids": [1, 2.5]}, {}, "dflash_config.target_layer_ids is [1, 2.5]: expected whole numbers"),

@@ -149,7 +149,7 @@ def test_permuted_inputs_or_outputs_raise(copy, content, field):
     entry["signature"][field].reverse()
     write(copy, encode_with_digest(facts))
     with pytest.raises(
-        CorruptBundle, match=rf"{field} is .*, models and grid make it .*Build it again: dflash-precompile"
+        CorruptBundle, match=rf"{field} is .*, but models and grid need .*Build it again: dflash-precompile"
     ):
         Engine.open(copy)
 

@@ -15,7 +15,7 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.signing.ed25519 import read_private_key, read_public_key
-from dflash_aot.cache.signing.signatures import (
+from dflash_aot.cache.signing.manifest_signature import (
     MAX_SIGNATURE_BYTES,
     PAYLOAD_TYPE,
     PREDICATE_TYPE,
@@ -85,7 +85,7 @@ def test_a_single_changed_byte_of_the_manifest_does_not(signed, keys):
 
 
 def test_without_a_signature_the_command_that_makes_one_is_named(tmp_path, keys):
-    assert f"is not signed. Whoever vouches for it: dflash-bundle sign {tmp_path}" in refusal(tmp_path, keys[1])
+    assert f"is not signed. Sign it: dflash-bundle sign {tmp_path}" in refusal(tmp_path, keys[1])
 
 
 def test_another_key_does_not_pass(signed, keys, make_key):

@@ -1,7 +1,7 @@
-"""Who stands behind a bundle: `manifest.sig.json`, signatures over the sha256 of `manifest.json`.
+"""Signing of bundles: `manifest.sig.json` holds signatures over the sha256 of `manifest.json`.
 
-A DSSE envelope (github.com/secure-systems-lab/dsse) around an in-toto statement (in-toto.io/Statement/v1), so that
-other tools read it too. The manifest holds the sha256 of every other file: with it, the whole bundle is signed.
+The file is a DSSE envelope (github.com/secure-systems-lab/dsse) around an in-toto statement (in-toto.io/Statement/v1),
+which other tools read too. The manifest holds the sha256 of every other file, so that signing it signs the bundle.
 """
 
 import hashlib
@@ -21,20 +21,29 @@ SIGNATURE_FILE = "manifest.sig.json"
 SIGNED_FILE = "manifest.json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # what else the key signs says nothing of a bundle
+PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # tells these statements from others that the key signs
 MAX_SIGNATURE_BYTES = 1 << 16
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class KeySignature(msgspec.Struct, frozen=True):
-    """One signer's; `keyid` says which key to try."""
+    """A signature.
+
+    sig: the signature itself.
+    keyid: id of the signer's key, "" if not given.
+    """
 
     sig: bytes
     keyid: str = ""
 
 
 class Envelope(msgspec.Struct, frozen=True, rename="camel"):
-    """Bytes, what they are, and signatures over both. Unknown fields are ignored, as the standard asks."""
+    """A DSSE envelope. Unknown fields are ignored, as the standard requires.
+
+    payload: the signed bytes.
+    payload_type: their media type.
+    signatures: over payload and type.
+    """
 
     payload: bytes
     payload_type: str
@@ -42,20 +51,25 @@ class Envelope(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def encoding(self) -> bytes:
-        """What is signed: the standard's PAE."""
+        """The bytes that are signed: the pre-authentication encoding (PAE) of payload and type."""
         kind = self.payload_type.encode()
         return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(self.payload), self.payload)
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A file and its digests by algorithm."""
+    """A file of a statement: its `name`, and its `digest` by algorithm."""
 
     name: str
     digest: dict[str, str]
 
 
 class Statement(msgspec.Struct, frozen=True, rename={"type": "_type", "predicate_type": "predicateType"}):
-    """What is said of which files."""
+    """An in-toto statement.
+
+    type: version of the statement format.
+    subject: the files.
+    predicate_type: the meaning of the statement.
+    """
 
     type: str
     subject: tuple[Subject, ...]
@@ -63,7 +77,7 @@ class Statement(msgspec.Struct, frozen=True, rename={"type": "_type", "predicate
 
 
 def sign_manifest(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
-    """Adds a signature over these bytes of the manifest, or replaces all where they are not over these bytes."""
+    """Adds a signature over these bytes of the manifest, and removes signatures over other bytes."""
     payload = msgspec.json.encode(_make_statement(manifest))
     envelope = Envelope(payload, PAYLOAD_TYPE, ())
     try:
@@ -79,9 +93,9 @@ def sign_manifest(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
 
 
 def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicKey":
-    """Whether the key's owner signed these bytes of the manifest; one signature of several is enough.
+    """Checks that the owner of the key signed these bytes of the manifest; returns the key.
 
-    Raises BadInput for a key that is none, CorruptBundle for everything else.
+    One valid signature of several is enough. Raises BadInput for an invalid key, CorruptBundle for everything else.
     """
     return check_envelope(
         read_signature_file(bundle), manifest, public_key, str(bundle / SIGNATURE_FILE), _sign_command(bundle)
@@ -89,8 +103,8 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
 
 
 def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str) -> "PublicKey":
-    """The same for signatures that lay elsewhere; None where there were none."""
-    # Only those who ask for signatures wait for the library.
+    """As `check_signature`, for the content of a signature file; None if there is no such file."""
+    # The cryptography library takes 0.2 s: imported only to check signatures.
     from dflash_aot.cache.signing.ed25519 import read_public_key  # noqa: PLC0415
 
     key = read_public_key(public_key)
@@ -101,33 +115,37 @@ def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, whe
         raise CorruptBundle(f"{where}: payloadType is {envelope.payload_type!r}, a bundle's is {PAYLOAD_TYPE!r}")
     mine = [one for one in envelope.signatures if one.keyid in ("", key.id)]
     if not mine:
-        signers = ", ".join(one.keyid for one in envelope.signatures) or "nobody"
+        signers = ", ".join(one.keyid for one in envelope.signatures) or "no key"
         raise CorruptBundle(f"{where}: signed by {signers}, not by {key.id}, the key of {public_key}")
     if not any(key.verifies(one.sig, envelope.encoding) for one in mine):
         raise CorruptBundle(
-            f"{where}: its signature does not verify with {key.id}, the key of {public_key}: envelope or signature "
-            f"is not what was signed. {remedy}"
+            f"{where}: the signature does not verify with {key.id}, the key of {public_key}: envelope or signature "
+            f"changed after signing. {remedy}"
         )
     _check_statement(envelope, manifest, where, remedy)
     return key
 
 
 class Signers(msgspec.Struct, frozen=True):
-    """Who says that they signed, by key, nothing verified; `current`: these bytes of the manifest, not older ones."""
+    """The signers that a signature file names; nothing is verified.
+
+    keys: ids of their keys.
+    current: whether they signed these bytes of the manifest, not older ones.
+    """
 
     keys: tuple[str, ...]
     current: bool
 
 
 def list_signers(bundle: Path, manifest: bytes) -> Signers | None:
-    """None where there is no signature. Raises CorruptBundle for one that cannot be read."""
+    """Returns the signers of a bundle without verifying, None if there are none. Raises CorruptBundle."""
     if (envelope := read_envelope(bundle)) is None:
         return None
     return Signers(tuple(one.keyid for one in envelope.signatures), covers_manifest(envelope, manifest))
 
 
 def covers_manifest(envelope: Envelope, manifest: bytes) -> bool:
-    """Whether it speaks of these bytes of the manifest; who says so is not asked."""
+    """Whether a statement is about these bytes of the manifest; verifies no signature."""
     try:
         return _digests(envelope) == {hashlib.sha256(manifest).hexdigest()}
     except MALFORMED:
@@ -135,7 +153,7 @@ def covers_manifest(envelope: Envelope, manifest: bytes) -> bool:
 
 
 def remove_outdated(bundle: Path, manifest: bytes) -> None:
-    """For whoever has published these bytes: signatures over others would only be refused."""
+    """Removes the signature file if it is not about these bytes of the manifest, because every check would fail."""
     try:
         envelope = read_envelope(bundle)
     except CorruptBundle:
@@ -145,13 +163,13 @@ def remove_outdated(bundle: Path, manifest: bytes) -> None:
 
 
 def read_envelope(bundle: Path) -> Envelope | None:
-    """As it lies there, nothing verified; None where there is none. Raises CorruptBundle."""
+    """Returns the envelope of a bundle without verifying, None if there is none. Raises CorruptBundle."""
     content = read_signature_file(bundle)
     return None if content is None else _decode(content, str(bundle / SIGNATURE_FILE), _sign_command(bundle))
 
 
 def read_signature_file(bundle: Path) -> bytes | None:
-    """The file of an envelope, which may be none; None where there is no file. Raises CorruptBundle."""
+    """Returns the content of the signature file, None if there is no file. Raises CorruptBundle."""
     path = bundle / SIGNATURE_FILE
     try:
         return read_plain(path, MAX_SIGNATURE_BYTES)
@@ -178,20 +196,18 @@ def _check_statement(envelope: Envelope, manifest: bytes, where: str, remedy: st
     try:
         signed = _digests(envelope)
     except MALFORMED as error:
-        raise CorruptBundle(f"{where}: the signature verifies, but what was signed is no statement: {error}") from error
+        raise CorruptBundle(f"{where}: the signature verifies, but its payload is not a statement: {error}") from error
     if not signed:
-        raise CorruptBundle(
-            f"{where}: the signature verifies, but what was signed is not about a bundle's {SIGNED_FILE}"
-        )
+        raise CorruptBundle(f"{where}: the signature verifies, but its statement is not about a bundle's {SIGNED_FILE}")
     if signed != {found}:
         raise CorruptBundle(
-            f"{where}: the signature verifies, for a {SIGNED_FILE} whose sha256 is {', '.join(sorted(signed))}; the "
+            f"{where}: the signature verifies for a {SIGNED_FILE} whose sha256 is {', '.join(sorted(signed))}; the "
             f"one here has {found}: it was rebuilt or changed after it was signed. {remedy}"
         )
 
 
 def _digests(envelope: Envelope) -> set[str]:
-    """The sha256 of the manifest that is spoken of; none where the statement is about something else."""
+    """Returns the sha256 of the manifest in the statement, an empty set if the statement is about something else."""
     statement = msgspec.json.decode(envelope.payload, type=Statement)
     if (statement.type, statement.predicate_type) != (STATEMENT_TYPE, PREDICATE_TYPE):
         return set()
@@ -200,4 +216,4 @@ def _digests(envelope: Envelope) -> set[str]:
 
 def _sign_command(bundle: Path) -> str:
     command = shlex.join(["dflash-bundle", "sign", str(bundle), "--key"])
-    return f"Whoever vouches for it: {command} PRIVATE.pem"
+    return f"Sign it: {command} PRIVATE.pem"
