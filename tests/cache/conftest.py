@@ -1,4 +1,4 @@
-"""Configs as the published models have them, and a manifest of a pair of them."""
+"""Published configs, a manifest of a pair of them, and a bundle."""
 
 import json
 import pickle
@@ -38,14 +38,17 @@ Config = dict[str, Any]
 
 
 def load_config(name: str) -> Config:
-    """As published, or "set/directory" of the goldens. Of Llama's draft, the block and its target's shapes are sure."""
+    """Reads a published config, or "set/directory" of the goldens.
+
+    For Llama's draft only the block and its target's shapes are certain.
+    """
     path = GOLDEN / name / "config.json" if "/" in name else CONFIGS / f"{name}.json"
     return json.loads(path.read_text())
 
 
 QWEN3_4B, QWEN3_4B_DFLASH_B16 = load_config("Qwen3-4B"), load_config("Qwen3-4B-DFlash-b16")
 TARGET_FILE, DRAFT_FILE = Path("qwen3-4b/config.json"), Path("dflash-b16/config.json")
-# What differs from Qwen3Config(), for a target of the same hidden width and vocabulary.
+# Only the differences from Qwen3Config(), for a target of the same hidden width and vocabulary.
 SPECULATORS = {
     "architectures": ["DFlashDraftModel"],
     "speculators_model_type": "dflash",
@@ -58,19 +61,19 @@ SPECULATORS = {
 
 @pytest.fixture(scope="session")
 def published() -> Callable[[str], Config]:
-    """The name of a config → what it holds, to be changed at will."""
+    """Returns a published config by its name, as an object that tests may change."""
     return load_config
 
 
 @pytest.fixture(scope="session")
 def rewritten() -> Callable[[str], Config]:
-    """The same for the configs that the goldens have in transformers 5's layout as well."""
+    """Returns a config of the goldens in the layout of transformers 5 by its name."""
     return lambda name: json.loads((GOLDEN / "alt_configs" / f"{name.replace('/', '.')}.v5.config.json").read_text())
 
 
 @pytest.fixture
 def read_published_target():
-    """The name of a published target, and changes → its facts."""
+    """Reads the facts of a published target with changes."""
 
     def read(name: str, **changes: object) -> Target:
         return read_target(ConfigFile(TARGET_FILE, {**load_config(name), **changes}))
@@ -80,7 +83,7 @@ def read_published_target():
 
 @pytest.fixture
 def read_published_draft(read_published_target):
-    """The names of a draft and of its target, and changes → its facts."""
+    """Reads the facts of a published draft with changes, by the names of draft and target."""
 
     def read(name: str, target: str, **changes: object) -> Draft:
         return read_draft(ConfigFile(DRAFT_FILE, {**load_config(name), **changes}), read_published_target(target))
@@ -90,13 +93,13 @@ def read_published_draft(read_published_target):
 
 @pytest.fixture
 def read_changed_target(read_published_target):
-    """Changes to Qwen3-4B's config → its facts; a change to None is what transformers writes for "absent"."""
+    """Reads the facts of Qwen3-4B with changes; transformers writes None for an absent key."""
     return partial(read_published_target, "Qwen3-4B")
 
 
 @pytest.fixture
 def read_changed_draft(read_published_draft):
-    """Changes to the config of its DFlash draft → the draft's facts; `inner` are changes inside dflash_config."""
+    """Reads the facts of Qwen3-4B's draft with changes; `inner` are changes inside dflash_config."""
 
     def read(inner: Config | None = None, **changes: object) -> Draft:
         section = {**QWEN3_4B_DFLASH_B16["dflash_config"], **(inner or {})}
@@ -107,7 +110,7 @@ def read_changed_draft(read_published_draft):
 
 @pytest.fixture
 def read_changed_speculators(read_published_target):
-    """Changes to a diff config for Qwen3-8B → the draft's facts; `layers` are changes inside the diff."""
+    """Reads the facts of a speculators draft for Qwen3-8B with changes; `layers` are changes of the layer config."""
 
     def read(layers: Config | None = None, **changes: object) -> Draft:
         diff = {**SPECULATORS["transformer_layer_config"], **(layers or {})}
@@ -119,7 +122,7 @@ def read_changed_speculators(read_published_target):
 
 @pytest.fixture
 def refusal():
-    """A reader and its arguments → the words in which it refuses them."""
+    """Returns the message of the BadCheckpoint that a reader raises for its arguments."""
 
     def read(reader: Callable[..., object], *args: object, **changes: object) -> str:
         with pytest.raises(BadCheckpoint) as refused:
@@ -131,7 +134,7 @@ def refusal():
 
 @pytest.fixture
 def write_config(tmp_path):
-    """Content of a config.json, as text or as an object → the checkpoint directory that has it."""
+    """Writes a config.json, from text or an object, and returns its checkpoint directory."""
 
     def write(content: object) -> Path:
         text = content if isinstance(content, str) else json.dumps(content)
@@ -143,7 +146,7 @@ def write_config(tmp_path):
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """Some machine."""
+    """The environment of an arbitrary machine."""
     return Environment(
         jax="0.10.2",
         jaxlib="0.10.2",
@@ -163,19 +166,19 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """What would be executables, serialized: of 100 bytes, 101, …"""
+    """Stand-ins for serialized executables, of 100 bytes, 101, …"""
     return [pickle.dumps(bytes([seed]) * (85 + seed), protocol=4) for seed in range(7)]
 
 
 @pytest.fixture(scope="session")
 def texts(blobs) -> list[bytes]:
-    """What they would have been compiled from."""
+    """Stand-ins for the programs of `blobs`."""
     return [b"module " + blob for blob in blobs]
 
 
 @pytest.fixture(scope="session")
 def manifest(environment, blobs, texts) -> Manifest:
-    """A complete one; its executables are `blobs`, its programs `texts`."""
+    """A complete manifest; its executables are `blobs`, its programs `texts`."""
     target = read_target(ConfigFile(TARGET_FILE, QWEN3_4B))
     draft = read_draft(ConfigFile(DRAFT_FILE, QWEN3_4B_DFLASH_B16), target)
     grid = parse_grid("batch=1 length=32 k=0,3 prefill=16", draft.block)
@@ -219,14 +222,14 @@ def manifest(environment, blobs, texts) -> Manifest:
 
 @pytest.fixture(scope="session")
 def find(manifest, texts) -> Callable[[Store, Entry], Entry | None]:
-    """A store and an entry of the manifest → what a builder finds that is about to compile it."""
+    """Looks an entry of the manifest up in a store, as a build does before it compiles."""
     programs = {entry.key: text for entry, text in zip(manifest.entries, texts, strict=True)}
     return lambda store, entry: store.find(entry.key, entry.signature, programs[entry.key])
 
 
 @pytest.fixture
 def store(tmp_path, manifest, blobs, texts):
-    """A bundle as a build leaves it."""
+    """The store of a built bundle."""
     store = Store(tmp_path / "bundle")
     with store.open_for_building():
         for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):

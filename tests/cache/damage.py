@@ -1,4 +1,4 @@
-"""What may happen to a file."""
+"""Ways to damage a file."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plain files and nothing else."""
+"""Atomic writes, and reads of regular files only."""
 
 import os
 import socket
@@ -8,13 +8,13 @@ import pytest
 from dflash_aot.cache.bundle.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
 
 
-def test_a_file_is_read(tmp_path):
+def test_regular_file_is_read(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     assert read_plain(tmp_path / "file") == b"content"
     assert read_plain(tmp_path / "file", limit=7) == b"content"
 
 
-def test_a_file_beyond_the_limit_is_not(tmp_path):
+def test_file_beyond_the_limit_raises(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(OSError, match="7 bytes, where at most 6 are read"):
         read_plain(tmp_path / "file", limit=6)
@@ -30,12 +30,12 @@ def make_socket(path):
     [
         (lambda path: path.symlink_to(path.parent / "file"), "a symbolic link, where a regular file should be"),
         (lambda path: path.symlink_to("nowhere"), "a symbolic link, where a regular file should be"),
-        (os.mkfifo, "a fifo, where a file should be"),  # which nobody writes to: reading it would wait for ever
+        (os.mkfifo, "a fifo, where a file should be"),  # without a writer: reading it would block for ever
         (os.mkdir, "a directory, where a file should be"),
         (make_socket, "No such device"),
     ],
 )
-def test_what_only_looks_like_a_file_is_refused(tmp_path, monkeypatch, make, words):
+def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
     (tmp_path / "file").write_bytes(b"content")
     make(tmp_path / "strange")
@@ -43,19 +43,19 @@ def test_what_only_looks_like_a_file_is_refused(tmp_path, monkeypatch, make, wor
         read_plain(tmp_path / "strange")
 
 
-def test_a_device_is_no_file():
+def test_device_raises():
     with pytest.raises(OSError, match="a device, where a file should be"):
         read_plain(os.path.devnull)
 
 
-def test_only_our_own_temporaries_are_taken_for_such(tmp_path):
+def test_only_own_temporary_files_are_listed(tmp_path):
     for name in (".blob.abc.unfinished", "blob.unfinished", ".nfs0001"):
         (tmp_path / name).touch()
     assert [path.name for path in list_temporary_files(tmp_path)] == [".blob.abc.unfinished"]
     assert not is_temporary_file(tmp_path / ".lock")
 
 
-def test_a_writer_whose_temporary_was_swept_away_says_what_it_could_not_write(tmp_path, monkeypatch):
+def test_write_error_names_the_file_and_not_its_temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in list_temporary_files(tmp_path)])
     with pytest.raises(FileNotFoundError) as refused:
         write_atomically(tmp_path / "name", b"content")

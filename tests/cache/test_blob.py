@@ -1,4 +1,4 @@
-"""What a file holds: given out when it is whole, and no further than memory reaches."""
+"""Blobs: packing, verification, and limits of size and memory."""
 
 import hashlib
 import pickle
@@ -33,14 +33,14 @@ print(flaw.content, flaw)
 
 
 class Calls:
-    """What a pickle must not be able to do."""
+    """A pickle that calls a function when it is loaded."""
 
     def __reduce__(self):
         return print, ("called",)
 
 
 @pytest.mark.parametrize("serialized", [b"", b"x", bytes(range(256)) * 100])
-def test_what_is_packed_is_unpacked(serialized):
+def test_unpack_inverts_pack(serialized):
     blob, content = pack_blob(serialized)
     assert (blob.bytes, blob.serialized_bytes) == (len(content), len(serialized))
     assert unpack_blob(blob, content) == serialized
@@ -54,7 +54,7 @@ def test_what_is_packed_is_unpacked(serialized):
         (lambda content: bytes([content[0] ^ 1]) + content[1:], "sha256", "its sha256 is"),
     ],
 )
-def test_a_flaw_says_in_what_and_both_values(change, field, words):
+def test_flaw_has_field_and_both_values(change, field, words):
     blob, content = pack_blob(b"serialized")
     flaw = find_blob_flaw(blob, change(content))
     assert flaw.field == field and words in str(flaw) and flaw.content
@@ -62,7 +62,7 @@ def test_a_flaw_says_in_what_and_both_values(change, field, words):
 
 
 @pytest.mark.parametrize("size", [MAX_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
-def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
+def test_size_beyond_the_limit_is_refused_without_unpacking(size):
     _, bomb = pack_blob(bytes(10**7))
     blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
     tracemalloc.start()
@@ -72,20 +72,20 @@ def test_whatever_is_promised_nothing_is_unpacked_beyond_a_limit(size):
     tracemalloc.stop()
 
 
-def test_too_little_memory_is_said_and_not_held_against_the_file():
+def test_lack_of_memory_is_not_a_flaw_of_the_content():
     done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
     assert done.stdout == f"False unpacks to {1 << 27} bytes, more than the free memory\n"
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])
-def test_an_executable_is_whole_when_its_pickle_is_harmless_and_a_program_is_no_pickle(manifest, content):
+def test_pickle_is_checked_for_executables_only(manifest, content):
     blob, packed = pack_blob(content)
     flaw = find_blob_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
     assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
     assert unpack_blob(blob, packed) == content
 
 
-def test_a_file_of_a_terabyte_is_not_even_read(tmp_path):
+def test_file_beyond_the_limit_is_not_read(tmp_path):
     blob, _ = pack_blob(b"little")
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(1 << 40)  # takes no place on the disk

@@ -1,4 +1,4 @@
-"""Builders as processes: killed at any moment, several at once, and read from while they publish."""
+"""Builds as processes: killed at any moment, several at once, and readers during publications."""
 
 import os
 import pickle
@@ -46,7 +46,7 @@ with store.open_for_building():
 
 @pytest.fixture(scope="module")
 def run_builders() -> Iterator[Callable[..., list[Outcome]]]:
-    """Orders of builders that are to run at once → how each of them ended."""
+    """Returns a function that runs builds at the same time and returns their outcomes."""
     command = [sys.executable, "-m", "tests.cache.toy_builder"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
@@ -62,12 +62,12 @@ def run_builders() -> Iterator[Callable[..., list[Outcome]]]:
 
 @pytest.fixture
 def order(manifest, blobs, texts) -> Callable[..., Order]:
-    """A place, and which entries the grid has there → what a builder is told."""
+    """A bundle, and which entries the grid has there → what a builder is told."""
 
-    def make(place: Path, entries: slice, killed_at: int | None = None) -> Order:
+    def make(bundle: Path, entries: slice, killed_at: int | None = None) -> Order:
         packed = [(pack_blob(blob)[1], pack_blob(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
         fewer = structs.replace(manifest, entries=manifest.entries[entries])
-        return Order(str(place), fewer, packed[entries], killed_at)
+        return Order(str(bundle), fewer, packed[entries], killed_at)
 
     return make
 
@@ -77,7 +77,7 @@ def keys(entries: tuple[Entry, ...]) -> list[str]:
 
 
 def read_records(bundle: Path) -> dict[str, Entry]:
-    """What builders left behind, by key."""
+    """Returns the build records of a bundle by key."""
     records = (bundle / "entries").glob("*.json")
     return {record.stem: msgspec.json.decode(record.read_bytes(), type=Entry) for record in records}
 
@@ -86,23 +86,21 @@ def find_temporaries(bundle: Path) -> list[Path]:
     return [path for folder in (bundle, *bundle.glob("*/")) for path in list_temporary_files(folder)]
 
 
-def find_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
+def find_executable_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
     return [flaw for promise in list_expected_files(bundle, manifest) if (flaw := check_file(promise))]
 
 
 def assert_whole(bundle: Path) -> None:
-    """Every blob that the manifest names is there, and every one that a record speaks of."""
-    assert find_flaws(bundle, read_manifest(bundle)) == []
+    """Checks that all blobs of the manifest and of all build records are there."""
+    assert find_executable_flaws(bundle, read_manifest(bundle)) == []
     store = Store(bundle)
     for entry in read_records(bundle).values():
         for blob, path in ((entry, store.executable_path(entry)), (entry.program, store.program_path(entry))):
             assert find_blob_flaw(blob, path.read_bytes()) is None
 
 
-def test_a_builder_killed_at_any_moment_harms_no_reader_and_the_next_one_does_only_what_is_missing(
-    run_builders, order, tmp_path
-):
-    """It has one executable of three. Its moments are lines of our code, so that they are the same every time."""
+def test_build_killed_at_any_moment_leaves_a_readable_bundle_and_is_continued(run_builders, order, tmp_path):
+    """The bundle has one executable of three. The moments are lines of our code, the same in every run."""
     old, new = order(tmp_path / "template", slice(1)), order(tmp_path / "whole", slice(3))
     run_builders(old)
     shutil.copytree(old.bundle, new.bundle)
@@ -131,32 +129,32 @@ def test_a_builder_killed_at_any_moment_harms_no_reader_and_the_next_one_does_on
 
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("same", [True, False], ids=["the same grid", "other grids"])
-def test_of_builders_at_once_one_builds_and_the_others_are_told(run_builders, order, tmp_path, count, same):
-    place = tmp_path / "bundle"
+def test_of_concurrent_builds_one_builds_and_the_others_are_refused(run_builders, order, tmp_path, count, same):
+    bundle = tmp_path / "bundle"
     grids = [slice(4) if same else slice(at % 4, at % 4 + 4) for at in range(count)]
-    outcomes = run_builders(*(order(place, grid) for grid in grids))
+    outcomes = run_builders(*(order(bundle, grid) for grid in grids))
     assert sorted(outcome.code for outcome in outcomes) == [0] + [5] * (count - 1)
     refused = (
-        f"{place}: another dflash-precompile or dflash-bundle is at work here. Wait for it, or name another bundle"
+        f"{bundle}: another dflash-precompile or dflash-bundle is at work here. Wait for it, or name another bundle"
     )
     assert {outcome.words for outcome in outcomes if outcome.code} == {refused}
     (winner,) = (at for at, outcome in enumerate(outcomes) if outcome.code == 0)
-    first = order(place, grids[winner]).manifest
+    first = order(bundle, grids[winner]).manifest
     assert outcomes[winner].built == keys(first.entries)
-    assert (place / "manifest.json").read_bytes() == encode_manifest(first)
-    assert_whole(place)
-    loser = order(place, grids[winner - 1])
+    assert (bundle / "manifest.json").read_bytes() == encode_manifest(first)
+    assert_whole(bundle)
+    loser = order(bundle, grids[winner - 1])
     (later,) = run_builders(loser)
     assert (later.code, later.built) == (
         0,
         [key for key in keys(loser.manifest.entries) if key not in keys(first.entries)],
     )
-    assert (place / "manifest.json").read_bytes() == encode_manifest(loser.manifest)
-    assert_whole(place)
+    assert (bundle / "manifest.json").read_bytes() == encode_manifest(loser.manifest)
+    assert_whole(bundle)
 
 
 def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[bytes, bytes]]]:
-    """The manifest with executables that no other edition has, and their blobs."""
+    """Returns a manifest with executables that no other edition has, and their blobs."""
     entries, blobs = [], []
     for at, entry in enumerate(manifest.entries):
         (blob, executable), (program_blob, program) = (
@@ -167,7 +165,7 @@ def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[
     return structs.replace(manifest, entries=tuple(entries)), blobs
 
 
-def test_a_reader_during_publications_sees_one_whole_bundle_or_another(manifest, tmp_path):
+def test_reader_during_publications_sees_a_whole_bundle(manifest, tmp_path):
     few = structs.replace(manifest, entries=manifest.entries[:2])
     command = [sys.executable, "-c", PUBLISH_UNTIL_STOPPED, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE) as builder:
@@ -180,7 +178,7 @@ def test_a_reader_during_publications_sees_one_whole_bundle_or_another(manifest,
                 if not os.path.exists(tmp_path / "manifest.json"):
                     continue
                 found = read_manifest(tmp_path)
-                assert find_flaws(tmp_path, found) == []
+                assert find_executable_flaws(tmp_path, found) == []
                 seen.add(found.digest)
             builder.stdin.close()
             assert builder.wait() == 0

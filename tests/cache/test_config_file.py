@@ -6,14 +6,12 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 
 
-def test_a_missing_file_is_refused_with_what_is_needed(tmp_path):
-    with pytest.raises(
-        BadCheckpoint, match=r"config\.json does not exist: expected a checkpoint directory in Hugging Face's"
-    ):
+def test_missing_file_is_refused_with_the_expected_layout(tmp_path):
+    with pytest.raises(BadCheckpoint, match=r"config\.json does not exist: expected a checkpoint directory"):
         read_config(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(BadCheckpoint, match=r"config\.json: Is a directory"):
         read_config(tmp_path)
@@ -28,12 +26,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         ("null", "holds a NoneType, not an object"),
     ],
 )
-def test_what_is_no_object_is_refused(write_config, content, words):
+def test_content_other_than_an_object_is_refused(write_config, content, words):
     with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
         read_config(write_config(content))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
+def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"hidden_act": "\xff"}')
     with pytest.raises(BadCheckpoint, match="is not JSON: 'utf-8' codec can't decode"):
         read_config(tmp_path)
@@ -51,14 +49,14 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         ([], dict, "expected an object"),
     ],
 )
-def test_a_value_of_another_kind_is_refused_with_the_value(write_config, value, kind, words):
+def test_value_of_another_type_is_refused_with_the_value(write_config, value, kind, words):
     config = read_config(write_config({"key": value}))
     with pytest.raises(BadCheckpoint) as refused:
         config.optional("key", kind)
     assert str(refused.value) == f"{config.path}: key is {value!r}: {words}"
 
 
-def test_null_is_absent(write_config):
+def test_null_counts_as_absent(write_config):
     config = read_config(write_config({"key": None}))
     assert not config.has("key")
     assert config.optional("key", int) is None
@@ -68,20 +66,20 @@ def test_null_is_absent(write_config):
         config.require("key", int)
 
 
-def test_a_key_inside_an_object_is_named_with_its_place(write_config):
+def test_error_names_the_dotted_place_of_a_key(write_config):
     section = read_config(write_config({"outer": {"inner": "x"}})).section("outer")
     with pytest.raises(BadCheckpoint, match=r"outer\.inner is 'x': expected a whole number"):
         section.integer("inner")
 
 
 @pytest.mark.parametrize("text", ["0", "-1e-6", "NaN", "Infinity", "true", '"1e-6"', "null"])
-def test_only_a_positive_number_is_one(write_config, text):
+def test_positive_number_refuses_other_values(write_config, text):
     config = read_config(write_config(f'{{"key": {text}}}'))
     with pytest.raises(BadCheckpoint, match="key is .*: expected a positive number"):
         config.positive_number("key")
 
 
 @pytest.mark.parametrize(("text", "number"), [("1000000", 1e6), ("1e-06", 1e-6), ("0.5", 0.5)])
-def test_a_positive_number_may_be_written_either_way(write_config, text, number):
+def test_positive_number_accepts_integers_and_floats(write_config, text, number):
     found = read_config(write_config(f'{{"key": {text}}}')).positive_number("key")
     assert found == number and type(found) is float

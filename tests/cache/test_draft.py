@@ -1,4 +1,4 @@
-"""Which dialect a draft speaks, which relatives are refused by name, and whether it was made for its target."""
+"""Drafts: dialects, unsupported relatives of DFlash, and checks against the target."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.target import read_target
 FILE = "dflash-b16/config.json: "
 OTHER_TARGET = ": this draft was trained for another one"
 AMBIGUOUS = "the last layer is ambiguous: the reference reads it after the final norm, servers before it"
-TAPS = "dflash_config.target_layer_ids"
+LAYER_IDS = "dflash_config.target_layer_ids"
 DIALECTS = (
     "supported for drafts is DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' "
     "(speculators_config)."
@@ -27,16 +27,16 @@ DIALECTS = (
         ({"architectures": ["DFlashDraftModel"]}, False),
     ],
 )
-def test_the_dialect_is_told_by_its_own_keys(values, found):
+def test_is_speculators_detects_the_dialect_by_its_keys(values, found):
     assert is_speculators(ConfigFile(Path("config.json"), values)) is found
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["AnyName"], [3], [["Qwen3ForCausalLM"]]])
-def test_a_dflash_config_is_enough(read_changed_draft, architectures):
+def test_draft_with_only_a_dflash_config_is_read(read_changed_draft, architectures):
     assert read_changed_draft(architectures=architectures) == read_changed_draft()
 
 
-def test_the_architecture_is_enough(read_changed_draft):
+def test_draft_with_only_the_architecture_is_read(read_changed_draft):
     at_the_top = {"mask_token_id": 151669, "dflash_config": None}
     assert read_changed_draft(**at_the_top) == read_changed_draft()
 
@@ -59,7 +59,7 @@ def test_the_architecture_is_enough(read_changed_draft):
         ),
     ],
 )
-def test_what_is_no_draft_is_refused(read_changed_draft, refusal, architectures, found, hint):
+def test_other_architectures_are_refused(read_changed_draft, refusal, architectures, found, hint):
     message = refusal(read_changed_draft, architectures=architectures, dflash_config=None)
     assert message == f"{FILE}architectures is {found}; {DIALECTS}{hint}"
 
@@ -68,7 +68,7 @@ def test_what_is_no_draft_is_refused(read_changed_draft, refusal, architectures,
     ("name", "relative"),
     [("DFlash2DraftModel", "DFlash2"), ("DSparkDraftModel", "DSpark"), ("DominoDraftModel", "Domino")],
 )
-def test_a_relative_is_refused_by_its_architecture(read_changed_draft, refusal, name, relative):
+def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, refusal, name, relative):
     message = refusal(read_changed_draft, architectures=[name])
     assert message == f"{FILE}architectures is '{name}': this is {relative}, which is not supported"
 
@@ -93,7 +93,9 @@ RELATIVES = [
 
 
 @pytest.mark.parametrize(("key", "value", "relative"), RELATIVES)
-def test_a_relative_is_refused_by_its_keys(read_changed_draft, read_changed_speculators, refusal, key, value, relative):
+def test_relative_of_dflash_is_refused_by_its_keys(
+    read_changed_draft, read_changed_speculators, refusal, key, value, relative
+):
     words = f"{key} is {value!r}: this is {relative}, which is not supported"
     assert refusal(read_changed_draft, **{key: value}) == FILE + words
     assert refusal(read_changed_draft, {key: value}) == f"{FILE}dflash_config.{words}"
@@ -108,13 +110,13 @@ def test_a_relative_is_refused_by_its_keys(read_changed_draft, read_changed_spec
         {"dflash2_dynamic_conv": False, "dflash2_candidate_selector": False, "dflash_context_residual": False},
     ],
 )
-def test_a_key_of_a_relative_that_is_not_set_refuses_nothing(read_changed_draft, read_changed_speculators, unset):
+def test_unset_key_of_a_relative_is_ignored(read_changed_draft, read_changed_speculators, unset):
     assert read_changed_draft(**unset) == read_changed_draft()
     assert read_changed_draft(unset) == read_changed_draft()
     assert read_changed_speculators(**unset) == read_changed_speculators()
 
 
-def test_a_mask_embedding_beside_the_config_is_refused(write_config, published, refusal):
+def test_mask_embedding_file_is_refused(write_config, published, refusal):
     directory = write_config(published("Qwen3-4B-DFlash-b16"))
     target = read_target(ConfigFile(Path("config.json"), published("Qwen3-4B")))
     assert read_draft(read_config(directory), target).block == 16
@@ -131,22 +133,22 @@ def test_a_mask_embedding_beside_the_config_is_refused(write_config, published, 
         ({"vocab_size": 32000}, f"vocab_size is 32000: the target has 151936{OTHER_TARGET}"),
         ({"num_target_layers": 28}, f"num_target_layers is 28: the target has 36{OTHER_TARGET}"),
         ({"num_target_layers": "36"}, "num_target_layers is '36': expected a whole number"),
-        ({"block_size": 1}, "block_size is 1: a block is the anchor and at least one drafted token"),
-        ({"block_size": 40961}, "block_size is 40961: the draft has 40960 positions"),
+        ({"block_size": 1}, "block_size is 1: a block holds the anchor and at least one drafted token"),
+        ({"block_size": 40961}, "block_size is 40961: the draft has only 40960 positions"),
     ],
 )
-def test_a_draft_that_is_not_the_targets_is_refused(read_changed_draft, refusal, changes, words):
+def test_draft_trained_for_another_target_is_refused(read_changed_draft, refusal, changes, words):
     assert refusal(read_changed_draft, **changes) == FILE + words
 
 
 @pytest.mark.parametrize(
     ("inner", "words"),
     [
-        ({"target_layer_ids": [1, 36]}, f"{TAPS} is [1, 36]: the target has layers 0 to 35 in this file's count"),
-        ({"target_layer_ids": [-1]}, f"{TAPS} is [-1]: the target has layers 0 to 35 in this file's count"),
-        ({"target_layer_ids": [3, 35]}, f"{TAPS} is [3, 35]: {AMBIGUOUS}"),
-        ({"target_layer_ids": [3, 3]}, f"{TAPS} is [3, 3]: expected at least one layer, and none twice"),
-        ({"target_layer_ids": []}, f"{TAPS} is []: expected at least one layer, and none twice"),
+        ({"target_layer_ids": [1, 36]}, f"{LAYER_IDS} is [1, 36]: in this file's count the target has layers 0 to 35"),
+        ({"target_layer_ids": [-1]}, f"{LAYER_IDS} is [-1]: in this file's count the target has layers 0 to 35"),
+        ({"target_layer_ids": [3, 35]}, f"{LAYER_IDS} is [3, 35]: {AMBIGUOUS}"),
+        ({"target_layer_ids": [3, 3]}, f"{LAYER_IDS} is [3, 3]: expected at least one layer, and none twice"),
+        ({"target_layer_ids": []}, f"{LAYER_IDS} is []: expected at least one layer, and none twice"),
         (
             {"mask_token_id": 151936},
             "dflash_config.mask_token_id is 151936: the target's vocabulary has 151936 tokens",
@@ -154,18 +156,18 @@ def test_a_draft_that_is_not_the_targets_is_refused(read_changed_draft, refusal,
         ({"mask_token_id": -1}, "dflash_config.mask_token_id is -1: the target's vocabulary has 151936 tokens"),
     ],
 )
-def test_a_dflash_config_that_is_not_the_targets_is_refused(read_changed_draft, refusal, inner, words):
+def test_dflash_config_for_another_target_is_refused(read_changed_draft, refusal, inner, words):
     assert refusal(read_changed_draft, inner) == FILE + words
 
 
-def test_a_refused_fact_is_named_where_it_stands(read_changed_draft, refusal):
+def test_error_names_the_section_of_the_key(read_changed_draft, refusal):
     inner = refusal(read_changed_draft, {"mask_token_id": -1})
     outer = refusal(read_changed_draft, {"mask_token_id": None}, mask_token_id=-1)
     assert inner.startswith(f"{FILE}dflash_config.mask_token_id is -1")
     assert outer.startswith(f"{FILE}mask_token_id is -1")
 
 
-def test_default_taps_outside_a_small_target_are_refused(published, read_changed_target, refusal):
+def test_default_target_layer_ids_outside_a_small_target_are_refused(published, read_changed_target, refusal):
     config = published("Qwen3-4B-DFlash-b16")
     config = {**config, "dflash_config": {"mask_token_id": 151669}, "num_target_layers": 2}
     small = read_changed_target(num_hidden_layers=2)

@@ -1,4 +1,4 @@
-"""Keys: what is one, and what is said of everything else that people give."""
+"""Ed25519 keys: reading, signing, and refusals."""
 
 import hashlib
 
@@ -20,7 +20,7 @@ from dflash_aot.cache.signing.ed25519 import MAX_KEY_BYTES, read_private_key, re
 
 @pytest.fixture(scope="module")
 def other_kinds():
-    """An RSA and an elliptic-curve key."""
+    """An RSA key and an elliptic-curve key."""
     return {"RSA": rsa.generate_private_key(65537, 2048), "EC": ec.generate_private_key(ec.SECP256R1())}
 
 
@@ -32,14 +32,14 @@ def refusal(read, path) -> str:
 
 
 def write(path, key):
-    """Both halves of a key in one place each."""
+    """Writes both halves of a key."""
     private, public = path / "private.pem", path / "public.pem"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return private, public
 
 
-def test_what_the_private_key_signs_the_public_one_verifies(make_key):
+def test_public_key_verifies_signatures_of_the_private_key(make_key):
     private, public = (
         read(path) for read, path in zip((read_private_key, read_public_key), make_key("a"), strict=True)
     )
@@ -50,22 +50,22 @@ def test_what_the_private_key_signs_the_public_one_verifies(make_key):
     assert private.public.id == public.id
 
 
-def test_the_id_is_the_sha256_of_the_der_form(make_key):
+def test_id_is_the_sha256_of_the_der_form(make_key):
     _, path = make_key("a")
     der = load_pem_public_key(path.read_bytes()).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     assert read_public_key(path).id == hashlib.sha256(der).hexdigest()
 
 
-def test_a_private_key_where_the_public_one_is_needed_is_refused_with_the_way_to_it(make_key):
+def test_read_public_key_refuses_a_private_key_with_the_remedy(make_key):
     private, _ = make_key("a")
     assert f"openssl pkey -in {private} -pubout" in refusal(read_public_key, private)
 
 
-def test_a_public_key_does_not_sign(make_key):
+def test_read_private_key_refuses_a_public_key(make_key):
     assert "signing needs the private one" in refusal(read_private_key, make_key("a")[1])
 
 
-def test_an_encrypted_key_is_named_so(make_key):
+def test_encrypted_key_is_refused_with_the_remedy(make_key):
     private, _ = make_key("a")
     key = load_pem_private_key(private.read_bytes(), None)
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
@@ -73,7 +73,7 @@ def test_an_encrypted_key_is_named_so(make_key):
 
 
 @pytest.mark.parametrize("kind", ["RSA", "EC"])
-def test_keys_of_other_kinds_are_named(tmp_path, other_kinds, kind):
+def test_other_kinds_of_keys_are_named(tmp_path, other_kinds, kind):
     private, public = write(tmp_path, other_kinds[kind])
     assert f"another kind, {kind};" in refusal(read_public_key, public)
     assert f"another kind, {kind};" in refusal(read_private_key, private)
@@ -82,7 +82,7 @@ def test_keys_of_other_kinds_are_named(tmp_path, other_kinds, kind):
 @pytest.mark.parametrize(
     "content", [b"", b"ssh-ed25519 AAAA", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", b"\xff\x00"]
 )
-def test_what_is_no_key_is_refused(tmp_path, content):
+def test_invalid_key_is_refused(tmp_path, content):
     path = tmp_path / "key.pem"
     path.write_bytes(content)
     assert "not a public key in PEM form" in refusal(read_public_key, path)
@@ -91,14 +91,14 @@ def test_what_is_no_key_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("read", [read_public_key, read_private_key])
-def test_files_that_cannot_be_keys_are_refused(tmp_path, read):
+def test_missing_or_oversized_file_is_refused(tmp_path, read):
     assert "No such file" in refusal(read, tmp_path / "nowhere.pem")
     assert "directory" in refusal(read, tmp_path)
     (tmp_path / "huge.pem").write_bytes(bytes(MAX_KEY_BYTES + 1))
     assert f"more than {MAX_KEY_BYTES} bytes" in refusal(read, tmp_path / "huge.pem")
 
 
-def test_a_key_may_be_mounted_as_a_link(make_key, tmp_path):
+def test_key_may_be_a_link(make_key, tmp_path):
     _, public = make_key("a")
     (tmp_path / "link.pem").symlink_to(public)
     assert read_public_key(tmp_path / "link.pem") == read_public_key(public)

@@ -1,4 +1,4 @@
-"""Bundles behind a URL: what is opened is whole, of one manifest, and was downloaded once."""
+"""Pushing and fetching bundles: whole copies of one manifest, downloaded once."""
 
 import fcntl
 import logging
@@ -49,7 +49,7 @@ except BadInput as refused:
 
 
 class Listener(logging.Handler):
-    """Tells when anything is logged."""
+    """Signals that something was logged."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pushed(store, bucket, manifest, blobs_of):
-    """The bucket that holds a bundle."""
+    """A bucket that holds a bundle."""
     for name in (*blobs_of(manifest), "manifest.json"):
         bucket.put(name, (store.bundle / name).read_bytes())
     return bucket
@@ -76,7 +76,7 @@ def pushed(store, bucket, manifest, blobs_of):
 
 @pytest.fixture
 def blobs_of(store):
-    """The names of a bundle's files, but the manifest."""
+    """Returns a function that lists the names of a bundle's files without the manifest."""
 
     def names(manifest):
         return sorted(str(one.path.relative_to(store.bundle)) for one in list_expected_files(store.bundle, manifest))
@@ -84,16 +84,16 @@ def blobs_of(store):
     return names
 
 
-def check(copy, manifest):
-    """Whole, and of this manifest."""
+def assert_whole_copy(copy, manifest):
+    """Checks that a copy is whole and has this manifest."""
     assert read_manifest_bytes(copy) == encode_manifest(manifest)
     for promise in list_expected_files(copy, manifest):
         unpack_blob(promise.blob, promise.path.read_bytes())
 
 
 @pytest.fixture
-def smaller(manifest):
-    """A bundle with some of the same executables."""
+def smaller_bundle(manifest):
+    """The manifest of a bundle with some of the same executables."""
     pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
     grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
     labels = {one.label for one in list_signatures(pair, grid, ProgramWeights((), (), ()))}
@@ -103,26 +103,26 @@ def smaller(manifest):
 
 @pytest.fixture
 def forged(manifest):
-    """A bundle one of whose executables would run something else, and that executable as a file."""
+    """A manifest with an executable whose pickle runs a command, and the file of that executable."""
     blob, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(manifest.entries[0], **structs.asdict(blob))
     return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), executable
 
 
 def republish(store, manifest, bucket):
-    """Another bundle at the same URL."""
+    """Pushes another bundle to the same URL."""
     store.publish(manifest)
     push_bundle(store.bundle, bucket.url)
 
 
-def test_a_bundle_is_pushed_with_its_manifest_last(store, bucket, manifest, blobs_of):
+def test_push_writes_the_manifest_last(store, bucket, manifest, blobs_of):
     push_bundle(store.bundle, bucket.url)
     assert sorted(bucket.asked("PUT")[:-1]) == blobs_of(manifest)
     assert bucket.asked("PUT")[-1] == "manifest.json"
     assert bucket.names() == sorted([*blobs_of(manifest), "manifest.json"])
 
 
-def test_what_is_there_is_not_sent_again(store, pushed, manifest, blobs_of):
+def test_push_does_not_send_existing_blobs_again(store, pushed, manifest, blobs_of):
     pushed.remove(blobs_of(manifest)[0])
     pushed.put(blobs_of(manifest)[1], b"half")
     result = push_bundle(store.bundle, pushed.url)
@@ -132,29 +132,29 @@ def test_what_is_there_is_not_sent_again(store, pushed, manifest, blobs_of):
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory", "file"])
-def test_a_bundle_may_be_pushed_to_any_place(kind, store, manifest, tmp_path):
+def test_bundle_may_be_pushed_to_any_location(kind, store, manifest, tmp_path):
     name = "Ein Platz, für alle"
     plain = str(tmp_path / name)
     place = {"directory": plain, "memory": f"memory://{tmp_path}/{name}", "file": f"file://{plain}/"}[kind]
     push_bundle(store.bundle, place)
-    check(fetch_bundle(place), manifest)
+    assert_whole_copy(fetch_bundle(place), manifest)
 
 
-def test_a_broken_bundle_is_not_pushed(store, bucket, manifest):
+def test_corrupt_bundle_is_not_pushed(store, bucket, manifest):
     store.executable_path(manifest.entries[0]).write_bytes(b"broken")
     with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: .*Nothing is published at {bucket.url}"):
         push_bundle(store.bundle, bucket.url)
     assert "manifest.json" not in bucket.names()
 
 
-def test_what_broke_here_is_found_where_the_other_side_has_it_whole(store, pushed, manifest):
+def test_corrupt_local_blob_is_found_although_the_remote_blob_is_whole(store, pushed, manifest):
     store.executable_path(manifest.entries[0]).write_bytes(b"broken")
     with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: 6 bytes, .*Nothing is published"):
         push_bundle(store.bundle, pushed.url)
     assert "manifest.json" not in pushed.asked("PUT")
 
 
-def test_a_bundle_that_contradicts_itself_is_neither_pushed_nor_fetched(store, pushed, manifest):
+def test_inconsistent_bundle_is_neither_pushed_nor_fetched(store, pushed, manifest):
     contradiction = structs.replace(manifest, dtype="float32")
     store.publish(contradiction)
     with pytest.raises(CorruptBundle, match="manifest.json: state is .*Build it again: dflash-precompile"):
@@ -166,8 +166,8 @@ def test_a_bundle_that_contradicts_itself_is_neither_pushed_nor_fetched(store, p
     assert not any("/" in name for name in pushed.asked("GET"))
 
 
-def test_an_executable_that_would_run_something_else_is_neither_pushed_nor_fetched(store, pushed, forged):
-    """Its size and its sha256 are what the manifest promises."""
+def test_executable_with_a_foreign_pickle_is_neither_pushed_nor_fetched(store, pushed, forged):
+    """Its size and sha256 agree with the manifest."""
     manifest, executable = forged
     store.executable_path(manifest.entries[0]).write_bytes(executable)
     store.publish(manifest)
@@ -179,74 +179,74 @@ def test_an_executable_that_would_run_something_else_is_neither_pushed_nor_fetch
         fetch_bundle(pushed.url)
 
 
-def test_a_push_that_is_refused_says_so(store, bucket):
+def test_push_without_permission_raises(store, bucket):
     bucket.server.fail("PUT", "", *[refuse(403, "AccessDenied")] * 20)
-    with pytest.raises(StoreRefused, match="not allowed: told to say AccessDenied"):
+    with pytest.raises(StoreRefused, match="not allowed: reported to say AccessDenied"):
         push_bundle(store.bundle, bucket.url)
 
 
-def test_what_is_fetched_is_the_bundle(pushed, manifest, cache, blobs_of):
+def test_fetch_returns_a_whole_copy(pushed, manifest, cache, blobs_of):
     copy = fetch_bundle(pushed.url)
-    check(copy, manifest)
+    assert_whole_copy(copy, manifest)
     assert cache / "dflash-aot" / "fetched" in copy.parents
     assert sorted(pushed.asked("GET")) == sorted([*blobs_of(manifest), "manifest.json", "manifest.sig.json"])
     assert pushed.asked("GET")[0] == "manifest.json"
 
 
-def test_what_is_here_is_not_fetched_again(pushed, manifest):
+def test_existing_files_are_not_fetched_again(pushed, manifest):
     copy = fetch_bundle(pushed.url)
     pushed.server.forget()
     assert fetch_bundle(f"{pushed.url}/") == copy
     assert pushed.asked("GET") == ["manifest.json", "manifest.sig.json"]
 
 
-def test_a_copy_that_is_complete_may_be_read_only(pushed, monkeypatch):
+def test_complete_copy_may_be_read_only(pushed, monkeypatch):
     copy = fetch_bundle(pushed.url)
     monkeypatch.setattr(os, "replace", None)  # root may write anywhere
     monkeypatch.setattr(fcntl, "flock", None)
     assert fetch_bundle(pushed.url) == copy
 
 
-def test_a_file_that_broke_here_is_fetched_again(pushed, manifest):
+def test_corrupt_local_file_is_fetched_again(pushed, manifest):
     copy = fetch_bundle(pushed.url)
     broken = Store(copy).executable_path(manifest.entries[3])
     broken.write_bytes(broken.read_bytes()[:-1] + b"?")
     pushed.server.forget()
-    check(fetch_bundle(pushed.url), manifest)
+    assert_whole_copy(fetch_bundle(pushed.url), manifest)
     assert pushed.asked("GET")[2:] == [f"executables/{manifest.entries[3].sha256}"]
 
 
-def test_a_copy_that_was_built_upon_is_what_was_pushed_again(pushed, manifest):
+def test_changed_manifest_of_a_copy_is_restored(pushed, manifest):
     copy = fetch_bundle(pushed.url)
     Store(copy).publish(structs.replace(manifest, entries=manifest.entries[:1]))
     assert fetch_bundle(pushed.url) == copy
-    check(copy, manifest)
+    assert_whole_copy(copy, manifest)
 
 
 @pytest.mark.parametrize(
     "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
 )
 @pytest.mark.parametrize("name", ["manifest.json", "executables/"])
-def test_what_goes_wrong_once_is_asked_again(pushed, manifest, name, fault):
+def test_transient_fault_is_retried(pushed, manifest, name, fault):
     pushed.server.fail("GET", name, fault)
-    check(fetch_bundle(pushed.url, retry=HASTY), manifest)
+    assert_whole_copy(fetch_bundle(pushed.url, retry=HASTY), manifest)
 
 
-def test_a_download_that_ended_goes_on_from_there(pushed, manifest, blobs_of):
+def test_interrupted_download_continues(pushed, manifest, blobs_of):
     broken = f"executables/{manifest.entries[-1].sha256}"
     pushed.server.fail("GET", broken, *[refuse(500, "InternalError")] * 2)
-    with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: told to say InternalError"):
+    with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: reported to say InternalError"):
         fetch_bundle(pushed.url, retry=HASTY)
     first = set(pushed.asked("GET")) - {broken}
     pushed.server.forget()
     copy = fetch_bundle(pushed.url)
-    check(copy, manifest)
+    assert_whole_copy(copy, manifest)
     asked = pushed.asked("GET")[2:]
     assert set(asked).isdisjoint(first - {"manifest.json", "manifest.sig.json"})
     assert first | set(asked) == {*blobs_of(manifest), "manifest.json", "manifest.sig.json"}
 
 
-def test_a_copy_without_all_its_files_has_no_manifest(pushed, manifest, cache):
+def test_incomplete_copy_has_no_manifest(pushed, manifest, cache):
     broken = f"executables/{manifest.entries[-1].sha256}"
     pushed.server.fail("GET", broken, refuse(403, "AccessDenied"))
     with pytest.raises(StoreRefused):
@@ -257,7 +257,7 @@ def test_a_copy_without_all_its_files_has_no_manifest(pushed, manifest, cache):
 @pytest.mark.parametrize(
     "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
 )
-def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest, damage):
+def test_corrupt_remote_blob_is_refused(pushed, manifest, damage):
     entry = manifest.entries[1]
     name = f"executables/{entry.sha256}"
     pushed.put(name, damage(pushed.get(name)))
@@ -269,13 +269,13 @@ def test_a_blob_that_is_not_what_the_manifest_names_is_refused(pushed, manifest,
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff"])
-def test_a_manifest_that_is_none_is_refused(pushed, content):
+def test_invalid_remote_manifest_is_refused(pushed, content):
     pushed.put("manifest.json", content)
     with pytest.raises(CorruptBundle, match=f"{pushed.url}/manifest.json: "):
         fetch_bundle(pushed.url, retry=HASTY)
 
 
-def test_a_manifest_that_no_reader_takes_is_not_fetched(tmp_path):
+def test_oversized_manifest_is_not_fetched(tmp_path):
     with open(tmp_path / "manifest.json", "wb") as manifest:
         manifest.truncate(MAX_MANIFEST_BYTES + 1)
     with pytest.raises(
@@ -284,58 +284,58 @@ def test_a_manifest_that_no_reader_takes_is_not_fetched(tmp_path):
         fetch_bundle(str(tmp_path))
 
 
-def test_a_place_without_a_bundle_is_refused(bucket):
+def test_location_without_a_bundle_is_refused(bucket):
     with pytest.raises(MissingBundle, match=f"{bucket.url}/manifest.json does not exist: .*dflash-bundle push BUNDLE"):
         fetch_bundle(bucket.url)
 
 
-def test_a_bundle_that_is_replaced_while_it_is_fetched_comes_whole(pushed, store, manifest, smaller, blobs_of):
-    """The old one's executables are gone, too."""
-    gone = [name for name in blobs_of(manifest) if name not in blobs_of(smaller)]
+def test_bundle_replaced_during_a_fetch_comes_whole(pushed, store, manifest, smaller_bundle, blobs_of):
+    """The executables of the old bundle are removed."""
+    gone = [name for name in blobs_of(manifest) if name not in blobs_of(smaller_bundle)]
 
     def replace():
-        republish(store, smaller, pushed)
+        republish(store, smaller_bundle, pushed)
         for name in gone:
             pushed.remove(name)
 
     pushed.server.fail("GET", "manifest.sig.json", afterwards(replace))
-    check(fetch_bundle(pushed.url), smaller)
+    assert_whole_copy(fetch_bundle(pushed.url), smaller_bundle)
 
 
-def test_both_bundles_of_a_url_stay_whole(pushed, store, manifest, blobs_of):
-    """Whoever opened the old one may go on with it; what they share is not downloaded twice."""
+def test_copies_of_both_bundles_of_a_url_stay_whole(pushed, store, manifest, blobs_of):
+    """A process may go on reading the old copy. Shared files are not downloaded twice."""
     old = fetch_bundle(pushed.url)
     other = structs.replace(manifest, target=structs.replace(manifest.target, reference="elsewhere"))
     republish(store, other, pushed)
     pushed.server.forget()
-    check(fetch_bundle(pushed.url), other)
-    check(old, manifest)
+    assert_whole_copy(fetch_bundle(pushed.url), other)
+    assert_whole_copy(old, manifest)
     assert pushed.asked("GET") == ["manifest.json", "manifest.sig.json"]
 
 
-def test_a_store_that_cannot_be_reached_names_the_copy(pushed):
+def test_unreachable_store_error_names_the_last_copy(pushed):
     copy = fetch_bundle(pushed.url)
     pushed.server.fail("GET", "manifest.json", *[silence(pushed.server)] * 20)
     with pytest.raises(StoreFailed, match=f"no answer in time.*can be used instead: --bundle {copy}$"):
         fetch_bundle(pushed.url, retry=RetryPolicy(attempts=1, seconds=0.3))
 
 
-def test_a_cache_that_cannot_be_written_is_named(pushed, cache):
+def test_unwritable_cache_is_named(pushed, cache):
     cache.write_text("a file")
-    with pytest.raises(BadInput, match=r"cannot write to .*user cache.*: Not a directory\. XDG_CACHE_HOME says"):
+    with pytest.raises(BadInput, match=r"cannot write to .*user cache.*: Not a directory\. XDG_CACHE_HOME sets"):
         fetch_bundle(pushed.url)
 
 
-def test_a_full_disk_leaves_nothing_half(pushed, cache):
+def test_full_disk_leaves_no_partial_files(pushed, cache):
     command = [sys.executable, "-c", FETCH_TO_A_FULL_DISK, pushed.url]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, assert_whole_copy=True)
     assert "cannot write to" in done.stdout and "File too large" in done.stdout
     files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
     assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)
 
 
-def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
-    """The first one is held up until the second one says that it waits."""
+def test_second_download_waits_for_the_first(pushed, manifest, blobs_of):
+    """The first download is held up until the second one logs that it waits."""
     listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.fetch")
     logger.addHandler(listener)
     pushed.server.fail("GET", "executables/", afterwards(listener.heard.wait))
@@ -350,7 +350,7 @@ def test_a_second_download_waits_for_the_first(pushed, manifest, blobs_of):
 
 @pytest.fixture
 def signed(pushed, store, make_key):
-    """The same with a signature, and the public key."""
+    """A bucket that holds a signed bundle, and the public key."""
     private, public = make_key("mine")
     sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     push_bundle(store.bundle, pushed.url)
@@ -363,13 +363,13 @@ def test_two_processes_fetch_a_signed_bundle_once(signed, manifest, blobs_of):
     command = [sys.executable, "-c", FETCH, bucket.url, str(public)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     (copy,) = {process.communicate()[0].strip() for process in processes}
-    check(Path(copy), manifest)
+    assert_whole_copy(Path(copy), manifest)
     read_manifest(Path(copy), public)
     assert sorted(name for name in bucket.asked("GET") if "/" in name) == blobs_of(manifest)
 
 
-def test_whoever_waits_for_the_lock_has_not_written_anything(signed, cache):
-    """Its holder removes what is not finished."""
+def test_process_waiting_for_the_lock_writes_nothing(signed, cache):
+    """The holder of the lock removes temporary files."""
     bucket, public = signed
     copy = fetch_bundle(bucket.url, public)
     shutil.rmtree(copy)
@@ -386,7 +386,7 @@ def test_whoever_waits_for_the_lock_has_not_written_anything(signed, cache):
     assert [path.name for path in found] == [".lock"]
 
 
-def test_a_signature_that_is_not_right_does_not_replace_one_that_is(signed, make_key):
+def test_invalid_signature_does_not_replace_a_valid_one(signed, make_key):
     bucket, public = signed
     copy = fetch_bundle(bucket.url, public)
     bucket.put("manifest.sig.json", b"{}")
@@ -395,7 +395,7 @@ def test_a_signature_that_is_not_right_does_not_replace_one_that_is(signed, make
     read_manifest(copy, public)
 
 
-def test_what_has_to_be_signed_is_fetched_with_its_signature(pushed, store, manifest, make_key):
+def test_signed_bundle_is_fetched_with_its_signature(pushed, store, manifest, make_key):
     private, public = make_key("mine")
     fetch_bundle(pushed.url)
     with pytest.raises(CorruptBundle, match="not signed"):
@@ -408,14 +408,14 @@ def test_what_has_to_be_signed_is_fetched_with_its_signature(pushed, store, mani
         fetch_bundle(pushed.url, make_key("other")[1])
 
 
-def test_what_is_not_signed_is_not_even_parsed(pushed, make_key):
+def test_unsigned_manifest_is_not_parsed(pushed, make_key):
     pushed.put("manifest.json", b"{")
     with pytest.raises(CorruptBundle, match="not signed"):
         fetch_bundle(pushed.url, make_key("mine")[1])
 
 
-def test_a_signature_that_arrives_late_is_waited_for(pushed, store, make_key):
-    """The signatures of the bundle before are read, and then those that belong to the manifest."""
+def test_signature_of_an_older_manifest_is_read_again(pushed, store, make_key):
+    """The first read finds the signatures of the old manifest, the second those of the new one."""
     private, public = make_key("mine")
     sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     envelope = (store.bundle / "manifest.sig.json").read_bytes()
@@ -423,19 +423,19 @@ def test_a_signature_that_arrives_late_is_waited_for(pushed, store, make_key):
     read_manifest(fetch_bundle(pushed.url, public), public)
 
 
-def test_a_push_takes_signatures_of_another_manifest_away(pushed, store):
+def test_push_removes_signatures_of_another_manifest(pushed, store):
     pushed.put("manifest.sig.json", b"of another manifest")
     push_bundle(store.bundle, pushed.url)
     assert "manifest.sig.json" not in pushed.names()
 
 
-def test_progress_is_told_in_bytes(pushed, manifest):
-    told = []
-    fetch_bundle(pushed.url, on_progress=lambda done, total: told.append((done, total)))
+def test_progress_is_reported_in_bytes(pushed, manifest):
+    reported = []
+    fetch_bundle(pushed.url, on_progress=lambda done, total: reported.append((done, total)))
     total = sum(entry.bytes + entry.program.bytes for entry in manifest.entries)
-    assert told[-1] == (total, total)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert reported[-1] == (total, total)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
 
 
-def test_a_copy_may_be_moved(pushed, manifest, tmp_path):
-    check(shutil.move(fetch_bundle(pushed.url), tmp_path / "elsewhere"), manifest)
+def test_copy_may_be_moved(pushed, manifest, tmp_path):
+    assert_whole_copy(shutil.move(fetch_bundle(pushed.url), tmp_path / "elsewhere"), manifest)

@@ -1,4 +1,4 @@
-"""What is removed, and above all what is not."""
+"""Garbage collection: which files are removed, and which are kept."""
 
 import os
 import time
@@ -16,18 +16,18 @@ HOUR = 3600.0
 
 @pytest.fixture
 def bundle(store, manifest):
-    """Built for more than its manifest refers to now: the last two executables are left over."""
+    """A bundle whose manifest no longer has its last two executables."""
     store.publish(structs.replace(manifest, entries=manifest.entries[:-2]))
     return store.bundle
 
 
 def find(bundle, now=None) -> dict[str, float]:
-    """Paths in the bundle and their ages."""
+    """Returns the garbage of a bundle: relative paths and ages."""
     found = find_garbage(bundle, read_manifest(bundle), time.time() if now is None else now)
     return {str(one.path.relative_to(bundle)): one.age for one in found}
 
 
-def test_what_the_manifest_does_not_refer_to_is_garbage_records_first(bundle, manifest):
+def test_unreferenced_files_are_garbage_records_first(bundle, manifest):
     left = manifest.entries[-2:]
     assert list(find(bundle)) == [
         *sorted(f"entries/{entry.key}.json" for entry in left),
@@ -36,7 +36,7 @@ def test_what_the_manifest_does_not_refer_to_is_garbage_records_first(bundle, ma
     ]
 
 
-def test_what_is_left_is_a_whole_bundle(bundle, texts):
+def test_bundle_is_whole_after_garbage_collection(bundle, texts):
     manifest = read_manifest(bundle)
     remove_garbage(find_garbage(bundle, manifest, time.time()))
     assert find(bundle) == {} and find_file_flaws(bundle, manifest) == []
@@ -44,13 +44,13 @@ def test_what_is_left_is_a_whole_bundle(bundle, texts):
         assert Store(bundle).find(entry.key, entry.signature, text) == entry
 
 
-def test_blobs_that_another_entry_shares_stay(bundle, manifest):
+def test_shared_blobs_are_not_garbage(bundle, manifest):
     shared = structs.replace(manifest.entries[-1], program=manifest.entries[0].program)
     Store(bundle).write_record(shared)
     assert f"programs/{manifest.entries[0].program.sha256}" not in find(bundle)
 
 
-def test_what_was_set_aside_or_never_finished_is_garbage(bundle, manifest):
+def test_quarantined_and_temporary_files_are_garbage(bundle, manifest):
     folder = bundle / "executables" / manifest.entries[0].sha256
     folder.unlink()
     folder.mkdir()
@@ -65,7 +65,7 @@ def test_what_was_set_aside_or_never_finished_is_garbage(bundle, manifest):
     assert not (bundle / ".x.unfinished").exists() and not (bundle / "programs/.x.unfinished").exists()
 
 
-def test_what_is_not_ours_is_never_garbage(bundle, tmp_path):
+def test_foreign_files_are_not_garbage(bundle, tmp_path):
     before = list(find(bundle))
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -79,13 +79,13 @@ def test_what_is_not_ours_is_never_garbage(bundle, tmp_path):
     assert list(find(bundle)) == before
 
 
-def test_a_folder_that_is_a_link_is_left_alone(bundle, tmp_path):
+def test_linked_directory_is_not_searched(bundle, tmp_path):
     (bundle / "executables").rename(tmp_path / "elsewhere")
     (bundle / "executables").symlink_to(tmp_path / "elsewhere")
     assert not any(name.startswith("executables") for name in find(bundle))
 
 
-def test_a_link_is_removed_and_what_it_leads_to_is_not(bundle, tmp_path):
+def test_link_is_removed_without_its_target(bundle, tmp_path):
     (tmp_path / "precious").write_text("data")
     (bundle / "executables" / ("1" * 64)).symlink_to(tmp_path / "precious")
     remove_garbage(find_garbage(bundle, read_manifest(bundle), time.time()))
@@ -93,22 +93,22 @@ def test_a_link_is_removed_and_what_it_leads_to_is_not(bundle, tmp_path):
     assert (tmp_path / "precious").read_text() == "data"
 
 
-def test_what_was_copied_with_its_old_times_is_new(bundle):
+def test_copy_with_an_old_modification_time_counts_as_new(bundle):
     unfinished = bundle / ".x.unfinished"
     unfinished.touch()
     os.utime(unfinished, (0, 0))
     assert find(bundle, now=unfinished.stat().st_ctime + HOUR)[unfinished.name] == HOUR
 
 
-def test_old_blobs_are_as_young_as_the_manifest_that_dropped_them(bundle):
+def test_blob_is_no_older_than_the_manifest_that_dropped_it(bundle):
     for path in (bundle / "executables").iterdir():
         os.utime(path, (0, 0))
     published = (bundle / "manifest.json").stat().st_ctime
-    # Setting a file's time changes the file, a moment after the manifest was written.
+    # Setting a file's time is a change itself, a moment after the manifest was written.
     assert all(HOUR / 2 < age <= HOUR + 1e-3 for age in find(bundle, now=published + HOUR).values())
 
 
-def test_what_seems_to_come_from_the_future_is_young(bundle, manifest):
+def test_change_in_the_future_gives_a_negative_age(bundle, manifest):
     blob = f"executables/{manifest.entries[-1].sha256}"
     now = time.time()
     os.utime(bundle / blob, (now + 100 * HOUR, now + 100 * HOUR))

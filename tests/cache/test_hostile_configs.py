@@ -1,4 +1,4 @@
-"""Configs damaged at random: facts or a refusal in words come out, and nothing else."""
+"""Randomly damaged configs: the readers return facts or raise BadCheckpoint, nothing else."""
 
 import collections
 import copy
@@ -60,7 +60,7 @@ KEYS = [
 
 
 def containers(value):
-    """Every object and every list that is not empty, outermost first."""
+    """Yields every non-empty object and list, outermost first."""
     if isinstance(value, dict | list) and value:
         yield value
         for inner in value.values() if isinstance(value, dict) else value:
@@ -68,7 +68,7 @@ def containers(value):
 
 
 def damage(dice, config):
-    """One key or item deleted, replaced, copied elsewhere, swapped or added."""
+    """Deletes, replaces, copies, swaps or adds one key or item."""
     places = list(containers(config))
     place = dice.choice(places)
     key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
@@ -97,7 +97,7 @@ def damaged(seed, config):
 
 
 def check_facts(facts):
-    """They survive the manifest, and their frequencies are angles that a float32 holds."""
+    """Checks that facts survive encoding, and that their frequencies are angles within float32."""
     assert msgspec.json.decode(msgspec.json.encode(facts), type=type(facts)) == facts
     rope = facts.decoder.rope
     frequencies = np.array([*rope.inverse_frequencies(), rope.attention_factor], np.float32)
@@ -134,7 +134,7 @@ PAIRS = {
 
 @pytest.fixture
 def reader(read_published_target):
-    """The name of a config → what reads it, as a target or as the draft of its target."""
+    """Returns the reader of a config by its name: as a target, or as the draft of its target."""
 
     def choose(name):
         if (target := PAIRS[name]) is None:
@@ -152,7 +152,7 @@ def reader(read_published_target):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_damaged_config_is_read_or_refused_in_words(published, reader, name):
+def test_damaged_config_is_read_or_refused(published, reader, name):
     config, read = published(name), reader(name)
     assert outcome(read, config) == "read"
     counts = collections.Counter(outcome(read, damaged(seed, config)) for seed in range(500))
@@ -160,8 +160,8 @@ def test_a_damaged_config_is_read_or_refused_in_words(published, reader, name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_any_value_under_any_key_is_read_or_refused_in_words(published, reader, name):
-    """Every key at the top and in sections, times every value."""
+def test_any_value_under_any_key_is_read_or_refused(published, reader, name):
+    """Tries every value under every key at the top and in sections."""
     read = reader(name)
     for index, place in enumerate(containers(published(name))):
         for key in place if isinstance(place, dict) else range(len(place)):
@@ -173,8 +173,8 @@ def test_any_value_under_any_key_is_read_or_refused_in_words(published, reader, 
 
 @pytest.mark.parametrize("opening", ["[", '{"x": '])
 @pytest.mark.parametrize("key", ["architectures", "dflash_config", "hidden_size", "layer_types", "rope_scaling"])
-def test_values_nested_deeper_than_the_stack_are_read_or_refused_in_words(write_config, published, key, opening):
-    """Also at the depth where decoding them just succeeds, and printing them would not."""
+def test_deeply_nested_value_is_read_or_refused(write_config, published, key, opening):
+    """Includes the depth at which decoding succeeds but repr would fail."""
     target = read_target(ConfigFile(FILE, published("Qwen3-4B")))
     config = json.dumps({**published("Qwen3-4B-DFlash-b16"), key: "HERE"})
     for depth in (3, *range(700, 1000, 3), 100_000):

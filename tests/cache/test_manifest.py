@@ -1,4 +1,4 @@
-"""The manifest: read back as written, refused when a byte of it lies."""
+"""Manifests: encoding, refusals of damaged and invalid ones, and build commands."""
 
 import json
 import shlex
@@ -21,14 +21,14 @@ from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle, MissingBu
 
 @pytest.fixture
 def bundle(tmp_path, manifest):
-    """A directory with nothing but a manifest."""
+    """A directory that holds only a manifest."""
     (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
     return tmp_path
 
 
 @pytest.fixture
-def edited(bundle):
-    """A function that changes the manifest's JSON in place, without sealing it again."""
+def edit_manifest(bundle):
+    """Returns a function that changes the manifest's JSON without updating its digest."""
     path = bundle / "manifest.json"
 
     def edit(change):
@@ -40,26 +40,26 @@ def edited(bundle):
     return edit
 
 
-def test_a_manifest_is_read_back_as_written(bundle, manifest):
+def test_manifest_is_read_back_as_written(bundle, manifest):
     found = read_manifest(bundle)
     assert structs.replace(found, digest="") == manifest
     assert encode_manifest(found) == encode_manifest(manifest)
 
 
-def test_a_person_can_read_it(bundle):
+def test_manifest_is_indented_json(bundle):
     lines = (bundle / "manifest.json").read_text().splitlines()
     assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
 
 
-def test_every_array_is_known_by_its_name(manifest):
+def test_arrays_by_name_has_state_and_weights(manifest):
     known = manifest.arrays_by_name()
     assert known["lengths"].shape == (1,)
     assert known["draft.fc.weight"].bytes == 2560 * 12800 * 2
     assert len(known) == len(manifest.state) + len(manifest.weights)
 
 
-def test_a_missing_bundle_is_refused_with_the_command_that_builds_it(tmp_path):
+def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
     path = tmp_path / "my bundle"
     with pytest.raises(MissingBundle) as missing:
         read_manifest(path)
@@ -68,20 +68,20 @@ def test_a_missing_bundle_is_refused_with_the_command_that_builds_it(tmp_path):
     assert missing.value.exit_code == 2
 
 
-def test_a_file_in_the_place_of_a_bundle_is_no_bundle(tmp_path):
+def test_file_instead_of_a_bundle_directory_is_refused(tmp_path):
     (tmp_path / "bundle").write_text("")
     with pytest.raises(MissingBundle):
         read_manifest(tmp_path / "bundle")
 
 
-def test_a_directory_in_the_place_of_a_manifest_is_refused(tmp_path):
+def test_directory_instead_of_a_manifest_is_refused(tmp_path):
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(CorruptBundle, match=r"manifest\.json: a directory, where .*Build it again: dflash-precompile"):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("size", [1 << 53, (1 << 63) - 1, 1 << 63, -1])
-def test_a_size_that_no_file_has_is_refused(bundle, manifest, size):
+def test_impossible_size_is_refused(bundle, manifest, size):
     entry = structs.replace(manifest.entries[0], serialized_bytes=size)
     (bundle / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=(entry,))))
     with pytest.raises(CorruptBundle, match=r"Expected `int` .*serialized_bytes|Integer value out of range"):
@@ -89,14 +89,14 @@ def test_a_size_that_no_file_has_is_refused(bundle, manifest, size):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 500, -2])
-def test_a_truncated_manifest_is_refused(bundle, kept):
+def test_truncated_manifest_is_refused(bundle, kept):
     path = bundle / "manifest.json"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(CorruptBundle, match=r"manifest\.json: .*Build it again: dflash-precompile --bundle"):
         read_manifest(bundle)
 
 
-def test_bytes_that_are_no_text_are_refused(bundle):
+def test_manifest_that_is_not_utf8_is_refused(bundle):
     path = bundle / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"x86_64", b"x86_6\xff"))
     with pytest.raises(CorruptBundle):
@@ -107,7 +107,7 @@ def set_version(content):
     content["environment"]["jaxlib"] = "0.10.3"
 
 
-def set_tap(content):
+def set_target_layer_id(content):
     content["draft"]["facts"]["taps"][0] = 2
 
 
@@ -127,14 +127,14 @@ def drop_digest(content):
     del content["digest"]
 
 
-@pytest.mark.parametrize("change", [set_version, set_tap, set_hash, drop_entry, swap_entries, drop_digest])
-def test_a_change_that_was_not_sealed_is_refused_with_both_digests(edited, manifest, change):
+@pytest.mark.parametrize("change", [set_version, set_target_layer_id, set_hash, drop_entry, swap_entries, drop_digest])
+def test_changed_manifest_is_refused_with_both_digests(edit_manifest, manifest, change):
     with pytest.raises(CorruptBundle, match="digest is [0-9a-f]{64}, its content has|digest is missing") as refused:
-        read_manifest(edited(change))
+        read_manifest(edit_manifest(change))
     assert refused.value.exit_code == 3
 
 
-def test_another_schema_is_refused_before_anything_else_is_read(tmp_path):
+def test_other_schema_is_refused_first(tmp_path):
     (tmp_path / "manifest.json").write_text('{"schema": 1, "all": "else differs"}')
     with pytest.raises(CorruptBundle, match=f"schema is 1, this version reads {SCHEMA}. Build it again"):
         read_manifest(tmp_path)
@@ -152,7 +152,7 @@ def remove_field(content):
     del content["grid"]["prefill"]
 
 
-def escape_the_store(content):
+def name_a_path_outside(content):
     content["entries"][0]["sha256"] = "../../../etc/passwd"
 
 
@@ -174,18 +174,18 @@ def unknown_program(content):
         (add_field, "unknown field `comment`"),
         (add_nested_field, r"unknown field `width` - at `\$.grid`"),
         (remove_field, r"missing required field `prefill` - at `\$.grid`"),
-        (escape_the_store, r"matching regex .* - at `\$.entries\[0\].sha256`"),
+        (name_a_path_outside, r"matching regex .* - at `\$.entries\[0\].sha256`"),
         (negative_size, r">= 0 - at `\$.entries\[0\].bytes`"),
         (unknown_sampling, r"Invalid enum value 'beam' - at `\$.sampling\[0\]`"),
         (unknown_program, r"Invalid enum value 'format_disk'"),
     ],
 )
-def test_what_a_manifest_cannot_say_is_refused_with_its_place(edited, change, words):
+def test_invalid_field_is_refused_with_its_place(edit_manifest, change, words):
     with pytest.raises(CorruptBundle, match=words):
-        read_manifest(edited(change))
+        read_manifest(edit_manifest(change))
 
 
-def test_a_sealed_manifest_cannot_name_files_outside_its_store(tmp_path, manifest):
+def test_manifest_with_a_valid_digest_cannot_name_files_outside_the_bundle(tmp_path, manifest):
     first, *rest = manifest.entries
     outside = structs.replace(first, sha256="../../secret")
     sealed = encode_manifest(structs.replace(manifest, entries=(outside, *rest)))
@@ -194,7 +194,7 @@ def test_a_sealed_manifest_cannot_name_files_outside_its_store(tmp_path, manifes
         read_manifest(tmp_path)
 
 
-def test_the_rebuild_command_can_be_pasted(manifest):
+def test_build_command_is_quoted_for_the_shell(manifest):
     named = structs.replace(
         manifest,
         target=TargetModel("/models/my target", manifest.target.facts),
@@ -222,27 +222,27 @@ def test_the_rebuild_command_can_be_pasted(manifest):
         ({"platform": "tpu", "topology": "v5e:1x1"}, "--platform tpu --topology v5e:1x1"),
     ],
 )
-def test_the_rebuild_command_asks_for_the_same_devices(manifest, devices, flags):
+def test_build_command_selects_the_same_devices(manifest, devices, flags):
     moved = structs.replace(manifest, environment=structs.replace(manifest.environment, **devices))
     assert moved.build_command(Path("b")).endswith(f" {flags}")
 
 
-def test_the_rebuild_command_asks_for_the_same_kinds_of_verification(manifest):
+def test_build_command_selects_the_same_sampling_modes(manifest):
     both = structs.replace(manifest, sampling=("greedy", "sample"))
     assert " --sampling greedy,sample " in both.build_command(Path("b"))
 
 
-def test_the_embedded_pair_needs_no_names(manifest):
+def test_build_command_of_the_embedded_pair_names_no_checkpoints(manifest):
     embedded = structs.replace(manifest, target=TargetModel("embedded", manifest.target.facts))
     assert "--target" not in embedded.build_command(Path("b"))
-    assert generic_build_command(Path("b")).startswith("dflash-precompile --bundle b (and --target")
+    assert generic_build_command(Path("b")).startswith("dflash-precompile --bundle b (with --target")
 
 
-def test_an_incompatible_bundle_is_not_a_corrupt_one():
+def test_incompatible_bundle_is_not_a_corrupt_bundle():
     assert IncompatibleBundle.exit_code == 4
     assert not issubclass(IncompatibleBundle, CorruptBundle)
 
 
-def test_the_facts_survive_json_exactly(manifest):
+def test_facts_survive_json_exactly(manifest):
     facts = msgspec.json.decode(msgspec.json.encode(manifest.target.facts), type=type(manifest.target.facts))
     assert facts.decoder.rope.inverse_frequencies() == manifest.target.facts.decoder.rope.inverse_frequencies()

@@ -1,4 +1,4 @@
-"""A manifest whose grid cannot be is refused before anything is made of it."""
+"""Manifest checks: invalid grids are refused before any bucket is created."""
 
 import tracemalloc
 from pathlib import Path
@@ -14,36 +14,36 @@ def check(manifest, **axes: tuple[int, ...]) -> None:
     check_consistent(Path("b"), structs.replace(manifest, grid=structs.replace(manifest.grid, **axes)))
 
 
-def test_what_was_built_is_consistent(manifest):
+def test_built_manifest_is_consistent(manifest):
     check(manifest)
 
 
 @pytest.mark.parametrize(
     ("axes", "count"),
     [
-        ({"batch": 60, "length": 60, "k": 60}, 60**3 + 45),  # chunks of 16 tokens: with lengths of 16 and more
+        ({"batch": 60, "length": 60, "k": 60}, 60**3 + 45),  # 45 chunks: 16 tokens, with lengths of 16 to 60
         ({"length": 600, "prefill": 600}, 600 * 2 + 600 * 601 // 2),
     ],
 )
-def test_a_grid_with_more_buckets_than_entries_is_never_listed(manifest, axes, count):
+def test_grid_with_more_buckets_than_entries_is_refused_without_listing_buckets(manifest, axes, count):
     numbers = {axis: tuple(range(1, size + 1)) for axis, size in axes.items()}
     tracemalloc.start()
     with pytest.raises(CorruptBundle) as refused:
         check(manifest, **numbers)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
-    promised = f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
-    assert str(refused.value).startswith(f"b/manifest.json: {promised}. Build it again: dflash-precompile --bundle b (")
+    words = f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
+    assert str(refused.value).startswith(f"b/manifest.json: {words}. Build it again: dflash-precompile --bundle b (")
 
 
 @pytest.mark.parametrize("axis", ["batch", "length", "k", "prefill"])
 @pytest.mark.parametrize("sizes", [(), (32, 16), (16, 16)])
-def test_a_grid_whose_axes_do_not_ascend_is_refused(manifest, axis, sizes):
+def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
     with pytest.raises(CorruptBundle, match=f"grid: {axis} is empty or not ascending"):
         check(manifest, **{axis: sizes})
 
 
-def test_rounds_that_cannot_be_or_were_not_built_are_refused(manifest):
+def test_invalid_or_missing_rounds_are_refused(manifest):
     with pytest.raises(CorruptBundle, match="grid: rounds is 0"):
         check(manifest, rounds=0)
     with pytest.raises(CorruptBundle, match="no entry for rounds batch=1"):

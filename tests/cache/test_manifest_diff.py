@@ -1,4 +1,4 @@
-"""Why a bundle is not another one, said in fields that can be checked by eye."""
+"""Differences of manifests, in small examples."""
 
 import pytest
 from msgspec import structs
@@ -16,7 +16,7 @@ KEY, SHA = "0" * 64, "1" * 64
 
 
 def with_entry(manifest, **changes):
-    """The first entry changed."""
+    """Returns a manifest with its first entry changed."""
     return structs.replace(manifest, entries=(structs.replace(manifest.entries[0], **changes), *manifest.entries[1:]))
 
 
@@ -25,11 +25,11 @@ def label(manifest):
     return manifest.entries[0].signature.label
 
 
-def test_a_manifest_is_like_itself(manifest):
+def test_manifest_has_no_differences_from_itself(manifest):
     assert compare_manifests(manifest, manifest).equal
 
 
-def test_how_long_it_took_and_what_it_says_of_itself_makes_no_difference(manifest):
+def test_compile_time_and_digest_are_not_compared(manifest):
     assert compare_manifests(manifest, structs.replace(with_entry(manifest, seconds=7.0), digest=SHA)).equal
 
 
@@ -64,12 +64,12 @@ def test_how_long_it_took_and_what_it_says_of_itself_makes_no_difference(manifes
         ),
     ],
 )
-def test_one_field_that_differs_is_the_one_that_is_told(manifest, change, expected):
+def test_single_differing_field_is_reported(manifest, change, expected):
     found = compare_manifests(manifest, change(manifest))
     assert (found.changes, found.executables) == ((expected,), ())
 
 
-def test_what_only_one_of_them_has_is_told_so(manifest):
+def test_executable_or_array_in_one_manifest_only_is_reported(manifest):
     fewer = structs.replace(manifest, state=manifest.state[:-1], entries=manifest.entries[1:])
     label = manifest.entries[0].signature.label
     for pair, what in (((manifest, fewer), "only in a"), ((fewer, manifest), "only in b")):
@@ -79,12 +79,12 @@ def test_what_only_one_of_them_has_is_told_so(manifest):
         assert change.field == f"state.{manifest.state[-1].name}" and "absent" in (change.a, change.b)
 
 
-def test_other_bytes_under_the_same_key_are_told_so(manifest, label):
+def test_other_bytes_under_the_same_key_are_reported(manifest, label):
     found = compare_manifests(manifest, with_entry(manifest, sha256=SHA))
     assert (found.changes, found.executables) == ((), (ExecutableChange(label, "other bytes"),))
 
 
-def test_a_key_that_differs_is_explained_by_its_parts(manifest, label):
+def test_differing_key_is_explained_by_its_parts(manifest, label):
     entry = manifest.entries[0]
     signature = structs.replace(entry.signature, donated=())
     program = structs.replace(entry.program, sha256=SHA)
@@ -94,7 +94,7 @@ def test_a_key_that_differs_is_explained_by_its_parts(manifest, label):
     assert found.changes == (FieldChange("donated", list(entry.signature.donated), []),)
 
 
-def test_an_environment_that_differs_is_part_of_every_key_that_does(manifest):
+def test_differing_environment_explains_a_differing_key(manifest):
     elsewhere = structs.replace(
         with_entry(manifest, key=KEY), environment=structs.replace(manifest.environment, jaxlib="0.10.3")
     )
@@ -102,7 +102,7 @@ def test_an_environment_that_differs_is_part_of_every_key_that_does(manifest):
     assert found.parts == ("environment",)
 
 
-def test_a_key_that_differs_for_no_reason_in_the_manifest_says_where_to_look(manifest):
+def test_unexplained_key_points_to_the_compiler_options(manifest):
     (found,) = compare_manifests(manifest, with_entry(manifest, key=KEY)).executables
     assert found.parts == (COMPILER_OPTIONS_DIFFER,)
 
@@ -118,5 +118,5 @@ def test_a_key_that_differs_for_no_reason_in_the_manifest_says_where_to_look(man
         ([], [], []),
     ],
 )
-def test_values_are_compared_down_to_what_differs(a, b, changes):
+def test_compare_values_yields_the_innermost_differences(a, b, changes):
     assert list(compare_values("f", a, b)) == changes

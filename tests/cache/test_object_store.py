@@ -1,4 +1,4 @@
-"""Objects in a directory and behind URLs: whole, refused in words, tried again where that may help, never for ever."""
+"""Object stores in directories and behind URLs: whole objects, limits, errors, retries."""
 
 import errno
 import os
@@ -21,13 +21,13 @@ HASTY = RetryPolicy(attempts=3, seconds=20, pause=0)
 
 @pytest.fixture
 def objects(bucket):
-    """A bucket's, behind the proxy."""
+    """The object store of a bucket."""
     return open_object_store(bucket.url, HASTY)
 
 
 @pytest.fixture(params=["directory", "file", "memory", "s3", "unknown"])
 def place(request, tmp_path, bucket):
-    """Each kind of place, with a name that is no plain word where that is allowed."""
+    """An object store of each kind, with special characters in its location where that is allowed."""
     name = "a place, für alle"
     match request.param:
         case "directory":
@@ -42,7 +42,7 @@ def place(request, tmp_path, bucket):
             return FsspecStore(fsspec.filesystem("file"), f"{tmp_path}/{name}", name, HASTY)
 
 
-def test_what_was_written_is_read_back(place):
+def test_written_object_is_read_back(place):
     assert place.read("folder/name", 5) is None
     assert place.size("folder/name") is None
     place.write("folder/name", b"12345")
@@ -57,13 +57,13 @@ def test_what_was_written_is_read_back(place):
     place.remove("folder/name")
 
 
-def test_no_more_is_read_than_was_asked_for(place):
+def test_object_beyond_the_limit_is_refused(place):
     place.write("name", bytes(1000))
-    with pytest.raises(CorruptBundle, match=r"name: .*(more than 999 bytes|at most 999)"):
+    with pytest.raises(CorruptBundle, match=r"name: .*(more than the limit of 999 bytes|at most 999)"):
         place.read("name", 999)
 
 
-def test_no_more_is_transferred_than_was_asked_for(bucket, objects):
+def test_transfer_is_limited(bucket, objects):
     bucket.put("name", bytes(1000))
     sent = []
 
@@ -79,7 +79,7 @@ def test_no_more_is_transferred_than_was_asked_for(bucket, objects):
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "unknown"])
-def test_a_reader_never_sees_a_part_and_nothing_else_is_left(tmp_path, kind):
+def test_reader_sees_whole_objects_and_no_temporaries_remain(tmp_path, kind):
     roots = {"directory": DirectoryStore(tmp_path), "file": open_object_store(f"file://{tmp_path}")}
     objects = roots.get(kind) or FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
     objects.write("name", b"first")
@@ -89,7 +89,7 @@ def test_a_reader_never_sees_a_part_and_nothing_else_is_left(tmp_path, kind):
     assert os.listdir(tmp_path) == ["name"]
 
 
-def test_what_could_not_be_written_leaves_nothing(tmp_path):
+def test_failed_write_leaves_no_temporaries(tmp_path):
     (tmp_path / "name").mkdir()
     for objects in (DirectoryStore(tmp_path), FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)):
         (tmp_path / "name" / "inside").write_bytes(b"")
@@ -98,7 +98,7 @@ def test_what_could_not_be_written_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["name", "inside"]
 
 
-def test_a_bucket_gets_whole_objects_and_is_asked_once(bucket, objects):
+def test_bucket_write_is_one_request(bucket, objects):
     objects.write("name", b"12345")
     assert objects.read("name", 5) == b"12345"
     assert (bucket.asked("PUT"), bucket.asked("GET"), bucket.asked("HEAD")) == (["name"], ["name"], [])
@@ -106,27 +106,27 @@ def test_a_bucket_gets_whole_objects_and_is_asked_once(bucket, objects):
 
 
 @pytest.mark.parametrize("fault", [refuse(500, "InternalError"), refuse(503, "SlowDown"), cut])
-def test_what_fails_for_a_moment_is_tried_again(bucket, objects, fault):
+def test_transient_read_failure_is_retried(bucket, objects, fault):
     bucket.put("name", bytes(1000))
     bucket.server.fail("GET", "name", fault)
     assert objects.read("name", 1000) == bytes(1000)
     assert len(bucket.asked("GET")) == 2
 
 
-def test_a_write_that_fails_for_a_moment_is_tried_again(bucket, objects):
+def test_transient_write_failure_is_retried(bucket, objects):
     bucket.server.fail("PUT", "name", refuse(500, "InternalError"))
     objects.write("name", b"12345")
     assert bucket.get("name") == b"12345"
 
 
-def test_what_fails_for_good_ends_after_some_attempts(bucket, objects):
+def test_permanent_failure_ends_after_all_attempts(bucket, objects):
     bucket.server.fail("GET", "name", *[refuse(500, "InternalError")] * 10)
     with pytest.raises(StoreFailed, match=rf"{bucket.url}/name: told to say InternalError \(3 attempts\)"):
         objects.read("name", 1000)
     assert len(bucket.asked("GET")) == 3
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(bucket):
+def test_silent_server_times_out(bucket):
     bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
     objects = open_object_store(bucket.url, RetryPolicy(attempts=2, seconds=0.2, pause=0))
     with pytest.raises(StoreFailed, match="name: no answer in time"):
@@ -134,7 +134,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(bucket):
 
 
 @pytest.mark.parametrize("fault", [refuse(403, "AccessDenied"), refuse(403, "InvalidAccessKeyId")])
-def test_what_is_not_allowed_is_asked_once(bucket, objects, fault):
+def test_refused_request_is_not_retried(bucket, objects, fault):
     bucket.server.fail("GET", "name", fault)
     with pytest.raises(StoreRefused, match=f"{bucket.url}/name: not allowed: told to say"):
         objects.read("name", 10)
@@ -144,12 +144,12 @@ def test_what_is_not_allowed_is_asked_once(bucket, objects, fault):
     assert len(bucket.asked("GET")) == len(bucket.asked("PUT")) == 1
 
 
-def test_a_bucket_that_is_not_there_cannot_be_written(bucket):
+def test_write_to_a_missing_bucket_raises(bucket):
     with pytest.raises(StoreFailed, match="s3://nobodys/name: The specified bucket does not exist"):
         open_object_store("s3://nobodys", HASTY).write("name", b"")
 
 
-def test_a_directory_that_may_not_be_written_refuses(monkeypatch, tmp_path):
+def test_write_to_a_directory_without_permission_raises(monkeypatch, tmp_path):
     def refuse_to(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -158,8 +158,8 @@ def test_a_directory_that_may_not_be_written_refuses(monkeypatch, tmp_path):
         DirectoryStore(tmp_path).write("name", b"")
 
 
-def test_an_answer_that_was_changed_on_its_way_is_read_as_it_is(bucket, objects):
-    """Whether it is right is told by its digest, which is not known here."""
+def test_changed_response_is_returned_unchecked(bucket, objects):
+    """The caller checks the digest, which the store does not know."""
     bucket.put("name", b"12345")
     bucket.server.fail("GET", "name", change(lambda body: body[::-1]))
     assert objects.read("name", 5) == b"54321"
@@ -174,13 +174,13 @@ def test_an_answer_that_was_changed_on_its_way_is_read_as_it_is(bucket, objects)
         ("sftp://me:secret@host/place", "^sftp://host/place: the package"),
     ],
 )
-def test_a_url_that_leads_nowhere_is_refused(url, words):
+def test_unknown_or_unreachable_url_is_refused(url, words):
     with pytest.raises(StoreFailed, match=words):
         open_object_store(url)
 
 
-def test_a_place_that_can_only_be_read_refuses(tmp_path):
-    """A web server for files."""
+def test_write_to_a_web_server_is_refused(tmp_path):
+    """A web server that serves files."""
     (tmp_path / "name").write_bytes(b"12345")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -191,8 +191,8 @@ def test_a_place_that_can_only_be_read_refuses(tmp_path):
         server.shutdown()
 
 
-class Boundless(BaseHTTPRequestHandler):
-    """Sends more than anybody wants, whatever part of it is asked for, and counts what it got rid of."""
+class EndlessHandler(BaseHTTPRequestHandler):
+    """Sends an endless body for any range, and counts the bytes sent."""
 
     TOTAL, PART = 1 << 25, bytes(1 << 16)
     sent = 0
@@ -201,26 +201,26 @@ class Boundless(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         with suppress(ConnectionError):
-            while Boundless.sent < self.TOTAL:
+            while EndlessHandler.sent < self.TOTAL:
                 self.wfile.write(self.PART)
-                Boundless.sent += len(self.PART)
+                EndlessHandler.sent += len(self.PART)
 
     def log_message(self, *_):
         pass
 
 
-def test_a_server_that_sends_more_than_was_asked_for_is_not_listened_to():
-    with HTTPServer(("127.0.0.1", 0), Boundless) as server:
+def test_endless_response_is_closed():
+    with HTTPServer(("127.0.0.1", 0), EndlessHandler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         with pytest.raises(CorruptBundle, match="name: more than 9 bytes"):
             open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
         server.shutdown()
         thread.join()
-    assert 0 < Boundless.sent < Boundless.TOTAL
+    assert 0 < EndlessHandler.sent < EndlessHandler.TOTAL
 
 
-def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
+def test_silent_web_server_times_out(bucket):
     bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
     objects = open_object_store(bucket.server.endpoint, RetryPolicy(attempts=2, seconds=0.2, pause=0))
     with pytest.raises(StoreFailed, match=r"name: no answer in time \(2 attempts\)"):
@@ -228,15 +228,15 @@ def test_a_web_server_that_says_nothing_is_not_waited_for(bucket):
 
 
 @pytest.mark.parametrize("url", ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"])
-def test_a_url_with_a_query_is_refused(url):
-    """A name appended to it would be one of the query."""
+def test_url_with_a_query_is_refused(url):
+    """An object name would be appended to the query."""
     with pytest.raises(BadInput, match="place: the URL has a query") as refused:
         open_object_store(url)
     assert "secret" not in str(refused.value)
 
 
-class Coded(Exception):
-    """As gcsfs raises it."""
+class GcsError(Exception):
+    """An error as gcsfs raises it."""
 
     def __init__(self, code):
         super().__init__(f"no, {code}")
@@ -255,15 +255,15 @@ class Coded(Exception):
         (FileNotFoundError(), False, False),
         (OSError(errno.ENOSPC, "full"), False, False),
         (ValueError("no such bucket name"), False, False),
-        (Coded(503), True, False),
-        (Coded(429), True, False),
-        (Coded(400), False, False),
-        (Coded(401), False, True),
-        (Coded(403), False, True),
+        (GcsError(503), True, False),
+        (GcsError(429), True, False),
+        (GcsError(400), False, False),
+        (GcsError(401), False, True),
+        (GcsError(403), False, True),
         (RuntimeError("who knows"), True, False),
     ],
 )
-def test_errors_are_told_apart(error, transient, refusal):
+def test_errors_are_classified(error, transient, refusal):
     assert (is_transient(error), is_refusal(error)) == (transient, refusal)
 
 
@@ -271,5 +271,5 @@ def test_errors_are_told_apart(error, transient, refusal):
     ("url", "shown"),
     [("s3://bucket", "s3://bucket"), ("s3://bucket/a//", "s3://bucket/a"), ("memory://", "memory://")],
 )
-def test_a_url_is_shown_as_it_was_given(bucket, url, shown):
+def test_url_is_shown_as_given(bucket, url, shown):
     assert open_object_store(url).url == shown

@@ -1,4 +1,4 @@
-"""The scan against Python's own unpickler: what it lets pass never looks up a name that is not allowed."""
+"""The pickle scan compared with Python's unpickler: no accepted pickle looks up a name that is not allowed."""
 
 import io
 import os
@@ -25,8 +25,8 @@ def text(value: str) -> bytes:
     return b"\x8c" + bytes([len(value)]) + value.encode()
 
 
-class Looking(pickle.Unpickler):
-    """Notes every class that a pickle asks for, and hands out nothing that could do harm."""
+class RecordingUnpickler(pickle.Unpickler):
+    """Records every class that a pickle requests, and returns harmless objects instead."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
@@ -40,8 +40,8 @@ class Looking(pickle.Unpickler):
         return identity
 
 
-def names_asked(content: bytes) -> list[tuple[str, str]]:
-    unpickler = Looking(content)
+def list_requested_names(content: bytes) -> list[tuple[str, str]]:
+    unpickler = RecordingUnpickler(content)
     with suppress(Exception):  # a pickle that breaks off has asked for what it has asked for
         unpickler.load()
     return unpickler.asked
@@ -80,16 +80,16 @@ programs = st.lists(st.one_of(opcodes, st.just(STACK_GLOBAL)), max_size=14)
 @example([text("jax"), MEMOIZE, text("P"), b"q\x00", POP, POP, text("os"), text("system"), STACK_GLOBAL])
 @example([text("os"), text("system"), text("jax"), text("P"), POP, POP, STACK_GLOBAL])
 @example([text("jax"), text("os"), b"p0\n", POP, b"N", b"q\x00", b"h\x00", text("P"), STACK_GLOBAL])
-def test_what_passes_asks_for_nothing_that_is_not_allowed(program):
+def test_accepted_pickle_requests_only_allowed_names(program):
     content = PROTO + b"".join(program) + STOP
     if passes(content):
-        assert set(names_asked(content)) <= ALLOWED
+        assert set(list_requested_names(content)) <= ALLOWED
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
-def test_bytes_of_any_kind_are_refused_or_a_whole_pickle(content):
-    """Never another error. They are not unpickled here: a few bytes can ask for gigabytes."""
+def test_random_bytes_are_refused_or_a_whole_pickle(content):
+    """No other error is raised. The bytes are not unpickled, because a few bytes can request gigabytes."""
     if passes(content):
         assert content.rindex(STOP) >= 0
 
@@ -105,37 +105,37 @@ class Harmful:
     [Harmful(), [1, {"deep": (Harmful(),)}], os.system, pickle.loads, getattr, slice],
     ids=["object", "deep inside", "os.system", "pickle.loads", "getattr", "slice"],
 )
-def test_a_foreign_name_is_refused_at_every_protocol(protocol, value):
+def test_foreign_name_is_refused_at_every_protocol(protocol, value):
     content = pickle.dumps(value, protocol)
     assert not passes(content)
     assert not passes(pickletools.optimize(content))
 
 
-def test_a_refusal_says_which_name_and_that_nothing_was_loaded():
+def test_refusal_names_the_class_and_says_that_nothing_was_loaded():
     with pytest.raises(CorruptBundle, match="^the pickle names posix.system.* was not loaded"):
         scan_pickle(pickle.dumps(os.system, 4))
 
 
-def test_names_put_together_from_the_memo_are_seen():
+def test_name_from_the_memo_is_refused():
     assert passes(PROTO + text("jax") + MEMOIZE + text("P") + MEMOIZE + STACK_GLOBAL + STOP)
     assert passes(PROTO + text("P") + MEMOIZE + POP + text("jax") + b"h\x00" + STACK_GLOBAL + STOP)
     assert not passes(PROTO + text("system") + MEMOIZE + POP + text("os") + b"h\x00" + STACK_GLOBAL + STOP)
 
 
-def test_a_frame_border_between_the_two_texts_hides_nothing():
-    """Large pickles are written in frames: one border in many falls right there."""
+def test_frame_between_the_texts_of_a_name_is_refused():
+    """Large pickles are written in frames, and a frame may start there."""
 
     def framed(module: str, name: str) -> bytes:
         rest = text(name) + STACK_GLOBAL + STOP
         return PROTO + text(module) + FRAME + struct.pack("<Q", len(rest)) + rest
 
-    assert names_asked(framed("jax", "P")) == [("jax", "P")]
+    assert list_requested_names(framed("jax", "P")) == [("jax", "P")]
     assert passes(framed("jax", "P"))
     assert not passes(framed("os", "system"))
 
 
-class Writer(pickle.Pickler):
-    """Complex numbers as JAX writes devices, byte arrays as it writes code."""
+class DevicePickler(pickle.Pickler):
+    """Writes complex numbers as JAX writes devices, and byte arrays as JAX writes code."""
 
     def persistent_id(self, value: object) -> object:
         if isinstance(value, complex):
@@ -144,17 +144,17 @@ class Writer(pickle.Pickler):
 
 
 @pytest.mark.parametrize("ids", [[], [0], [0, 1, 2, 3], [3, 0, 0, 3], [7, 255, 256, 65536]])
-def test_the_devices_of_a_pickle_are_those_that_it_names(ids):
+def test_scan_returns_the_device_ids(ids):
     content = io.BytesIO()
-    Writer(content, 4).dump([5, bytearray(9), 6, [complex(one) for one in ids], 9, bytearray(7), (3, 11)])
+    DevicePickler(content, 4).dump([5, bytearray(9), 6, [complex(one) for one in ids], 9, bytearray(7), (3, 11)])
     assert scan_pickle(content.getvalue()) == set(ids)
 
 
-def test_the_executables_of_this_version_of_jax_pass_and_use_what_is_allowed(bundle):
+def test_executables_of_this_jax_version_pass(bundle):
     asked = set()
     for path in (bundle("tiny"), bundle("bfloat16")):
         for entry in read_manifest(path).entries:
             blob = Store(path).read_executable(entry)
             scan_pickle(blob)
-            asked |= set(names_asked(blob))
+            asked |= set(list_requested_names(blob))
     assert asked and asked <= ALLOWED

@@ -1,4 +1,4 @@
-"""What is broken moves out of the way once, with its reason, and what does wrong is never built again in a loop."""
+"""Quarantine: corrupt files are moved with a record, and misbehaving executables are not built again."""
 
 import os
 import pickle
@@ -19,42 +19,42 @@ def entry(manifest):
     return manifest.entries[2]
 
 
-def findings(store) -> dict[str, QuarantineRecord]:
-    """What lies aside, by its name there, and why."""
+def read_records(store) -> dict[str, QuarantineRecord]:
+    """Returns the records in quarantine by the name of their file."""
     records = (store.bundle / "set-aside").glob("*.json")
     return {record.stem: msgspec.json.decode(record.read_bytes(), type=QuarantineRecord) for record in records}
 
 
-def test_it_lies_there_as_it_was_found_with_the_reason_beside_it(store, entry):
+def test_quarantined_file_is_unchanged_and_has_a_record(store, entry):
     content = store.executable_path(entry).read_bytes()
-    place = store.quarantine(entry, "canary", "target_k is 1.5, here 2.5")
-    assert place.read_bytes() == content and not store.executable_path(entry).exists()
-    assert findings(store) == {
+    path = store.quarantine(entry, "canary", "target_k is 1.5, here 2.5")
+    assert path.read_bytes() == content and not store.executable_path(entry).exists()
+    assert read_records(store) == {
         f"{entry.sha256}.0": QuarantineRecord("canary", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
     }
 
 
-def test_nothing_that_lies_there_is_ever_replaced(store, entry):
+def test_quarantine_replaces_no_file(store, entry):
     for turn in range(3):
         store.executable_path(entry).write_bytes(bytes([turn]))
         store.quarantine(entry, "bytes", str(turn))
     aside = store.bundle / "set-aside"
-    (aside / f"{entry.sha256}.1.json").unlink()  # the file alone keeps its place
+    (aside / f"{entry.sha256}.1.json").unlink()  # the file alone reserves its name
     store.executable_path(entry).write_bytes(b"more")
     assert store.quarantine(entry, "bytes", "more").name == f"{entry.sha256}.3"
     assert [(aside / f"{entry.sha256}.{turn}").read_bytes() for turn in range(4)] == [b"\0", b"\1", b"\2", b"more"]
 
 
-def test_what_somebody_else_moved_first_leaves_no_reason_behind(store, entry):
+def test_missing_file_leaves_no_record(store, entry):
     store.executable_path(entry).unlink()
     assert store.quarantine(entry, "bytes", "gone") is None
-    assert findings(store) == {}
+    assert read_records(store) == {}
 
 
-def test_what_cannot_be_moved_stays_and_leaves_no_reason_behind(store, entry, tmp_path):
+def test_file_that_cannot_be_moved_stays_without_a_record(store, entry, tmp_path):
     with pytest.raises(OSError):
         quarantine_file(store.bundle, store.bundle, "bytes", "a directory into itself")
-    assert findings(store) == {}
+    assert read_records(store) == {}
     (tmp_path / "full" / "executables").mkdir(parents=True)
     (tmp_path / "full" / "set-aside").touch()
     with pytest.raises(OSError):
@@ -62,7 +62,7 @@ def test_what_cannot_be_moved_stays_and_leaves_no_reason_behind(store, entry, tm
 
 
 @pytest.mark.parametrize("kind", ["canary", "crash"])
-def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts, entry, kind):
+def test_quarantined_executable_is_not_added_again(find, store, manifest, blobs, texts, entry, kind):
     executable, program = pack_blob(blobs[2])[1], pack_blob(texts[2])[1]
     store.quarantine(entry, kind, "signal 11 in draft")
     assert find(store, entry) is None
@@ -77,14 +77,14 @@ def test_what_does_wrong_is_not_taken_again(find, store, manifest, blobs, texts,
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
-def test_a_reason_that_cannot_be_read_accuses_nobody(find, store, blobs, texts, entry, content):
+def test_unreadable_record_is_ignored(find, store, blobs, texts, entry, content):
     store.quarantine(entry, "crash", "signal 11")
     (store.bundle / "set-aside" / f"{entry.sha256}.0.json").write_bytes(content)
     store.add(entry, pack_blob(blobs[2])[1], pack_blob(texts[2])[1])
     assert find(store, entry) == entry
 
 
-# -- what a builder finds
+# -- quarantine by Store.find
 
 
 def link(path):
@@ -93,58 +93,60 @@ def link(path):
 
 
 @pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])
-@pytest.mark.parametrize("place", ["executable_path", "program_path"])
-def test_a_broken_blob_is_set_aside_and_built_anew(find, store, blobs, texts, entry, damage, place):
-    path = getattr(store, place)(entry)
+@pytest.mark.parametrize("method", ["executable_path", "program_path"])
+def test_corrupt_blob_is_quarantined_and_built_again(find, store, blobs, texts, entry, damage, method):
+    path = getattr(store, method)(entry)
     damage(path)
     assert find(store, entry) is None
     assert not os.path.lexists(path)
-    assert [(one.kind, one.file) for one in findings(store).values()] == [("bytes", f"{path.parent.name}/{path.name}")]
+    assert [(one.kind, one.file) for one in read_records(store).values()] == [
+        ("bytes", f"{path.parent.name}/{path.name}")
+    ]
     store.add(entry, pack_blob(blobs[2])[1], pack_blob(texts[2])[1])
     assert find(store, entry) == entry
 
 
-def test_an_executable_whose_pickle_names_what_none_needs_is_not_taken_again_and_again(find, store, entry):
-    """Its hash is right, and so is what it unpacks to."""
+def test_executable_with_a_foreign_pickle_is_quarantined(find, store, entry):
+    """Its hash and its unpacked size are right."""
     blob, attack = pack_blob(pickle.dumps(os.system))
     forged = structs.replace(entry, **structs.asdict(blob))
     store.add(forged, attack, store.program_path(entry).read_bytes())
     assert find(store, entry) is None
     assert not store.executable_path(forged).exists()
-    assert "the pickle names posix.system" in findings(store)[f"{blob.sha256}.0"].words
+    assert "the pickle names posix.system" in read_records(store)[f"{blob.sha256}.0"].words
 
 
-def test_both_blobs_of_an_executable_are_looked_at(find, store, entry):
+def test_both_blobs_of_an_executable_are_checked(find, store, entry):
     cut(store.executable_path(entry))
     cut(store.program_path(entry))
     assert find(store, entry) is None
-    assert len(findings(store)) == 2
+    assert len(read_records(store)) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 100_000])
-def test_a_broken_record_is_set_aside(find, store, entry, content):
+def test_corrupt_build_record_is_quarantined(find, store, entry, content):
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(content)
     assert find(store, entry) is None
     assert not record.exists()
-    assert [one.file for one in findings(store).values()] == [f"entries/{entry.key}.json"]
+    assert [one.file for one in read_records(store).values()] == [f"entries/{entry.key}.json"]
 
 
-def test_the_record_of_another_executable_is_set_aside(find, store, manifest, entry):
+def test_build_record_of_another_executable_is_quarantined(find, store, manifest, entry):
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
     assert find(store, entry) is None
-    assert "the build record of" in findings(store)[f"{record.name}.0"].words
+    assert "the build record of" in read_records(store)[f"{record.name}.0"].words
 
 
-def test_what_is_missing_is_no_finding(find, store, entry):
+def test_missing_files_are_not_quarantined(find, store, entry):
     store.executable_path(entry).unlink()
     assert find(store, entry) is None
     assert store.find("0" * 64, entry.signature, b"") is None
     assert not (store.bundle / "set-aside").exists()
 
 
-def test_who_only_reads_moves_nothing(store, entry):
+def test_reading_quarantines_nothing(store, entry):
     flip(store.executable_path(entry))
     with pytest.raises(CorruptBundle, match="its sha256 is"):
         store.read_executable(entry)

@@ -1,4 +1,4 @@
-"""Rotary frequencies: as transformers computes them, and the scalings that are refused."""
+"""Rotary embeddings: frequencies equal those of transformers; refused scalings."""
 
 import copy
 from pathlib import Path
@@ -65,14 +65,14 @@ def read(head_dim=128, **values):
 
 
 def embed(config_class, embedding_class, head_dim, **values):
-    """Transformers' own: frequencies and what cosines and sines are multiplied by. It writes into what it is given."""
+    """Returns transformers' frequencies and attention factor. transformers changes the given values."""
     config = config_class(head_dim=head_dim, max_position_embeddings=POSITIONS, **copy.deepcopy(values))
     embedding = embedding_class(config)
     return embedding.inv_freq.numpy(), embedding.attention_scaling
 
 
 def without_nulls(scaling):
-    """A null type means absent here; transformers looks it up."""
+    """Returns a scaling without null types, which transformers does not accept."""
     return {key: value for key, value in scaling.items() if not (key == "rope_type" and value is None)}
 
 
@@ -81,7 +81,7 @@ def without_nulls(scaling):
     ("config_class", "embedding_class", "head_dim", "theta"),
     [(Qwen3Config, Qwen3RotaryEmbedding, 128, 1000000), (LlamaConfig, LlamaRotaryEmbedding, 64, 10000.0)],
 )
-def test_frequencies_are_those_of_transformers(config_class, embedding_class, head_dim, theta, scaling):
+def test_frequencies_equal_those_of_transformers(config_class, embedding_class, head_dim, theta, scaling):
     for values in (
         {"rope_parameters": {**scaling, "rope_theta": theta}},
         {"rope_parameters": scaling, "rope_theta": theta},
@@ -95,23 +95,23 @@ def test_frequencies_are_those_of_transformers(config_class, embedding_class, he
 
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_original_positions_at_the_top_count_more_as_in_transformers(scaling):
+def test_original_positions_at_the_top_take_precedence(scaling):
     values = {"rope_scaling": scaling, "rope_theta": 10000.0, "original_max_position_embeddings": 512}
     frequencies, _ = embed(Qwen3Config, Qwen3RotaryEmbedding, 128, **values)
     np.testing.assert_allclose(read(**values).inverse_frequencies(), frequencies, rtol=1e-5)
     assert read(**values).scaling.original_positions == 512
 
 
-def test_scalings_differ_from_one_another():
+def test_scalings_give_different_frequencies():
     ropes = [read(rope_scaling=scaling, rope_theta=1e6) for scaling in (None, LINEAR, LLAMA3, YARN, GPT_OSS)]
     assert len({rope.inverse_frequencies() for rope in ropes}) == 5
 
 
-def test_frequencies_fall_from_one():
+def test_frequencies_decrease_from_one():
     assert Rope(10_000.0, 4).inverse_frequencies() == (1.0, pytest.approx(0.01))
 
 
-def test_scalings_are_read_as_they_stand():
+def test_scaling_parameters_are_read():
     assert read(rope_theta=5e5, rope_scaling=LINEAR) == Rope(5e5, 128, LinearScaling(4.0))
     assert read(rope_theta=5e5, rope_scaling=LLAMA3) == Rope(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     assert read(rope_theta=5e5, rope_scaling=GPT_OSS).scaling == YarnScaling(
@@ -124,23 +124,23 @@ def test_scalings_are_read_as_they_stand():
     )
 
 
-def test_the_factor_of_yarn_follows_from_the_positions_where_it_is_absent():
+def test_missing_yarn_factor_is_derived_from_the_positions():
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
     assert read(rope_theta=1e6, rope_scaling=scaling) == read(rope_theta=1e6, rope_scaling={**YARN, "factor": 4})
 
 
-def test_rope_parameters_come_before_rope_theta():
+def test_rope_parameters_take_precedence_over_rope_theta():
     assert read(rope_parameters={"rope_theta": 500.0}, rope_theta=1e6).theta == 500.0
     assert read(rope_parameters={}, rope_theta=1e6).theta == 1e6
     assert read(rope_parameters={"rope_theta": 500.0}).theta == 500.0
 
 
-def test_two_places_may_say_the_same():
+def test_two_places_may_agree():
     both = {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN}
     assert read(**both) == read(rope_theta=1e6, rope_scaling=YARN)
 
 
-def test_two_places_that_disagree_are_refused(refusal):
+def test_two_places_that_differ_are_refused(refusal):
     message = refusal(read, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=LINEAR)
     found = "{'factor': 4.0, 'rope_type': 'linear'}"
     assert message == f"{FILE}: rope_scaling is {found}: rope_parameters has another scaling"
@@ -197,7 +197,7 @@ def test_two_places_that_disagree_are_refused(refusal):
     ],
 )
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_a_scaling_is_refused_with_its_place_key_and_what_was_found(refusal, place, changes, words):
+def test_invalid_scaling_is_refused_with_place_and_value(refusal, place, changes, words):
     section = {**LLAMA3, **changes}
     message = refusal(read, rope_theta=1e6, **{place: section})
     assert message.startswith(f"{FILE}: {place}.{words}")
@@ -205,7 +205,7 @@ def test_a_scaling_is_refused_with_its_place_key_and_what_was_found(refusal, pla
 
 @pytest.mark.parametrize("theta", [1, 1.0, 0.5, 1e-9])
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN])
-def test_a_base_of_one_or_less_is_refused(refusal, theta, scaling):
+def test_base_of_one_or_less_is_refused(refusal, theta, scaling):
     words = "expected more than 1, so that frequencies decrease"
     top = refusal(read, rope_theta=theta, rope_scaling=scaling)
     inner = refusal(read, rope_parameters={**scaling, "rope_theta": theta})
@@ -230,17 +230,17 @@ def test_a_base_of_one_or_less_is_refused(refusal, theta, scaling):
         ({"rope_scaling": 4.0}, "rope_scaling is 4.0: expected an object"),
     ],
 )
-def test_a_base_is_refused_likewise(refusal, values, words):
+def test_invalid_base_is_refused_with_place_and_value(refusal, values, words):
     assert refusal(read, **values).startswith(f"{FILE}: {words}")
 
 
-def test_a_whole_rotary_factor_changes_nothing():
+def test_rotary_factor_of_one_is_accepted():
     assert read(rope_theta=1e6, partial_rotary_factor=1.0) == read(rope_theta=1e6)
 
 
 @pytest.mark.parametrize("extreme", [1e-9, 1e15])
 @pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"])
-def test_the_widest_numbers_that_are_read_make_frequencies_that_a_float32_holds(key, extreme):
+def test_extreme_accepted_numbers_give_frequencies_within_float32(key, extreme):
     other = {"beta_fast": {"beta_slow": 1e-9}, "beta_slow": {"beta_fast": 1e15}}.get(key, {})
     for theta in (1.0000000000000002, 1e15):
         rope = read(

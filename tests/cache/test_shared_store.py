@@ -1,4 +1,4 @@
-"""A store that a team shares: what is found there is whole or not found, and no failure of it is a build's."""
+"""Shared stores: verified reads, uploads, and failures that never fail a build."""
 
 import os
 import pickle
@@ -21,45 +21,45 @@ HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
 @pytest.fixture
 def built(manifest):
-    """The record of an executable that lies in `local`."""
+    """The build record of an executable in `local`."""
     return manifest.entries[2]
 
 
 @pytest.fixture
 def local(store):
-    """A bundle with everything in it."""
+    """The executable store of a complete bundle."""
     return store
 
 
 @pytest.fixture
 def open_store(bucket):
-    """A builder's view of a bucket."""
+    """Returns a function that opens the bucket as a shared store."""
     return lambda retry=HASTY: SharedStore(open_object_store(bucket.url, retry))
 
 
 @pytest.fixture
 def directory(tmp_path, local, built):
-    """A store in a directory, with one executable."""
+    """A shared store in a directory, with one executable."""
     add(SharedStore(DirectoryStore(tmp_path / "shared")), local, built)
     return tmp_path / "shared"
 
 
 def add(shared, local, *entries):
-    """Waits until they are written."""
+    """Adds entries and waits until they are written."""
     with shared:
         for entry in entries:
             shared.add(local, entry)
 
 
-def is_what(found, local, entry):
-    """Whether it is this one, whole."""
+def is_same_executable(found, local, entry):
+    """Whether a found executable is this entry, with both files whole."""
     blobs = local.executable_path(entry).read_bytes(), local.program_path(entry).read_bytes()
     return found == SharedExecutable(entry, *blobs)
 
 
 @pytest.fixture
 def find(local):
-    """Looks for what was compiled from the same program."""
+    """Returns a function that looks an entry up by key, signature and program."""
     return lambda store, entry: store.find(entry.key, entry.signature, local.read_program(entry))
 
 
@@ -69,7 +69,7 @@ def name(kind, built):
 
 
 def make_another(local, entry, number=0):
-    """What one more compilation of the same comes to."""
+    """Returns the result of another compilation of the same program."""
     blob, executable = pack_blob(pickle.dumps(number))
     made = structs.replace(entry, **structs.asdict(blob))
     local.add(made, executable, local.program_path(entry).read_bytes())
@@ -77,24 +77,24 @@ def make_another(local, entry, number=0):
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory", "s3"])
-def test_what_one_build_added_another_finds(kind, tmp_path, bucket, local, built, find):
+def test_added_executable_is_found_by_another_build(kind, tmp_path, bucket, local, built, find):
     place = {"directory": str(tmp_path / "für alle"), "memory": f"memory://{tmp_path}/a b", "s3": f"{bucket.url}/a ü"}
     first, other = (SharedStore(open_object_store(place[kind])) for _ in range(2))
     assert find(first, built) is None
     add(first, local, built)
-    assert is_what(find(other, built), local, built)
+    assert is_same_executable(find(other, built), local, built)
     counts = [(one.hits, one.misses, one.written, one.failures) for one in (first.report(), other.report())]
     assert counts == [(0, 1, 1, ()), (1, 0, 0, ())]
 
 
-def test_a_record_is_written_after_what_it_speaks_of(bucket, open_store, local, built):
+def test_build_record_is_written_after_its_blobs(bucket, open_store, local, built):
     add(open_store(), local, built)
     assert bucket.asked("PUT") == [".writable", *(name(kind, built) for kind in ("program", "executable", "record"))]
     assert ".writable" not in bucket.names()
 
 
 @pytest.mark.parametrize("kind", ["program", "executable"])
-def test_no_record_is_written_where_a_blob_could_not_be(bucket, open_store, local, built, kind):
+def test_failed_blob_write_leaves_no_build_record(bucket, open_store, local, built, kind):
     store = open_store()
     bucket.server.fail("PUT", name(kind, built), *[refuse(500, "InternalError")] * 2)
     add(store, local, built)
@@ -108,7 +108,7 @@ def test_no_record_is_written_where_a_blob_could_not_be(bucket, open_store, loca
 @pytest.mark.parametrize(
     "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
 )
-def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kind, damage, find):
+def test_corrupt_object_is_rejected_and_replaced(directory, local, built, kind, damage, find):
     path = directory / name(kind, built)
     path.write_bytes(damage(path.read_bytes()))
     store = SharedStore(DirectoryStore(directory))
@@ -116,10 +116,10 @@ def test_what_is_broken_is_not_used_and_is_replaced(directory, local, built, kin
     (failure,) = store.report().failures
     assert f"{path}: " in failure
     add(store, local, built)
-    assert is_what(find(SharedStore(DirectoryStore(directory)), built), local, built)
+    assert is_same_executable(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
-def test_a_record_of_something_else_is_not_used(directory, local, built, manifest, find):
+def test_build_record_of_another_executable_is_rejected(directory, local, built, manifest, find):
     other = manifest.entries[3]
     add(SharedStore(DirectoryStore(directory)), local, other)
     for entry, words in (
@@ -133,14 +133,14 @@ def test_a_record_of_something_else_is_not_used(directory, local, built, manifes
         assert words in store.report().failures[0]
 
 
-def test_a_record_whose_blob_is_gone_is_not_used(directory, local, built, find):
+def test_build_record_without_its_blob_is_rejected(directory, local, built, find):
     (directory / name("executable", built)).unlink()
     store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "missing, although the manifest or record names it" in store.report().failures[0]
 
 
-def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, built, find):
+def test_blob_is_not_unpacked_beyond_the_recorded_size(directory, local, built, find):
     bomb, executable = pack_blob(bytes(10**7))
     entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
     (directory / name("executable", entry)).write_bytes(executable)
@@ -150,7 +150,7 @@ def test_a_blob_never_unpacks_to_more_than_its_record_says(directory, local, bui
     assert "does not unpack to 100 bytes" in store.report().failures[0]
 
 
-def test_a_program_of_another_size_than_was_asked_for_is_not_even_read(bucket, open_store, local, built, find):
+def test_program_of_another_size_is_not_read(bucket, open_store, local, built, find):
     add(open_store(), local, built)
     entry = structs.replace(built, program=structs.replace(built.program, serialized_bytes=1 << 29))
     bucket.put(name("record", built), msgspec.json.encode(entry))
@@ -161,8 +161,8 @@ def test_a_program_of_another_size_than_was_asked_for_is_not_even_read(bucket, o
     assert bucket.asked("GET", "programs/") == []
 
 
-def test_an_executable_that_would_run_something_else_is_not_used_and_is_replaced(directory, local, built, find):
-    """Its record promises it as it is."""
+def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, local, built, find):
+    """Its build record describes it correctly."""
     forged, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(built, **structs.asdict(forged))
     (directory / name("executable", entry)).write_bytes(executable)
@@ -171,10 +171,10 @@ def test_an_executable_that_would_run_something_else_is_not_used_and_is_replaced
     assert find(store, built) is None
     assert "the pickle names posix.system" in store.report().failures[0]
     add(store, local, built)
-    assert is_what(find(SharedStore(DirectoryStore(directory)), built), local, built)
+    assert is_same_executable(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
-def test_no_record_makes_a_builder_read_without_end(directory, local, built, find):
+def test_recorded_size_beyond_the_limit_is_not_read(directory, local, built, find):
     entry = structs.replace(built, bytes=1 << 40)
     with open(directory / name("executable", built), "r+b") as executable:
         executable.truncate(entry.bytes)
@@ -184,7 +184,7 @@ def test_no_record_makes_a_builder_read_without_end(directory, local, built, fin
     assert f"1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read" in store.report().failures[0]
 
 
-def test_a_record_without_end_is_not_read(directory, local, built, find):
+def test_build_record_beyond_the_limit_is_not_read(directory, local, built, find):
     with open(directory / name("record", built), "r+b") as record:
         record.truncate(1 << 40)
     store = SharedStore(DirectoryStore(directory))
@@ -196,16 +196,16 @@ def test_a_record_without_end_is_not_read(directory, local, built, find):
     "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
 )
 @pytest.mark.parametrize("kind", ["record", "executable", "program"])
-def test_what_went_wrong_once_is_asked_again(bucket, open_store, local, built, kind, fault, find):
+def test_transient_fault_is_retried(bucket, open_store, local, built, kind, fault, find):
     add(open_store(), local, built)
     store = open_store()
     bucket.server.fail("GET", name(kind, built), fault)
-    assert is_what(find(store, built), local, built)
+    assert is_same_executable(find(store, built), local, built)
     assert store.report().failures == ()
 
 
-def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, local, built, find):
-    """Another builder puts its own in between, and the first one's is removed."""
+def test_executable_replaced_during_a_read_is_read_again(bucket, open_store, local, built, find):
+    """Another build writes its own executable in between, and the first one is removed."""
     add(open_store(), local, built)
     other, store = make_another(local, built), open_store()
 
@@ -215,26 +215,26 @@ def test_what_is_replaced_while_it_is_read_is_read_again(bucket, open_store, loc
         bucket.remove(name("executable", built))
 
     bucket.server.fail("GET", name("record", built), afterwards(replace))
-    assert is_what(find(store, built), local, other)
+    assert is_same_executable(find(store, built), local, other)
 
 
-def test_a_store_that_cannot_be_written_is_read(bucket, open_store, local, built, find):
+def test_read_only_store_is_read(bucket, open_store, local, built, find):
     add(open_store(), local, built)
     bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
     store = open_store()
     assert not store.report().writable
-    assert is_what(find(store, built), local, built)
+    assert is_same_executable(find(store, built), local, built)
     bucket.server.asked.clear()
     add(store, local, built)
     assert bucket.asked("PUT") == []
     assert store.report().failures == ()
 
 
-def test_a_store_whose_objects_cannot_be_removed_is_written(bucket, open_store, local, built, find):
+def test_store_without_delete_permission_is_written(bucket, open_store, local, built, find):
     bucket.server.fail("DELETE", ".writable", refuse(403, "AccessDenied"))
     store = open_store()
     add(store, local, built)
-    assert is_what(find(open_store(), built), local, built)
+    assert is_same_executable(find(open_store(), built), local, built)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +244,18 @@ def test_a_store_whose_objects_cannot_be_removed_is_written(bucket, open_store, 
         (refuse(500, "InternalError"), r"told to say InternalError \(2 attempts\)"),
     ],
 )
-def test_a_store_that_cannot_be_read_is_refused_at_once(bucket, open_store, fault, words):
+def test_unreadable_store_is_refused_on_open(bucket, open_store, fault, words):
     bucket.server.fail("GET", bucket.name, fault, fault)
     with pytest.raises(StoreFailed, match=words):
         open_store()
 
 
-def test_a_store_that_is_not_there_is_refused_at_once(bucket):
+def test_missing_store_is_refused_on_open(bucket):
     with pytest.raises(StoreFailed, match="s3://nobodys/.writable: The specified bucket does not exist"):
         SharedStore(open_object_store("s3://nobodys", HASTY))
 
 
-def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, local, built, manifest, find):
+def test_store_is_not_used_after_three_failures_in_a_row(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
     bucket.server.asked.clear()
@@ -269,17 +269,17 @@ def test_a_store_that_fails_again_and_again_is_left_alone(bucket, open_store, lo
     assert not any(found.startswith("entries/") for found in bucket.names())
 
 
-def test_a_failure_now_and_then_does_not_end_it(bucket, open_store, local, built, find):
+def test_single_failures_do_not_disable_the_store(bucket, open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     for _ in range(4):
         bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 2)
         assert find(store, built) is None
-        assert is_what(find(store, built), local, built)
+        assert is_same_executable(find(store, built), local, built)
     assert len(store.report().failures) == 4
 
 
-def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, built, find):
+def test_silent_store_does_not_delay_a_build(bucket, open_store, local, built, find):
     store = open_store(RetryPolicy(attempts=2, seconds=0.5, pause=0))
     bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
     assert find(store, built) is None
@@ -287,8 +287,8 @@ def test_a_store_that_says_nothing_holds_nobody_up(bucket, open_store, local, bu
 
 
 @pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("directory", 8), ("s3", 2), ("s3", 8)])
-def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_path, bucket, local, manifest, find):
-    """All of them make everything, each a little different: whose stays does not matter, but it is all one's."""
+def test_concurrent_builds_leave_the_store_whole(kind, builders, tmp_path, bucket, local, manifest, find):
+    """All build the same, each with other bytes; for each key, all files have to be from one build."""
     place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
     entries, start = manifest.entries[:3], threading.Barrier(builders)
     made = [[make_another(local, entry, number) for entry in entries] for number in range(builders)]
@@ -309,17 +309,17 @@ def test_builders_that_share_a_store_at_once_leave_it_whole(kind, builders, tmp_
     reader = SharedStore(open_object_store(place))
     for entry, *variants in zip(entries, *made, strict=True):
         found = find(reader, entry)
-        assert any(is_what(found, local, variant) for variant in variants)
+        assert any(is_same_executable(found, local, variant) for variant in variants)
     assert reader.report().failures == ()
 
 
-def test_a_directory_is_laid_out_like_a_bundle(directory, built):
+def test_directory_store_has_the_layout_of_a_bundle(directory, built):
     names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     assert names == sorted(name(kind, built) for kind in ("record", "executable", "program"))
 
 
-def test_what_was_built_before_there_was_a_store_is_put_there(bucket, open_store, local, built):
-    """It was not looked for, for it was here."""
+def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, built):
+    """It was not looked up, because the bundle had it already."""
     store = open_store()
     add(store, local, built)
     assert (store.report().hits, store.report().misses, store.report().written) == (0, 0, 1)
@@ -330,17 +330,17 @@ def test_what_was_built_before_there_was_a_store_is_put_there(bucket, open_store
     assert store.report().written == 0
 
 
-def test_what_was_found_is_written_again_when_more_is_known_of_it(open_store, local, built, find):
+def test_found_executable_with_a_new_self_test_is_uploaded_again(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
-    assert is_what(find(store, built), local, built)
+    assert is_same_executable(find(store, built), local, built)
     proven = structs.replace(built, self_test=SelfTest(1, ()))
     add(store, local, proven)
     assert (store.report().hits, store.report().written) == (1, 1)
-    assert is_what(find(open_store(), built), local, proven)
+    assert is_same_executable(find(open_store(), built), local, proven)
 
 
-def test_what_cannot_be_used_here_is_replaced(open_store, local, built, find):
+def test_rejected_executable_is_replaced(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     store.reject(find(store, built), "it was set aside")
@@ -350,7 +350,7 @@ def test_what_cannot_be_used_here_is_replaced(open_store, local, built, find):
     assert report.failures[0].endswith(f"executables/{built.sha256}: not used: it was set aside")
 
 
-def test_what_broke_here_is_not_shared(open_store, local, built, find):
+def test_corrupt_local_executable_is_not_uploaded(open_store, local, built, find):
     local.executable_path(built).write_bytes(b"broken")
     store = open_store()
     add(store, local, built)

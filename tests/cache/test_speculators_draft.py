@@ -1,4 +1,4 @@
-"""What drafts of vLLM's speculators library say, and what is refused."""
+"""The dialect of vLLM's speculators library: facts and refusals."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_att
 AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
 
 
-def test_the_defaults_are_those_of_transformers():
+def test_defaults_equal_those_of_transformers():
     defaults = Qwen3Config()
     assert {key: getattr(defaults, key) for key in QWEN3_DEFAULTS if key not in ("rope_theta", "sliding_window")} == {
         key: value for key, value in QWEN3_DEFAULTS.items() if key not in ("rope_theta", "sliding_window")
@@ -27,7 +27,7 @@ def test_the_defaults_are_those_of_transformers():
     assert Qwen3Config(use_sliding_window=True).sliding_window == QWEN3_DEFAULTS["sliding_window"]
 
 
-def test_a_diff_is_completed(read_changed_speculators):
+def test_missing_keys_get_the_defaults(read_changed_speculators):
     decoder = Decoder(
         layers=5,
         hidden=4096,
@@ -72,7 +72,7 @@ def test_a_diff_is_completed(read_changed_speculators):
     ],
     ids=str,
 )
-def test_a_diff_means_what_transformers_makes_of_it(read_changed_speculators, diff):
+def test_layer_config_means_the_same_as_in_transformers(read_changed_speculators, diff):
     theirs = Qwen3Config(num_hidden_layers=5, **diff)
     draft = read_changed_speculators({"rope_theta": 10000.0, **diff})
     decoder, attention = draft.decoder, draft.decoder.attention
@@ -86,14 +86,14 @@ def test_a_diff_means_what_transformers_makes_of_it(read_changed_speculators, di
     assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
 
 
-def test_the_base_is_that_of_qwen3config_where_the_diff_names_none(read_changed_speculators):
+def test_missing_rope_theta_gets_the_default(read_changed_speculators):
     layers = {"num_hidden_layers": 5}
     assert read_changed_speculators(transformer_layer_config=layers).decoder.rope == Rope(10000.0, 128)
 
 
 @pytest.mark.parametrize("key", sorted(set(QWEN3_DEFAULTS) - {"num_key_value_heads", "sliding_window"}))
-def test_an_explicit_null_is_never_a_default(read_changed_speculators, refusal, key):
-    """Qwen3Config takes no null for these; for switches, which then are off, it is harmless."""
+def test_null_value_gets_no_default(read_changed_speculators, refusal, key):
+    """Qwen3Config accepts no null for these keys. For switches null is harmless: it means false."""
     if key in ("attention_bias", "use_sliding_window"):
         assert read_changed_speculators({key: None}) == read_changed_speculators()
     elif key == "max_window_layers":
@@ -112,7 +112,7 @@ def test_an_explicit_null_is_never_a_default(read_changed_speculators, refusal, 
         ("draft_converted_v090", 512, False),
     ],
 )
-def test_the_goldens_are_read(published, read_published_draft, directory, vocab, pruned):
+def test_golden_drafts_are_read(published, read_published_draft, directory, vocab, pruned):
     draft = read_published_draft(f"speculators-tiny/{directory}", "qwen3-tiny-tied/target")
     decoder = Decoder(
         layers=2,
@@ -140,23 +140,23 @@ def test_the_goldens_are_read(published, read_published_draft, directory, vocab,
 
 
 @pytest.mark.parametrize(("directory", "causal"), [("draft_speculators", True), ("draft_speculators_noncausal", False)])
-def test_the_goldens_with_windows_are_read(read_published_draft, directory, causal):
+def test_golden_drafts_with_windows_are_read(read_published_draft, directory, causal):
     draft = read_published_draft(f"qwen3-tiny-swa/{directory}", "qwen3-tiny-swa/target")
     window = SlidingWindow(20, causal, anchored=True)
     assert draft.windows == (window, window, None)
     assert (draft.target_layer_ids, draft.vocab, draft.pruned, draft.k) == ((0, 2, 3), 320, False, 7)
 
 
-def test_taps_are_counted_from_the_embedding(read_changed_speculators):
+def test_target_layer_ids_are_counted_from_the_embedding(read_changed_speculators):
     assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).target_layer_ids == (0, 34)
 
 
 @pytest.mark.parametrize(
-    ("taps", "words"),
+    ("layer_ids", "words"),
     [
-        ([0, 2], "is [0, 2]: the target has layers 1 to 36 in this file's count"),
-        ([2, 37], "is [2, 37]: the target has layers 1 to 36 in this file's count"),
-        ([-1], "is [-1]: the target has layers 1 to 36 in this file's count"),
+        ([0, 2], "is [0, 2]: in this file's count the target has layers 1 to 36"),
+        ([2, 37], "is [2, 37]: in this file's count the target has layers 1 to 36"),
+        ([-1], "is [-1]: in this file's count the target has layers 1 to 36"),
         ([2, 36], f"is [2, 36]: {AMBIGUOUS}"),
         ([2, 2], "is [2, 2]: expected at least one layer, and none twice"),
         ([], "is []: expected at least one layer, and none twice"),
@@ -164,15 +164,17 @@ def test_taps_are_counted_from_the_embedding(read_changed_speculators):
         (None, "is missing; expected a list of whole numbers"),
     ],
 )
-def test_taps_are_refused_in_the_numbers_of_the_file(read_changed_speculators, refusal, taps, words):
-    message = refusal(read_changed_speculators, aux_hidden_state_layer_ids=taps)
+def test_invalid_target_layer_ids_are_refused_as_counted_in_the_file(
+    read_changed_speculators, refusal, layer_ids, words
+):
+    message = refusal(read_changed_speculators, aux_hidden_state_layer_ids=layer_ids)
     assert message == f"{FILE}aux_hidden_state_layer_ids {words}"
 
 
 @pytest.mark.parametrize(
     ("size", "vocab", "pruned"), [(None, 32000, True), (64000, 64000, True), (151936, 151936, False)]
 )
-def test_a_draft_has_a_vocabulary_of_its_own(read_changed_speculators, size, vocab, pruned):
+def test_draft_vocabulary_is_read(read_changed_speculators, size, vocab, pruned):
     draft = read_changed_speculators(draft_vocab_size=size)
     assert (draft.vocab, draft.pruned, draft.decoder.vocab) == (vocab, pruned, 151936)
 
@@ -190,7 +192,7 @@ def test_a_draft_has_a_vocabulary_of_its_own(read_changed_speculators, size, voc
         ([{"speculative_tokens": 5}, {"speculative_tokens": 2}], 16, 5),
     ],
 )
-def test_k_is_what_the_first_proposal_method_says_and_a_block_holds(read_changed_speculators, methods, block, k):
+def test_k_is_read_from_the_first_proposal_method_and_limited_by_the_block(read_changed_speculators, methods, block, k):
     draft = read_changed_speculators(speculators_config={"proposal_methods": methods}, block_size=block)
     assert draft.k == draft.default_k == k
     assert draft.block == (block or 8)
@@ -207,7 +209,7 @@ def test_k_is_what_the_first_proposal_method_says_and_a_block_holds(read_changed
         (None, None),
     ],
 )
-def test_the_verifier_may_be_named(section, name):
+def test_verifier_is_optional(section, name):
     assert read_verifier(ConfigFile(PATH, {"speculators_config": section})) == name
 
 
@@ -219,20 +221,20 @@ def test_sliding_layers_have_anchored_windows(read_changed_speculators, flag, ca
     assert windows == (window, None, window, None, None)
 
 
-def test_without_layer_types_the_layers_after_the_first_ones_slide(read_changed_speculators):
+def test_layers_behind_max_window_layers_slide_without_layer_types(read_changed_speculators):
     layers = {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 64}
     window = SlidingWindow(64, causal=True, anchored=True)
     assert read_changed_speculators(layers).windows == (None, None, None, window, window)
     assert read_changed_speculators({**layers, "use_sliding_window": False}).windows == (None,) * 5
 
 
-def test_the_model_type_alone_tells_the_dialect(read_changed_speculators):
+def test_model_type_alone_selects_the_dialect(read_changed_speculators):
     alone = read_changed_speculators(speculators_config=None, architectures=None)
     assert alone == read_changed_speculators(speculators_model_type=None)
     assert alone.dialect == "speculators"
 
 
-def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refusal):
+def test_draft_may_be_narrower_than_the_target(read_changed_speculators, refusal):
     narrow = read_changed_speculators({"hidden_size": 2048}, target_hidden_size=4096)
     assert (narrow.decoder.hidden, narrow.target_hidden) == (2048, 4096)
     message = refusal(read_changed_speculators, {"hidden_size": 2048})
@@ -244,7 +246,7 @@ def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refus
     [
         ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash drafts are"),
         ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
-        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': of speculators' drafts"),
+        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash drafts"),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
         ({"mask_token_id": None}, "mask_token_id is missing; expected a whole number"),
@@ -255,7 +257,7 @@ def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refus
             "draft_vocab_size is 151937: the target's vocabulary has 151936",
         ),
         ({"block_size": 0}, "block_size is 0: expected a positive number"),
-        ({"block_size": 1}, "block_size is 1: a block is the anchor and at least one drafted token"),
+        ({"block_size": 1}, "block_size is 1: a block holds the anchor and at least one drafted token"),
         ({"target_hidden_size": 2560}, "target_hidden_size is 2560: the target has 4096"),
         (
             {"speculators_config": {"proposal_methods": {}}},
@@ -271,7 +273,7 @@ def test_a_draft_may_be_narrower_than_its_target(read_changed_speculators, refus
         ),
     ],
 )
-def test_a_draft_is_refused_with_key_and_what_was_found(read_changed_speculators, refusal, changes, words):
+def test_invalid_draft_is_refused_with_key_and_value(read_changed_speculators, refusal, changes, words):
     assert refusal(read_changed_speculators, **changes).startswith(FILE + words)
 
 
@@ -292,5 +294,5 @@ def test_a_draft_is_refused_with_key_and_what_was_found(read_changed_speculators
         ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': supported are"),
     ],
 )
-def test_layers_are_refused_with_key_and_what_was_found(read_changed_speculators, refusal, layers, changes, words):
+def test_invalid_layer_config_is_refused_with_key_and_value(read_changed_speculators, refusal, layers, changes, words):
     assert refusal(read_changed_speculators, layers, **changes).startswith(INNER + words)

@@ -1,4 +1,4 @@
-"""The store: whole blobs or none, one builder at a time."""
+"""The executable store: verified blobs, build records, atomic writes, one build at a time."""
 
 import hashlib
 import os
@@ -55,12 +55,12 @@ def blob_path(store, entry):
     return store.bundle / "executables" / entry.sha256
 
 
-def hidden(directory):
-    """Temporary files, and whatever else starts with a dot."""
+def hidden_files(directory):
+    """Returns temporary files and other files whose names start with a dot."""
     return sorted(path.name for path in directory.rglob(".*"))
 
 
-def test_what_was_added_is_found_and_read_back(find, store, manifest, blobs, texts):
+def test_added_executable_is_found_and_read_back(find, store, manifest, blobs, texts):
     for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):
         assert find(store, entry) == entry
         assert store.read_executable(entry) == blob
@@ -68,22 +68,22 @@ def test_what_was_added_is_found_and_read_back(find, store, manifest, blobs, tex
     assert structs.replace(read_manifest(store.bundle), digest="") == manifest
 
 
-def test_a_build_leaves_no_temporary_files(store):
-    assert hidden(store.bundle) == [".lock"]
+def test_build_leaves_no_temporary_files(store):
+    assert hidden_files(store.bundle) == [".lock"]
 
 
-def test_a_store_may_be_moved(find, store, manifest, tmp_path):
+def test_bundle_may_be_moved(find, store, manifest, tmp_path):
     moved = Store(shutil.move(store.bundle, tmp_path / "elsewhere"))
     assert [find(moved, entry) for entry in manifest.entries] == list(manifest.entries)
 
 
-def test_a_key_that_was_never_built_is_not_found(store, entry, texts):
+def test_unknown_key_is_not_found(store, entry, texts):
     for place in (store, Store(store.bundle / "nowhere")):
         assert place.find("0" * 64, entry.signature, texts[2]) is None
 
 
 @pytest.mark.parametrize("kept", [0, 1, 0.5, -1])
-def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_path, kept):
+def test_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_path, kept):
     whole = blob_path.read_bytes()
     blob_path.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
     with pytest.raises(CorruptBundle) as refused:
@@ -96,7 +96,7 @@ def test_a_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_pa
 
 @pytest.mark.parametrize("kind", ["executable", "program"])
 def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
-    """All by the hash: no other check would find them all."""
+    """All are found by the hash; no other check finds all of them."""
     chance = random.Random(6)
     text = chance.randbytes(100)
     (blob, executable), (program_blob, program) = pack_blob(pickle.dumps(chance.randbytes(100))), pack_blob(text)
@@ -118,7 +118,7 @@ def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
     assert store.find(entry.key, entry.signature, text) == entry
 
 
-def test_two_blobs_that_changed_places_are_both_refused(find, store, manifest):
+def test_swapped_blobs_are_both_refused(find, store, manifest):
     one, other = manifest.entries[:2]
     contents = [store.executable_path(entry).read_bytes() for entry in (one, other)]
     for entry, content in zip((other, one), contents, strict=True):
@@ -147,8 +147,8 @@ def packed(serialized):
         (bytes(102), "unknown compression method"),
     ],
 )
-def test_a_blob_that_is_not_what_was_packed_is_refused(find, store, texts, entry, content, words):
-    """Its hash is right; a builder does not take it either."""
+def test_blob_with_a_valid_hash_and_wrong_content_is_refused(find, store, texts, entry, content, words):
+    """Neither reading nor a build accepts it."""
     other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     store.add(other, content, pack_blob(texts[2])[1])
     with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Rebuild it"):
@@ -156,7 +156,7 @@ def test_a_blob_that_is_not_what_was_packed_is_refused(find, store, texts, entry
     assert find(store, other) is None and not store.executable_path(other).exists()
 
 
-def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
+def test_blob_is_not_unpacked_beyond_the_expected_size(store, entry):
     blob, bomb = pack_blob(bytes(10**7))
     other = structs.replace(entry, sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=0)
     store.add(other, bomb, b"")
@@ -167,7 +167,7 @@ def test_a_blob_is_never_unpacked_beyond_what_is_promised(store, entry):
     tracemalloc.stop()
 
 
-def test_a_missing_blob_is_refused(find, store, entry, blob_path):
+def test_missing_blob_is_refused(find, store, entry, blob_path):
     blob_path.unlink()
     with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
         store.read_executable(entry)
@@ -175,12 +175,12 @@ def test_a_missing_blob_is_refused(find, store, entry, blob_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff\xfe"])
-def test_a_record_that_cannot_be_read_is_as_if_never_built(find, store, entry, content):
+def test_unreadable_build_record_is_not_found(find, store, entry, content):
     (store.bundle / "entries" / f"{entry.key}.json").write_bytes(content)
     assert find(store, entry) is None
 
 
-def test_a_record_under_another_key_is_not_taken(find, store, manifest):
+def test_build_record_under_another_key_is_not_found(find, store, manifest):
     one, other = manifest.entries[:2]
     records = store.bundle / "entries"
     (records / f"{one.key}.json").write_bytes((records / f"{other.key}.json").read_bytes())
@@ -188,45 +188,45 @@ def test_a_record_under_another_key_is_not_taken(find, store, manifest):
     assert find(store, other) == other
 
 
-def test_a_record_of_another_executable_that_claims_the_key_is_set_aside(find, store, manifest):
+def test_build_record_of_another_executable_is_quarantined(find, store, manifest):
     one, other = manifest.entries[:2]
     store.write_record(structs.replace(other, key=one.key))
     assert find(store, one) is None
     words = f"the build record of {other.signature.label} with a signature other than the requested one"
-    assert set_aside_words(store) == [words]
+    assert quarantine_reasons(store) == [words]
     store.write_record(one)
     assert find(store, one) == one
 
 
 @pytest.mark.parametrize("length", ["the same", "another"])
-def test_a_record_of_what_was_compiled_from_another_program_is_set_aside(find, store, entry, blobs, texts, length):
+def test_build_record_of_another_program_is_quarantined(find, store, entry, blobs, texts, length):
     text = texts[2][::-1] if length == "the same" else texts[3]
     (blob, executable), (program_blob, program) = pack_blob(blobs[2]), pack_blob(text)
     changed = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(changed, executable, program)
     assert find(store, entry) is None
-    assert set_aside_words(store) == ["the build record of an executable that was compiled from another program"]
+    assert quarantine_reasons(store) == ["the build record of an executable that was compiled from another program"]
     assert (
         store.executable_path(changed).exists() and store.program_path(changed).exists()
     )  # which are what they should be
 
 
-def set_aside_words(store) -> list[str]:
+def quarantine_reasons(store) -> list[str]:
     notes = (store.bundle / "set-aside").glob("*.0.json")
     return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
 
 
-def test_a_record_is_only_there_when_its_blob_is(tmp_path, entry):
+def test_failed_blob_write_leaves_no_build_record(tmp_path, entry):
     store = Store(tmp_path / "bundle")
     with store.open_for_building():
         (store.bundle / "executables" / entry.sha256).mkdir()  # so that the blob cannot be put in its place
         with pytest.raises(OSError):
             store.add(entry, b"blob", b"program")
     assert list((store.bundle / "entries").iterdir()) == []
-    assert hidden(store.bundle) == [".lock"]
+    assert hidden_files(store.bundle) == [".lock"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, b"old")
     with pytest.raises(TypeError):
@@ -235,8 +235,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_in_mid_write_is_named_and_leaves_what_was_there(store, manifest, entry, full_disk):
-    """Blob, record, manifest: what is longer than the disk allows is told by its name."""
+def test_full_disk_error_names_the_file_and_keeps_the_old_one(store, manifest, entry, full_disk):
+    """For blobs, build records and the manifest."""
     program, (blob, executable) = store.program_path(entry).read_bytes(), pack_blob(bytes(range(256)))
     changed, fewer = structs.replace(entry, **structs.asdict(blob)), structs.replace(manifest, entries=())
     before = {path: path.read_bytes() for path in store.bundle.rglob("*") if path.is_file()}
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_in_mid_write_is_named_and_leaves_what_was_there(sto
         assert {path: path.read_bytes() for path in store.bundle.rglob("*") if path.is_file()} == before
 
 
-def test_a_reader_sees_one_whole_file_or_the_other(tmp_path):
+def test_reader_sees_whole_files_during_writes(tmp_path):
     path, contents = tmp_path / "file", [bytes([seed]) * 300_000 for seed in range(2)]
     write_atomically(path, contents[0])
 
@@ -269,7 +269,7 @@ def test_a_reader_sees_one_whole_file_or_the_other(tmp_path):
     assert path.read_bytes() == contents[1]
 
 
-def test_a_published_file_may_be_read_by_others(store):
+def test_published_files_are_readable_by_others(store):
     assert (store.bundle / "manifest.json").stat().st_mode & 0o777 == 0o644
 
 
@@ -279,7 +279,7 @@ def test_publishing_again_replaces_the_manifest(store, manifest):
     assert (store.bundle / "manifest.json").read_bytes() == encode_manifest(fewer)
 
 
-def test_where_no_manifest_can_be_written_the_old_one_stays_signed(store, manifest, full_disk):
+def test_failed_publish_keeps_the_signature_of_the_old_manifest(store, manifest, full_disk):
     signatures = store.bundle / "manifest.sig.json"
     signatures.write_bytes(b"of the old one")
     fewer = structs.replace(manifest, entries=())
@@ -290,7 +290,7 @@ def test_where_no_manifest_can_be_written_the_old_one_stays_signed(store, manife
     assert not signatures.exists()
 
 
-# -- what is there already
+# -- stored bytes
 
 
 def cut(path):
@@ -302,7 +302,7 @@ def dangle(path):
     path.symlink_to("nowhere")
 
 
-def test_what_is_held_is_what_records_of_the_grid_name(store, manifest):
+def test_stored_bytes_counts_executables_with_build_records(store, manifest):
     wanted = [entry.signature for entry in manifest.entries[:2]]
     held = sum(entry.bytes + entry.program.bytes for entry in manifest.entries[:2])
     assert store.stored_bytes(wanted) == held
@@ -311,7 +311,7 @@ def test_what_is_held_is_what_records_of_the_grid_name(store, manifest):
     assert store.stored_bytes([]) == 0
 
 
-def test_of_what_several_compilers_made_of_a_program_one_is_held(store, entry, texts):
+def test_stored_bytes_counts_one_executable_per_signature(store, entry, texts):
     blob, executable = pack_blob(pickle.dumps("made by another compiler"))
     store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack_blob(texts[2])[1])
     assert store.stored_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
@@ -320,18 +320,18 @@ def test_of_what_several_compilers_made_of_a_program_one_is_held(store, entry, t
 @pytest.mark.parametrize(
     "damage", [cut, Path.unlink, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere")), dangle]
 )
-def test_what_is_missing_or_cut_off_or_a_link_is_not_held(store, entry, blob_path, damage):
+def test_stored_bytes_ignores_missing_truncated_and_linked_files(store, entry, blob_path, damage):
     damage(blob_path)
     (store.bundle / "entries" / f"{'0' * 64}.json").write_bytes(b"{")
     assert store.stored_bytes([entry.signature]) == entry.program.bytes
 
 
-# -- who may write
+# -- locks and permissions
 
 
 @contextmanager
 def without_rights() -> Iterator[None]:
-    """Root may write anywhere: somebody else then."""
+    """Runs as another user, because root may write anywhere."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -343,7 +343,7 @@ def without_rights() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", ["executables", "programs", "entries"])
-def test_a_directory_that_cannot_be_written_is_found_before_anything_is_built(store, room):
+def test_directory_without_write_permission_is_refused_before_a_build(store, room):
     with tempfile.TemporaryDirectory() as place:  # pytest's own is for nobody else
         os.chmod(place, 0o755)
         copy = Path(shutil.copytree(store.bundle, Path(place) / "bundle"))
@@ -358,7 +358,7 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_is_built(st
 @pytest.mark.parametrize("own", ["executables", "programs", "entries", "set-aside", ".lock"])
 @pytest.mark.parametrize("there", [True, False], ids=["something", "nothing"])
 @pytest.mark.parametrize("write", [Store.open_for_building, Store.hold_lock])
-def test_nothing_is_written_to_where_a_link_leads(store, tmp_path, own, there, write):
+def test_nothing_is_written_through_a_link(store, tmp_path, own, there, write):
     elsewhere = tmp_path / "elsewhere"
     path = store.bundle / own
     if path.exists():
@@ -370,11 +370,11 @@ def test_nothing_is_written_to_where_a_link_leads(store, tmp_path, own, there, w
         BadInput, match=f"cannot write to {store.bundle}: {own} is a symbolic link.*Remove the link, or"
     )
     with refused, write(store):
-        pytest.fail("writing where somebody else has pointed")
+        pytest.fail("wrote through a link")
     assert elsewhere.exists() == there and (own == ".lock" or not there or list(elsewhere.iterdir()) == [])
 
 
-def test_records_are_recalled_to_a_directory_of_the_bundles_own(store, manifest, tmp_path):
+def test_restore_records_refuses_a_linked_directory(store, manifest, tmp_path):
     (store.bundle / "entries").rename(tmp_path / "was here")
     (tmp_path / "elsewhere").mkdir()
     (store.bundle / "entries").symlink_to(tmp_path / "elsewhere")
@@ -383,7 +383,7 @@ def test_records_are_recalled_to_a_directory_of_the_bundles_own(store, manifest,
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_one_builder_at_a_time(tmp_path):
+def test_second_build_is_refused(tmp_path):
     command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:
@@ -396,20 +396,20 @@ def test_one_builder_at_a_time(tmp_path):
         pass
 
 
-def test_a_builder_that_ends_or_fails_gives_the_lock_back(tmp_path):
+def test_lock_is_released_when_a_build_ends_or_fails(tmp_path):
     with pytest.raises(ZeroDivisionError), Store(tmp_path).open_for_building():
         raise ZeroDivisionError
     with Store(tmp_path).open_for_building():
         pass
 
 
-def test_an_error_of_the_build_is_not_taken_for_a_lock(tmp_path):
+def test_build_error_is_not_reported_as_a_lock(tmp_path):
     with pytest.raises(BlockingIOError), Store(tmp_path).open_for_building():
         raise BlockingIOError("a terminal that does not keep up")
 
 
 @pytest.mark.parametrize(("name", "words"), [("file", "File exists"), ("/proc/bundle", "No such file or directory")])
-def test_a_place_that_cannot_be_written_is_refused(tmp_path, name, words):
+def test_invalid_bundle_path_is_refused(tmp_path, name, words):
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / name)
     refused = pytest.raises(BadInput, match=rf"cannot write to {tmp_path / name}: {words}")
@@ -417,16 +417,16 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, name, words):
         pytest.fail("a store where none can be")
 
 
-def test_records_are_json(store, entry):
+def test_build_records_are_json(store, entry):
     record = (store.bundle / "entries" / f"{entry.key}.json").read_bytes()
     assert msgspec.json.decode(record)["signature"]["program"] == entry.signature.program
 
 
-def test_the_next_builder_removes_what_a_killed_one_had_begun(store):
+def test_build_removes_temporary_files_of_a_killed_build(store):
     killed = subprocess.run([sys.executable, "-c", DIE_WHILE_WRITING, store.bundle], check=False)
     assert killed.returncode == -signal.SIGXFSZ
-    assert hidden(store.bundle) != [".lock"]
+    assert hidden_files(store.bundle) != [".lock"]
     foreign = store.bundle / "entries" / ".nfs0001"
     foreign.write_bytes(b"")
     with store.open_for_building():
-        assert hidden(store.bundle) == [".lock", ".nfs0001"]
+        assert hidden_files(store.bundle) == [".lock", ".nfs0001"]

@@ -1,4 +1,4 @@
-"""What a target's `config.json` says, and every way in which it is refused."""
+"""Targets: facts of published configs, and refusals."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_qwen3_is_read_as_published(read_published_target, name):
+def test_published_qwen3_is_read(read_published_target, name):
     layers, hidden, width, heads, tied = DENSE[name]
     decoder = Decoder(
         layers=layers,
@@ -46,7 +46,7 @@ def test_qwen3_is_read_as_published(read_published_target, name):
 @pytest.mark.parametrize(
     ("name", "theta", "positions"), [(MOE, 1e6, 40960), ("Qwen3-Coder-30B-A3B-Instruct", 1e7, 262144)]
 )
-def test_qwen3_moe_is_read_as_published(read_published_target, name, theta, positions):
+def test_published_qwen3_moe_is_read(read_published_target, name, theta, positions):
     decoder = Decoder(
         layers=48,
         hidden=2048,
@@ -61,7 +61,7 @@ def test_qwen3_moe_is_read_as_published(read_published_target, name, theta, posi
 
 
 @pytest.mark.parametrize("name", [LLAMA, "Llama-3.1-8B-Instruct"])
-def test_llama_is_read_as_published(read_published_target, name):
+def test_published_llama_is_read(read_published_target, name):
     decoder = Decoder(
         layers=32,
         hidden=4096,
@@ -75,7 +75,7 @@ def test_llama_is_read_as_published(read_published_target, name):
     assert read_published_target(name) == Target(decoder, tied=False)
 
 
-def test_newer_layouts_say_the_same(read_published_target):
+def test_transformers_5_layout_gives_the_same_facts(read_published_target):
     rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
     assert read_published_target("Qwen3-4B", **rope) == read_published_target("Qwen3-4B")
     experts = {"num_experts": None, "num_local_experts": 128}
@@ -84,32 +84,32 @@ def test_newer_layouts_say_the_same(read_published_target):
 
 
 @pytest.mark.parametrize("name", ["llama-tiny/target", "qwen3-tiny-tied/target"])
-def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, name):
+def test_transformers_5_layout_of_the_goldens_gives_the_same_facts(published, rewritten, name):
     older, newer = published(name), rewritten(name)
     assert newer != older
     assert read_target(ConfigFile(PATH, newer)) == read_target(ConfigFile(PATH, older))
 
 
-def test_the_golden_llama_is_read_with_its_scaling(read_published_target):
+def test_golden_llama_is_read_with_its_scaling(read_published_target):
     decoder = read_published_target("llama-tiny/target").decoder
     assert decoder.rope == Rope(500000.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 64))
     assert decoder.attention == AttentionShape(heads=4, kv_heads=2, head_dim=16, normed=False)
 
 
-def test_a_head_is_as_wide_as_llama_says_or_its_share(read_published_target):
+def test_llama_head_dim_is_given_or_derived(read_published_target):
     assert read_published_target(LLAMA, head_dim=64).decoder.attention.head_dim == 64
     assert read_published_target(LLAMA, head_dim=None).decoder.attention.head_dim == 128
     assert read_published_target(LLAMA, head_dim=64).decoder.rope.head_dim == 64
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", MOE, LLAMA])
-def test_projections_may_have_biases(read_published_target, name):
+def test_attention_bias_is_read(read_published_target, name):
     assert read_published_target(name, attention_bias=True).decoder.attention.biased
     assert not read_published_target(name, attention_bias=None).decoder.attention.biased
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_experts_are_weighted_as_the_config_says(read_published_target, normalized):
+def test_norm_topk_prob_is_read(read_published_target, normalized):
     assert read_published_target(MOE, norm_topk_prob=normalized).decoder.mlp.normalized is normalized
 
 
@@ -149,7 +149,7 @@ def test_experts_are_weighted_as_the_config_says(read_published_target, normaliz
         ({"rms_norm_eps": 1e-300}, "rms_norm_eps is 1e-300: expected 1e-30 to 1"),
     ],
 )
-def test_a_target_is_refused_with_file_key_and_what_was_found(read_changed_target, refusal, changes, words):
+def test_unsupported_target_is_refused_with_file_key_and_value(read_changed_target, refusal, changes, words):
     assert refusal(read_changed_target, **changes) == FILE + words
 
 
@@ -169,7 +169,9 @@ def test_a_target_is_refused_with_file_key_and_what_was_found(read_changed_targe
         ({"use_sliding_window": True}, "use_sliding_window is True: sliding-window targets are not supported"),
     ],
 )
-def test_a_target_with_experts_is_refused_likewise(read_published_target, refusal, changes, words):
+def test_unsupported_mixture_of_experts_is_refused_with_file_key_and_value(
+    read_published_target, refusal, changes, words
+):
     assert refusal(read_published_target, MOE, **changes) == FILE + words
 
 
@@ -181,7 +183,7 @@ def test_a_target_with_experts_is_refused_likewise(read_published_target, refusa
         ({"num_key_value_heads": None}, "num_key_value_heads is missing; expected a whole number"),
     ],
 )
-def test_a_llama_is_refused_likewise(read_published_target, refusal, changes, words):
+def test_unsupported_llama_is_refused_with_file_key_and_value(read_published_target, refusal, changes, words):
     assert refusal(read_published_target, LLAMA, **changes) == FILE + words
 
 
@@ -198,12 +200,12 @@ def test_a_llama_is_refused_likewise(read_published_target, refusal, changes, wo
         ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ],
 )
-def test_another_architecture_is_refused_with_what_it_is(read_changed_target, refusal, architecture, hint):
+def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal, architecture, hint):
     runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM."
     message = refusal(read_changed_target, architectures=[architecture])
     assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 
 
-def test_architectures_that_are_no_names_are_refused(read_changed_target, refusal):
+def test_invalid_architectures_are_refused(read_changed_target, refusal):
     message = refusal(read_changed_target, architectures=[None, {}, ["Qwen3ForCausalLM"]])
     assert "architectures is [None, {}, ['Qwen3ForCausalLM']]; supported are Qwen3ForCausalLM" in message

@@ -1,4 +1,4 @@
-"""What z-lab's drafts say: published ones, every variant of their layout, and what is refused."""
+"""The dialect of z-lab: published drafts, variants of the layout, and refusals."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ LAYER_TYPES = "5 items, full_attention or sliding_attention"
     ("name", "target", "hidden", "width"),
     [("Qwen3-4B-DFlash-b16", "Qwen3-4B", 2560, 9728), ("Qwen3-8B-DFlash-b16", "Qwen3-8B", 4096, 12288)],
 )
-def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, target, hidden, width):
+def test_published_drafts_of_qwen3_are_read(read_published_draft, name, target, hidden, width):
     decoder = Decoder(
         layers=5,
         hidden=hidden,
@@ -44,7 +44,7 @@ def test_drafts_of_qwen3_are_read_as_published(read_published_draft, name, targe
 
 
 @pytest.mark.parametrize("target", ["Llama-3.1-8B", "Llama-3.1-8B-Instruct"])
-def test_the_draft_of_llama_is_read_as_published(read_published_draft, target):
+def test_published_draft_of_llama_is_read(read_published_draft, target):
     draft = read_published_draft("LLaMA3.1-8B-Instruct-DFlash-UltraChat", target)
     assert (draft.block, draft.default_k, draft.decoder.layers, draft.target_layer_ids) == (
         10,
@@ -56,7 +56,7 @@ def test_the_draft_of_llama_is_read_as_published(read_published_draft, target):
     assert draft.decoder.mlp == DenseMlp(14336)
 
 
-def test_the_golden_drafts_of_llama_are_read(read_published_draft):
+def test_golden_drafts_of_llama_are_read(read_published_draft):
     names = ("llama-tiny/draft", "llama-tiny/draft_llama3rope")
     plain, scaled = (read_published_draft(name, "llama-tiny/target") for name in names)
     assert plain.target_layer_ids == scaled.target_layer_ids == (1, 3)
@@ -65,13 +65,13 @@ def test_the_golden_drafts_of_llama_are_read(read_published_draft):
     assert scaled.decoder.rope == Rope(500000.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 64))
 
 
-def test_the_golden_draft_with_windows_is_read(read_published_draft):
+def test_golden_draft_with_windows_is_read(read_published_draft):
     draft = read_published_draft("qwen3-tiny-swa/draft", "qwen3-tiny-swa/target")
     assert draft.windows == (SlidingWindow(20, causal=True), SlidingWindow(20, causal=True), None)
     assert (draft.block, draft.mask_token, draft.target_layer_ids) == (8, 318, (0, 2, 3))
 
 
-def test_newer_layouts_say_the_same(read_changed_draft):
+def test_transformers_5_layout_gives_the_same_facts(read_changed_draft):
     rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
     assert read_changed_draft({"block_size": 16}, block_size=None, **rope) == read_changed_draft()
     assert read_changed_draft({"mask_token_id": None}, mask_token_id=151669) == read_changed_draft()
@@ -79,14 +79,14 @@ def test_newer_layouts_say_the_same(read_changed_draft):
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny-tied/draft", "llama-tiny/draft_llama3rope"])
-def test_newer_layouts_of_the_goldens_say_the_same(published, rewritten, read_published_target, name):
+def test_transformers_5_layout_of_the_goldens_gives_the_same_facts(published, rewritten, read_published_target, name):
     older, newer = published(name), rewritten(name)
     target = read_published_target(f"{name.partition('/')[0]}/target")
     assert newer != older
     assert read_draft(ConfigFile(PATH, newer), target) == read_draft(ConfigFile(PATH, older), target)
 
 
-def test_a_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
+def test_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
     assert read_changed_draft(rope_theta=10_000).decoder.rope == Rope(10_000.0, 128)
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     assert read_changed_draft(**scaled).decoder.rope == Rope(1e6, 128, LinearScaling(2.0))
@@ -95,11 +95,11 @@ def test_a_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
     assert read_published_draft(name, "Llama-3.1-8B", **plain).decoder.rope == Rope(500000.0, 128)
 
 
-def test_the_model_type_chooses_nothing(read_changed_draft):
+def test_model_type_is_ignored(read_changed_draft):
     assert read_changed_draft(model_type="gpt_oss") == read_changed_draft(model_type="qwen3") == read_changed_draft()
 
 
-def test_a_draft_of_gpt_oss_shape_is_read(read_changed_draft):
+def test_draft_of_gpt_oss_shape_is_read(read_changed_draft):
     yarn = {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -122,17 +122,17 @@ def test_a_draft_of_gpt_oss_shape_is_read(read_changed_draft):
     assert [window is not None for window in draft.windows] == [True, False, True, False, False]
 
 
-def test_a_draft_without_taps_takes_the_default(read_changed_draft):
+def test_missing_target_layer_ids_get_the_default(read_changed_draft):
     assert read_changed_draft({"target_layer_ids": None}).target_layer_ids == (1, 9, 17, 25, 33)
     assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).target_layer_ids == (
         18,
     )
 
 
-@pytest.mark.parametrize("taps", [[4], [1, 9, 17], [0, 1, 2, 3, 4, 5, 34], [33, 1]])
-def test_there_may_be_more_or_fewer_taps_than_layers_in_any_order(read_changed_draft, taps):
-    draft = read_changed_draft({"target_layer_ids": taps})
-    assert draft.target_layer_ids == tuple(taps) and draft.decoder.layers == 5
+@pytest.mark.parametrize("layer_ids", [[4], [1, 9, 17], [0, 1, 2, 3, 4, 5, 34], [33, 1]])
+def test_target_layer_ids_may_have_any_number_and_order(read_changed_draft, layer_ids):
+    draft = read_changed_draft({"target_layer_ids": layer_ids})
+    assert draft.target_layer_ids == tuple(layer_ids) and draft.decoder.layers == 5
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_sliding_layers_have_windows(read_changed_draft, inner, changes, causal)
     assert windows == (SlidingWindow(4096, causal), None, SlidingWindow(4096, causal), None, None)
 
 
-def test_a_causality_flag_says_nothing_of_full_layers(read_changed_draft):
+def test_causality_flag_does_not_affect_full_layers(read_changed_draft):
     assert read_changed_draft({"causal": True}, is_causal=True).windows == (None,) * 5
 
 
-def test_a_window_without_sliding_layers_is_not_used(read_changed_draft):
+def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
     assert read_changed_draft(sliding_window=4096).windows == (None,) * 5
     assert read_changed_draft(sliding_window=4096, layer_types=None).windows == (None,) * 5
 
@@ -187,5 +187,5 @@ def test_a_window_without_sliding_layers_is_not_used(read_changed_draft):
         ({}, {"dflash_config": [1]}, "dflash_config is [1]: expected an object"),
     ],
 )
-def test_a_draft_is_refused_with_place_key_and_what_was_found(read_changed_draft, refusal, inner, changes, words):
+def test_invalid_draft_is_refused_with_place_key_and_value(read_changed_draft, refusal, inner, changes, words):
     assert refusal(read_changed_draft, inner, **changes) == FILE + words

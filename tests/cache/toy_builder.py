@@ -1,7 +1,7 @@
-"""Builders without a compiler, as processes: python -m tests.cache.toy_builder
+"""Builds without a compiler, as processes: python -m tests.cache.toy_builder
 
-A line in is a batch of orders; each gets a process of its own, all at the same time, and a line of outcomes comes out.
-Whoever gets the lock goes on when all of the batch have tried to get it.
+Reads a batch of orders per line, runs each in its own process at the same time, and writes a line of outcomes. The
+process that gets the lock continues when all processes of the batch have tried to get it.
 """
 
 import inspect
@@ -21,13 +21,14 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import DflashError
 
-ROOM = Path(inspect.getfile(Store)).parent
+PACKAGE = Path(inspect.getfile(Store)).parent
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A bundle to build. `blobs`: executable and program of each entry, packed, which are there to be found.
+    """A bundle to build.
 
-    `killed_at`: the process ends itself by SIGKILL at this line, counted as the store's code runs.
+    blobs: packed executable and program of each entry.
+    killed_at: the process sends itself SIGKILL at this line, counted while code of `cache.bundle` runs.
     """
 
     bundle: str
@@ -37,7 +38,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a process ended, the keys of what it built, what it was refused with, and how many lines it ran."""
+    """The end of a process: exit code, keys of the built executables, error message, lines that ran."""
 
     code: int
     built: list[str] = []
@@ -46,13 +47,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Lines:
-    """Counts the lines of our code that run, and ends the process at one of them."""
+    """Counts the lines of `cache.bundle` that run, and kills the process at one of them."""
 
     def __init__(self, last: int | None):
         self.count, self._last = 0, last
 
     def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
-        if Path(frame.f_code.co_filename).parent != ROOM:
+        if Path(frame.f_code.co_filename).parent != PACKAGE:
             return None
         if event == "line":
             self.count += 1
@@ -62,7 +63,7 @@ class Lines:
 
 
 def build(order: Order, tried: int, gate: int) -> Outcome:
-    """As the compilation manager does it: found, or built and added; the manifest last."""
+    """Finds or adds each executable and publishes the manifest, as the compilation manager does."""
     lines, store, built = Lines(order.killed_at), Store(Path(order.bundle)), []
     sys.settrace(lines.trace)
     try:
@@ -83,7 +84,7 @@ def build(order: Order, tried: int, gate: int) -> Outcome:
 
 
 def run_batch(orders: list[Order]) -> list[Outcome]:
-    """Those that were killed left no word."""
+    """Runs all orders at the same time. A killed process has an outcome without a message."""
     (tried, tell), (gate, opener) = os.pipe(), os.pipe()
     answers = {}
     for order in orders:
@@ -111,7 +112,7 @@ def run_batch(orders: list[Order]) -> list[Outcome]:
 
 
 def _end(order: Order, tell: int, gate: int, say: int) -> NoReturn:
-    """What a child does, and all it does: whatever happens, it does not go on as its parent would."""
+    """Runs one order in a child process and exits, whatever happens."""
     try:
         os.write(say, msgspec.json.encode(build(order, tell, gate)))
     except BaseException:
