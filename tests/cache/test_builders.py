@@ -62,7 +62,7 @@ def run_builders() -> Iterator[Callable[..., list[Outcome]]]:
 
 @pytest.fixture
 def order(manifest, blobs, texts) -> Callable[..., Order]:
-    """A bundle, and which entries the grid has there → what a builder is told."""
+    """Returns a function that makes the order of a build from a bundle and the entries of its grid."""
 
     def make(bundle: Path, entries: slice, killed_at: int | None = None) -> Order:
         packed = [(pack_blob(blob)[1], pack_blob(text)[1]) for blob, text in zip(blobs, texts, strict=True)]

@@ -22,8 +22,8 @@ def test_unreadable_file_is_refused(tmp_path):
     [
         ("", "is not JSON: Expecting value"),
         ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
-        ("[1, 2]", "holds a list, not an object"),
-        ("null", "holds a NoneType, not an object"),
+        ("[1, 2]", "holds a list, expected an object"),
+        ("null", "holds a NoneType, expected an object"),
     ],
 )
 def test_content_other_than_an_object_is_refused(write_config, content, words):

@@ -181,7 +181,7 @@ def test_executable_with_a_foreign_pickle_is_neither_pushed_nor_fetched(store, p
 
 def test_push_without_permission_raises(store, bucket):
     bucket.server.fail("PUT", "", *[refuse(403, "AccessDenied")] * 20)
-    with pytest.raises(StoreRefused, match="not allowed: reported to say AccessDenied"):
+    with pytest.raises(StoreRefused, match="not allowed: told to say AccessDenied"):
         push_bundle(store.bundle, bucket.url)
 
 
@@ -235,7 +235,7 @@ def test_transient_fault_is_retried(pushed, manifest, name, fault):
 def test_interrupted_download_continues(pushed, manifest, blobs_of):
     broken = f"executables/{manifest.entries[-1].sha256}"
     pushed.server.fail("GET", broken, *[refuse(500, "InternalError")] * 2)
-    with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: reported to say InternalError"):
+    with pytest.raises(StoreFailed, match=f"{pushed.url}/{broken}: told to say InternalError"):
         fetch_bundle(pushed.url, retry=HASTY)
     first = set(pushed.asked("GET")) - {broken}
     pushed.server.forget()
@@ -328,7 +328,7 @@ def test_unwritable_cache_is_named(pushed, cache):
 
 def test_full_disk_leaves_no_partial_files(pushed, cache):
     command = [sys.executable, "-c", FETCH_TO_A_FULL_DISK, pushed.url]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, assert_whole_copy=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert "cannot write to" in done.stdout and "File too large" in done.stdout
     files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
     assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)

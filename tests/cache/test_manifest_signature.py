@@ -1,4 +1,4 @@
-"""Signatures: only what a key's owner signed passes, and whatever else is content by name."""
+"""Signing of manifests: verification, refusals, several signers, and the format of other tools."""
 
 import base64
 import hashlib

@@ -73,7 +73,7 @@ def test_transfer_is_limited(bucket, objects):
         return answer
 
     bucket.server.fail("GET", "name", listen)
-    with pytest.raises(CorruptBundle, match="more than 9 bytes"):
+    with pytest.raises(CorruptBundle, match="more than the limit of 9 bytes"):
         objects.read("name", 9)
     assert sent == [10]
 
@@ -213,7 +213,7 @@ def test_endless_response_is_closed():
     with HTTPServer(("127.0.0.1", 0), EndlessHandler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        with pytest.raises(CorruptBundle, match="name: more than 9 bytes"):
+        with pytest.raises(CorruptBundle, match="name: more than the limit of 9 bytes"):
             open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
         server.shutdown()
         thread.join()

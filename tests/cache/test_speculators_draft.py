@@ -14,7 +14,7 @@ PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
 INNER = f"{FILE}transformer_layer_config."
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
-AMBIGUOUS = "a tap on the last layer is ambiguous: the reference reads it after the final norm, servers before it"
+AMBIGUOUS = "the last layer is ambiguous: the reference reads it after the final norm, servers before it"
 
 
 def test_defaults_equal_those_of_transformers():
