@@ -117,9 +117,9 @@ def test_result_is_verified(returned, compile_jobs, manifest):
     other = msgspec.json.encode(CompileResult(manifest.entries[1]))
     assert check_result(compile_jobs[0], *returned) == manifest.entries[0]
     for broken, words in (
-        ((result, executable[:-1], program), "bytes, the manifest promises"),
+        ((result, executable[:-1], program), "bytes, the manifest says"),
         ((result, executable[:-1] + b"?", program), "its sha256 is"),
-        ((result, executable, executable), "bytes, the manifest promises"),
+        ((result, executable, executable), "bytes, the manifest says"),
         ((other, executable, program), "the build record of"),
         ((b"{", executable, program), "returned an invalid executable"),
         ((msgspec.json.encode(CompileResult(None, "no memory")), b"", b""), "^no memory$"),
