@@ -117,7 +117,7 @@ class JitLoop:
         self._draft = source.find("draft", rows, bucket.length, k) if k else None
         self._verify = source.find("verify", rows, bucket.length, k)
         self._write = source.find("kv_write", rows, k + 1) if k else None
-        self._slots = self._state.place(np.arange(rows, dtype=np.int32))
+        self._slots = self._state.to_device(np.arange(rows, dtype=np.int32))
         for chunk in source.grid.chunks():
             self._find_chunk(chunk)
         self._rounds = self._row_rounds = 0
@@ -157,7 +157,7 @@ class JitLoop:
 
     def _prefill(self, slot: int, row: Row) -> None:
         prompt, start = row.prompts[len(row.answers)], 0
-        place, grid = self._state.place, self._source.grid
+        place, grid = self._state.to_device, self._source.grid
         while start < len(prompt):
             chunk = grid.fit_chunk(start, len(prompt) - start)
             part = prompt[start : start + chunk.prefill]
@@ -181,7 +181,7 @@ class JitLoop:
 
     def _run_round(self, rows: Sequence[Row]) -> None:
         state, k = self._state, self._bucket.k
-        active = state.place(np.array([row.active for row in rows]))
+        active = state.to_device(np.array([row.active for row in rows]))
         block: Sequence[jax.Array] = ()
         if self._draft:
             block = self._draft(state)

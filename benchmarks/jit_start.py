@@ -76,7 +76,7 @@ class JitServer:
 
     def decode(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """At least so many, greedy, at the grid's largest K; every round is waited for."""
-        k, place = self._grid.k[-1], self._state.place
+        k, place = self._grid.k[-1], self._state.to_device
         yield self._prefill(prompt)
         bucket = self._grid.fit(1, len(prompt) + tokens + k, k)
         slots, active, found = place(np.zeros(1, np.int32)), place(np.ones(1, bool)), 1
@@ -97,7 +97,7 @@ class JitServer:
             count = min(chunk.prefill, len(prompt) - start)
             part = np.zeros((1, chunk.prefill), np.int32)
             part[0, :count] = prompt[start : start + count]
-            given = self._state.place(part), slots, self._number(start), self._number(count)
+            given = self._state.to_device(part), slots, self._number(start), self._number(count)
             features, first = self._call("prefill", chunk.prefill, chunk.length, arguments=given)
             if self._grid.k[-1]:
                 self._call("kv_write", 1, chunk.prefill, arguments=(features, slots, self._number(start)))
@@ -109,4 +109,4 @@ class JitServer:
         return self._all[program, sizes](self._state, *arguments)
 
     def _number(self, number: int) -> jax.Array:
-        return self._state.place(np.array([number], np.int32))
+        return self._state.to_device(np.array([number], np.int32))

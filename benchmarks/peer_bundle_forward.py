@@ -16,7 +16,7 @@ from dflash_aot.benchmarks.peer import Handlers, run_peer
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
+from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
@@ -56,12 +56,12 @@ class Passes:
         tokens = np.zeros((1, chunk.prefill), np.int32)
         tokens[0, : len(rows)] = rows
         executable = self._bundle.prefill(chunk)
-        given = (self._state.place(tokens), *map(self._number, (0, start, len(rows))))
+        given = (self._state.to_device(tokens), *map(self._number, (0, start, len(rows))))
         return lambda: executable(self._state, *given)[1]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         """The first row is the anchor. No slot is active: what is verified stays where it is."""
-        place, at = self._state.place, {"lengths": start, "anchors": rows[0]}
+        place, at = self._state.to_device, {"lengths": start, "anchors": rows[0]}
         self._state.replace([*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()])
         executable = self._bundle.verify(bucket)
         given = [place(np.array([rows], np.int32))] if bucket.k else []
@@ -69,7 +69,7 @@ class Passes:
         return lambda: executable(self._state, *given)[2]
 
     def _number(self, number: int) -> jax.Array:
-        return self._state.place(np.array([number], np.int32))
+        return self._state.to_device(np.array([number], np.int32))
 
 
 def find_peaks(dtype: str, question: Peaks) -> Peaked:

@@ -15,7 +15,7 @@ from dflash_aot.benchmarks.traffic import Dissect, Parts
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import Grid
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
+from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
-from dflash_aot.runtime.executables.dispatcher import FirstTokenInFlight, RoundInFlight
+from dflash_aot.runtime.dispatcher import FirstTokenInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RunningRequest, Scheduler
@@ -23,7 +23,7 @@ class Committer:
     """Owns what is in flight, the counters, and the deltas that callers have not been sent yet.
 
     lock: held while counters and requests change; not while the device is waited for, and not while deltas are sent.
-    successes: how often something was read that every program of a round, or of a whole answer, had to run for.
+    successes: results read that prove the executables work: rounds, and first tokens of one-token requests.
     """
 
     def __init__(self, scheduler: Scheduler, counters: Counters):
@@ -102,7 +102,7 @@ class Committer:
 
     def _commit_round(self, in_flight: RoundInFlight, back_to_back: bool) -> None:
         plan = in_flight.plan
-        outcomes, *likeliest = self._fetch([in_flight.outcomes, *in_flight.likeliest])
+        outcomes, *top_logprobs = self._fetch([in_flight.outcomes, *in_flight.top_logprobs])
         if plan.multi_round:
             outcomes = outcomes[: int((outcomes[:, 0] >= 0).sum())]
         self._note_time(in_flight, back_to_back, len(outcomes) if plan.multi_round else 1)
@@ -110,9 +110,9 @@ class Committer:
             if plan.multi_round:
                 self._commit_multi_round(in_flight, outcomes)
             else:
-                self._commit_slots(in_flight, outcomes, likeliest)
+                self._commit_slots(in_flight, outcomes, top_logprobs)
 
-    def _commit_slots(self, in_flight: RoundInFlight, outcomes: np.ndarray, likeliest: Sequence[np.ndarray]) -> None:
+    def _commit_slots(self, in_flight: RoundInFlight, outcomes: np.ndarray, top_logprobs: Sequence[np.ndarray]) -> None:
         """outcomes [B, 2K+2] or [B, 3K+3] of one round."""
         plan, k = in_flight.plan, in_flight.plan.bucket.k
         logprobs = outcomes[:, 2 * k + 2 :].view(np.float32)
@@ -124,7 +124,7 @@ class Committer:
             if running.request.finish_reason:
                 continue  # the request ended a round ago; this round was in flight already
             chosen, wanted = tokens[k : k + accepted + 1], running.request.params.logprobs
-            tokens_logprobs = [] if wanted is None else _list_logprobs(slot, chosen, wanted, logprobs, likeliest)
+            tokens_logprobs = [] if wanted is None else _list_logprobs(slot, chosen, wanted, logprobs, top_logprobs)
             self._add_tokens(running, chosen, tokens_logprobs, [_read_outcome(running, k, outcome)])
 
     def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
@@ -196,15 +196,15 @@ def _read_outcome(running: RunningRequest, k: int, row: Sequence[int]) -> RoundO
 
 
 def _list_logprobs(
-    slot: int, chosen: Sequence[int], count: int, logprobs: np.ndarray, likeliest: Sequence[np.ndarray]
+    slot: int, chosen: Sequence[int], count: int, logprobs: np.ndarray, top_logprobs: Sequence[np.ndarray]
 ) -> list[TokenLogprob]:
     """Log-probabilities of the tokens that a slot committed, each with the `count` likeliest tokens.
 
-    logprobs: of the target's choices, float32 [B, K+1]. likeliest: see `RoundInFlight`.
+    logprobs: of the target's choices, float32 [B, K+1]. top_logprobs: see `RoundInFlight`.
     """
     tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(chosen)
     if count:
-        ids, values = (array[slot, : len(chosen), :count].tolist() for array in likeliest)
+        ids, values = (array[slot, : len(chosen), :count].tolist() for array in top_logprobs)
         tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
     values = logprobs[slot, : len(chosen)].tolist()
     return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(chosen, values, tops, strict=True)]
@@ -212,7 +212,7 @@ def _list_logprobs(
 
 def _end_without_text(request: Request, failure: Exception) -> Delta:
     """A failure of the detokenizer ends the one request it belongs to."""
-    request.text = None
+    request.detokenizer = None
     message = f"the text of this request cannot be made: {type(failure).__name__}: {failure}"
     return request.end("error", message)
 

@@ -21,7 +21,7 @@ from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
-from dflash_aot.runtime.executables.bundle_loading import EngineParts, load_engine_parts
+from dflash_aot.runtime.engine_parts import EngineParts, load_engine_parts
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
@@ -50,7 +50,10 @@ MAX_WAITING = 1024
 
 
 class Engine:
-    """Made by `Engine.open`. All methods may be called from any thread, and from any event loop."""
+    """A served bundle, made by `Engine.open`. Any thread and any event loop may call its methods.
+
+    k: the largest K that is served. startup: seconds of each phase of `open`.
+    """
 
     def __init__(self, parts: EngineParts, max_waiting: int = MAX_WAITING):
         self._bundle, self._target = parts.bundle, parts.target
@@ -58,9 +61,9 @@ class Engine:
         self._controller = parts.controller
         self._loop = EngineLoop(parts.bundle, parts.state, Counters(), self._queue, self._controller)
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
-        ends = read_end_tokens(parts.target)
-        self._builder = RequestBuilder(parts.bundle, parts.target, ends)
-        for warning in diagnose_pair(parts.bundle.manifest, ends):
+        stop_token_ids = read_end_tokens(parts.target)
+        self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
+        for warning in diagnose_pair(parts.bundle.manifest, stop_token_ids):
             logger.warning(warning)
         self._drain_until = 0.0
         self._process = os.getpid()

@@ -10,12 +10,12 @@ import time
 
 from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.runtime.committer import Committer, copy_error
-from dflash_aot.runtime.executables.dispatcher import Dispatcher
+from dflash_aot.runtime.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.scheduler.scheduler import RoundPlan, Scheduler, UnknownLengths
+from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPlan, Scheduler
 from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class EngineLoop:
         committer = self._committer
         with committer.lock:
             committer.drop_in_flight()
-            for request in (*self._scheduler.empty(), *self._queue.empty()):
+            for request in (*self._scheduler.clear_slots(), *self._queue.drain()):
                 committer.finish(request, "error", error)
         committer.send_deltas()
 
@@ -111,16 +111,18 @@ class EngineLoop:
         plan = self._plan_round()
         if plan is None:
             return 0
-        self._committer.add_round(self._dispatcher.round(self._scheduler.start_round(plan)))
+        plan = self._scheduler.start_round(plan)
+        in_flight = self._dispatcher.round(plan)
+        self._committer.add_round(in_flight)
         return 1
 
     def _plan_round(self) -> RoundPlan | None:
-        """The next round; planned anew behind a commit where lengths are too uncertain, or the round is a first one."""
+        """The next round. Commits first if no bucket is certain to fit, or if an executable was never called before."""
         try:
             plan = self._scheduler.plan_round()
             if plan is None or self._dispatcher.has_run_round(plan):
                 return plan
-        except UnknownLengths:
+        except LengthBoundTooLoose:
             pass
         self._committer.commit()
         return self._scheduler.plan_round()
@@ -136,13 +138,13 @@ class EngineLoop:
         if committer.successes > self._successes:
             self._failures, self._successes = 0, committer.successes
         self._failures += not isinstance(error, CorruptBundle)
-        message = f"a program failed in mid-round: {type(error).__name__}: {error}"
+        message = f"the engine step failed: {type(error).__name__}: {error}"
         logger.error(message)
         logger.debug("where it failed", exc_info=error)
         with committer.lock:
             committer.counters.failures += 1
             committer.drop_in_flight()
-            for request in self._scheduler.empty():
+            for request in self._scheduler.clear_slots():
                 request.cause = copy_error(error)
                 committer.finish(request, "error", message)
         committer.send_deltas()

@@ -90,7 +90,7 @@ class DeviceState:
         self._arrays.clear()  # first, so that old and new arrays are never in memory at the same time
         self._arrays.update((array.name, self.zeros(array)) for array in self._declared)
 
-    def place(self, array: np.ndarray) -> jax.Array:
+    def to_device(self, array: np.ndarray) -> jax.Array:
         """Copies a small host array, an argument of a call, to every device."""
         return jax.device_put(array, self._everywhere)
 

@@ -16,14 +16,14 @@ from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
-from dflash_aot.runtime.executables.execution_plan import (
+from dflash_aot.runtime.executables.lazy_loader import LazyLoader
+from dflash_aot.runtime.executables.required_executables import (
     RoundShape,
     list_chunk_executables,
     list_round_executables,
     list_shape_executables,
     order_loading,
 )
-from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 
 
 class LoadedBundle:
@@ -160,8 +160,8 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
             raise
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
-            f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a smaller "
-            f"grid: {manifest.build_command(path)}"
+            f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a "
+            f"grid with smaller --buckets than this one: {manifest.build_command(path)}"
         ) from error
 
 
@@ -183,7 +183,8 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
     except RuntimeError as error:  # no such devices
         raise IncompatibleBundle(
             f"{path} was built for {_format_target(built)}, but here {error}.\n"
-            f"Serve it on such a machine, or build it for this machine: {command}"
+            "Serve it on such a machine, or build a bundle for this one (another --platform). The command that built "
+            f"it: {command}"
         ) from error
     if found := find_differences(built, here):
         lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)

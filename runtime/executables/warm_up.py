@@ -4,8 +4,8 @@ import logging
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
-from dflash_aot.runtime.executables.execution_plan import list_round_shapes
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_executable
+from dflash_aot.runtime.executables.required_executables import list_round_shapes
 from dflash_aot.runtime.speculation.controller import AdaptiveK, SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimer
 

@@ -26,7 +26,7 @@ class TokenLogprob:
     Attributes:
         token_id: the chosen token.
         logprob: its log-probability.
-        top: (token, log-probability) of the likeliest tokens, the likeliest first.
+        top: (token, log-probability) of the likeliest tokens, the top_logprobs first.
     """
 
     token_id: int
@@ -100,10 +100,10 @@ class Request:
     """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.
 
     prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid.
-    stop_ids: tokens that end the answer. text: the detokenizer, None for token ids only.
+    stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
     emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
     priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
-    on_cancel: called by `cancel`. token_ids, shown, logprobs, rounds: committed so far; `shown` is the text by delta.
+    on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
     finish_reason: None while the request runs. error: see `Result`. cause: the error of ours behind it, if any.
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
     """
@@ -111,15 +111,15 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     limit: int
-    stop_ids: frozenset[int]
-    text: "Detokenizer | None"
+    stop_token_ids: frozenset[int]
+    detokenizer: "Detokenizer | None"
     emit: Callable[[Delta], None]
     submitted: float = field(default_factory=time.monotonic)
     priority: int = 0
     deadline: float | None = None
     on_cancel: Callable[[], None] = _do_nothing
     token_ids: list[int] = field(default_factory=list)
-    shown: list[str] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: list[RoundOutcome] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -165,11 +165,11 @@ class Request:
         shown = ""
         for token in tokens:
             kept.append(token)
-            if token in self.stop_ids:
+            if token in self.stop_token_ids:
                 reason = "stop"  # the token's text is not part of the answer
                 break
-            shown += self.text.push([token]) if self.text else ""
-            if self.text and self.text.finished:
+            shown += self.detokenizer.push([token]) if self.detokenizer else ""
+            if self.detokenizer and self.detokenizer.finished:
                 reason = "stop"
             elif len(self.token_ids) + len(kept) >= self.limit:
                 reason = "length"
@@ -187,7 +187,7 @@ class Request:
         assert self.finish_reason is not None and self.finished is not None
         return Result(
             token_ids=self.token_ids,
-            text="".join(self.shown) if self.text else None,
+            text="".join(self.text_parts) if self.detokenizer else None,
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
             accepted=self.accepted,
@@ -206,9 +206,9 @@ class Request:
         logprobs: tuple[TokenLogprob, ...] = (),
         rounds: tuple[RoundOutcome, ...] = (),
     ) -> Delta:
-        if reason and self.text and not self.text.finished:
-            shown += self.text.flush()
-        self.shown.append(shown)
+        if reason and self.detokenizer and not self.detokenizer.finished:
+            shown += self.detokenizer.flush()
+        self.text_parts.append(shown)
         self.logprobs += logprobs
         self.rounds += rounds
         if reason:

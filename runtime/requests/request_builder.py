@@ -70,9 +70,9 @@ def find_wait_seconds(options: RequestOptions, request: Request) -> float | None
 class RequestBuilder:
     """Makes requests for the executables of a bundle. Threads may share it."""
 
-    def __init__(self, bundle: LoadedBundle, target: Path, ends: frozenset[int]):
-        """target: the checkpoint directory, for its tokenizer. ends: end tokens of requests that name none."""
-        self._bundle, self._target, self._ends = bundle, target, ends
+    def __init__(self, bundle: LoadedBundle, target: Path, default_stop_token_ids: frozenset[int]):
+        """target: the checkpoint directory, for its tokenizer. default_stop_token_ids: of requests that name none."""
+        self._bundle, self._target, self._default_stop_token_ids = bundle, target, default_stop_token_ids
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
@@ -103,13 +103,17 @@ class RequestBuilder:
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
-        deadline = options["deadline"]
+        deadline, stop_token_ids = options["deadline"], params.stop_token_ids
+        if stop_token_ids is None:
+            stop_token_ids = self._default_stop_token_ids
         return Request(
             prompt=ids,
             params=params,
             limit=self._find_limit(len(ids), params.max_tokens),
-            stop_ids=self._ends if params.stop_token_ids is None else frozenset(params.stop_token_ids),
-            text=self._make_detokenizer(prompt, ids, params),
+            stop_token_ids=self._default_stop_token_ids
+            if params.stop_token_ids is None
+            else frozenset(params.stop_token_ids),
+            detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
             submitted=submitted,
             priority=options["priority"],

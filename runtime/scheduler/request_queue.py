@@ -17,7 +17,7 @@ QueuePlace = Future[None]  # done once its request is in the queue
 class RequestQueue:
     """A bounded priority queue. Callers put requests in from any thread; the engine's thread takes them out.
 
-    No request is forgotten: each request that was put in is taken, dropped because it ended, or returned by `empty`.
+    No request is forgotten: each request that was put in is taken, dropped because it ended, or returned by `drain`.
     A caller may also wait for a place while the queue is full: such a request is in the overflow, not in the queue.
     """
 
@@ -133,7 +133,7 @@ class RequestQueue:
             if place.set_running_or_notify_cancel():
                 place.set_exception(self._refusal())
 
-    def empty(self) -> Iterator[Request]:
+    def drain(self) -> Iterator[Request]:
         """Takes out every request, in order."""
         with self._changed:
             entries, self._heap = self._heap, []

@@ -1,4 +1,4 @@
-"""The scheduler: continuous batching of queued requests in slots. Pure: no arrays, no device, no clock.
+"""The scheduler: continuous batching of queued requests in slots. No JAX and no clock: testable without a device.
 
 Each step of the engine loop asks the scheduler which requests end, which ones get a slot, which prompt chunk is
 prefilled next and which round runs next. The answers are plain data that the dispatcher turns into calls.
@@ -212,7 +212,7 @@ class RoundPlan:
     new_sampling_states: Sequence[RunningRequest] = ()
 
 
-class UnknownLengths(Exception):
+class LengthBoundTooLoose(Exception):
     """The length bounds are too loose for any bucket: commit what is in flight, then plan again."""
 
 
@@ -272,7 +272,7 @@ class Scheduler:
             moves.append(move)
         return moves
 
-    def empty(self) -> list[Request]:
+    def clear_slots(self) -> list[Request]:
         """Frees every slot. Returns the requests that held one."""
         running, self.slots = list(self.slots), Slots(self._grid.slots)
         return [one.request for one in running]
@@ -305,7 +305,7 @@ class Scheduler:
     def plan_round(self) -> RoundPlan | None:
         """The next round of all requests that want tokens; None where none does.
 
-        Raises UnknownLengths where no bucket is certain to hold the batch before outstanding rounds are committed.
+        Raises LengthBoundTooLoose where no bucket is certain to hold the batch before outstanding rounds are committed.
         """
         batch = RoundBatch(self.slots.wanting_round())
         if not batch.requests:
@@ -336,11 +336,11 @@ class Scheduler:
         self._controller.note_outcome(running.acceptance, k, accepted)
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
-        """The smallest bucket for the batch, with the K that the controller chooses. Raises UnknownLengths."""
+        """The smallest bucket for the batch, with the K that the controller chooses. Raises LengthBoundTooLoose."""
         needed = batch.length_bound + 1
         ks = [k for k in self._ks if needed + k <= self._grid.capacity]
         if not ks:
-            raise UnknownLengths
+            raise LengthBoundTooLoose
         buckets = [self._grid.fit(len(batch.by_slot), needed + k, k) for k in ks]
         return self._controller.choose_bucket(buckets, batch.requests, batch.sampled)
 

@@ -32,8 +32,8 @@ class SelfTestCaller:
         signature, donated = executable.signature, executable.signature.donated
         executable.bind(self._place_weights(signature))
         before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
-        state = _State({name: self._place(self._known[name], values) for name, values in before.items()})
-        arguments = [self._place(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
+        state = _State({name: self._to_device(self._known[name], values) for name, values in before.items()})
+        arguments = [self._to_device(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
         results = executable(state, *arguments)
         outputs = [_record_output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):
@@ -46,7 +46,7 @@ class SelfTestCaller:
         self._weights = kept
         for name in signature.weights:
             if name not in kept:
-                kept[name] = self._place(self._known[name], make_weight(self._known[name]))
+                kept[name] = self._to_device(self._known[name], make_weight(self._known[name]))
         return kept
 
     def _place(self, array: ArraySpec, values: np.ndarray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The speculation controller: how many drafted tokens (K) the next round verifies. Pure: no arrays, no clock."""
+"""The speculation controller: how many drafted tokens (K) the next round verifies. No JAX and no clock."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.execution_plan import RoundShape
+from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
 
 SWITCH_MARGIN = 0.03  # by which another K must be faster per token to replace the present one
 TRIAL_SHARE = 0.015  # of the time that trials of a larger K may take
-TRIAL_SPACING = 8  # rounds between two trials that the time share pays for, at least
-TRIAL_DISTANCE = 16  # rounds from one free trial of a text to the next; doubles with each
+MIN_ROUNDS_PER_PAID_TRIAL = 8  # rounds whose time share pays for one trial, at least
+FREE_TRIAL_INTERVAL = 16  # rounds from one free trial to the next; doubles with each
 MAX_TRIAL_DEBT = 3  # trials that may run before the time share has paid for them
 FIRST_ROUNDS = 16  # rounds of each request that teach the engine's own acceptance estimate
 ENGINE_WINDOW = 256  # rounds that the engine's own acceptance estimate averages over
@@ -155,15 +155,15 @@ class _Plan(NamedTuple):
 class AdaptiveK:
     """Chooses the K with the fewest expected seconds per token, from round times and running acceptance.
 
-    Expected seconds per token are seconds(K) / Σ_requests E(K), where E is the number of tokens that a request's
-    acceptance estimate expects of a round. They are computed anew every few rounds, and when requests or buckets
-    change. K stays unless another K is better by SWITCH_MARGIN, so that Ks of nearly equal worth do not alternate.
-
-    Verifying K tokens shows the acceptance of all smaller Ks, and nothing of larger ones. Therefore single rounds, the
-    trials, run with the larger K that loses the least time: at once for a new request, then after TRIAL_DISTANCE rounds
-    and at doubling distances, as after each fall of K; and whenever TRIAL_SHARE of the time has paid for one. Trials at
-    a distance may run on debt, at most MAX_TRIAL_DEBT of them; a new request starts without debt. Time that a trial
-    gains is credited, and a trial that paid for itself is repeated at once.
+    1. Expected seconds per token are seconds(K) / Σ_requests E(K), where E is the number of tokens that a request's
+       acceptance estimate expects of a round. They are computed every REPLAN_ROUNDS rounds, and when requests or
+       buckets change. K stays unless another K is better by SWITCH_MARGIN.
+    2. Verifying K tokens shows the acceptance of smaller Ks, and nothing of larger ones. So single rounds, the trials,
+       run with a larger K: the one that is expected to lose the least time.
+    3. Free trials come at once for a new request, then after FREE_TRIAL_INTERVAL rounds and at doubling intervals, as
+       after each fall of K. Paid trials come whenever TRIAL_SHARE of the time since the last one has paid for one.
+    4. The time budget of trials (`credit`) may go into debt by at most MAX_TRIAL_DEBT free trials; a new request clears
+       the debt. Time that a trial gains is added to the budget, and a trial that paid for itself is repeated at once.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class AdaptiveK:
         self._engine_acceptance = AcceptanceEstimate(window=ENGINE_WINDOW)
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._round, self._next_plan = 0, 0
-        self._credit, self._trial_due, self._trial_distance = 0.0, TRIAL_DISTANCE, TRIAL_DISTANCE
+        self._credit, self._trial_due, self._trial_distance = 0.0, FREE_TRIAL_INTERVAL, FREE_TRIAL_INTERVAL
         self._unpaid = 0.0  # seconds of the last trial that its tokens have not paid back so far
         self._awaited = 0  # requests of the last trial whose outcome has not been read
         self._buckets: Sequence[Bucket] = ()
@@ -263,12 +263,12 @@ class AdaptiveK:
         tokens = self._expect_tokens(free)
         times = {bucket: self._costs[bucket, self._sampled] for bucket in self._buckets}
         seconds = {
-            bucket.k: self._weigh_guess((bucket, self._sampled)) * time / tokens[bucket.k]
+            bucket.k: self._optimism_factor((bucket, self._sampled)) * time / tokens[bucket.k]
             for bucket, time in times.items()
         }
         before, self._settled_k = self._settled_k, self._settle_loaded(seconds)
         if before is not None and self._settled_k < before:
-            self._schedule_trials(TRIAL_DISTANCE)
+            self._schedule_trials(FREE_TRIAL_INTERVAL)
         bucket = _find_bucket(self._buckets, max(requested, self._settled_k))
         rate = seconds[bucket.k]
         credit = TRIAL_SHARE * tokens[bucket.k] * rate
@@ -278,7 +278,7 @@ class AdaptiveK:
         if trial is None:
             return plan
         # Where a larger K costs next to nothing, trials keep their distance all the same.
-        least = TRIAL_SPACING * credit
+        least = MIN_ROUNDS_PER_PAID_TRIAL * credit
         price, loss = max(times[trial] - len(free) * rate, least), max(losses[trial], least)
         return plan._replace(trial=trial, trial_price=price, trial_loss=loss)
 
@@ -294,8 +294,8 @@ class AdaptiveK:
             self._optimistic_plans[shapes[best]] += 1
         return best
 
-    def _weigh_guess(self, shape: RoundShape) -> float:
-        """The factor on a shape's time: OPTIMISM where the time is a guess that may soon be measured, else 1."""
+    def _optimism_factor(self, shape: RoundShape) -> float:
+        """The factor on a shape's expected time: OPTIMISM if the time is a guess that may soon be measured, else 1."""
         if not self._costs.is_guess(shape) or self._optimistic_plans[shape] >= OPTIMISTIC_PLANS:
             return 1.0
         return OPTIMISM if self._round > ROUNDS_BEFORE_LOADING or self._loaded.holds(shape) else 1.0
@@ -328,7 +328,7 @@ class AdaptiveK:
 
     def _schedule_trials(self, distance: int) -> None:
         """The next trial is due after `distance` rounds; later ones at doubling distances."""
-        self._trial_due, self._trial_distance = self._round + distance, TRIAL_DISTANCE
+        self._trial_due, self._trial_distance = self._round + distance, FREE_TRIAL_INTERVAL
 
     def _credit_gain(self, seconds: float) -> None:
         """Time that the accepted tokens of one request in a trial have saved."""

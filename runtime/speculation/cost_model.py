@@ -1,11 +1,11 @@
-"""The cost model: seconds of a round of every shape while serving, and how many rounds one dispatch runs. Pure."""
+"""The cost model: seconds of a round of every shape while serving, and how many rounds one dispatch runs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, log, log2
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.execution_plan import RoundShape
+from dflash_aot.runtime.executables.required_executables import RoundShape
 
 SPEED_ROUNDS = 16  # rounds that the machine's speed is a mean of
 FACTOR_ROUNDS = 128  # rounds that a shape's own factor is a mean of, at most
@@ -64,7 +64,7 @@ class CostModel:
         self._log_speed += surprise / SPEED_ROUNDS
 
     def set_measured(self, shape: RoundShape, seconds: float) -> None:
-        """An estimated shape takes `seconds` just now. Ignored for a shape that was measured before."""
+        """An estimated shape was measured: `seconds`, at the machine's present speed. Ignored for a measured shape."""
         if shape not in self._measured:
             self._measured[shape] = _MeasuredShape(seconds * exp(-self._log_speed))
             self._nearest.clear()

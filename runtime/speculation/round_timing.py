@@ -10,8 +10,8 @@ import numpy as np
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.execution_plan import RoundShape, list_round_executables, list_round_shapes
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
+from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
 
 RoundTimes = Mapping[RoundShape, float]  # seconds
 MAX_PASSES = 5
@@ -43,7 +43,7 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
 
 
 def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
-    """Estimates from the compiler's counts of bytes and operations, as if one waited for the other. Right in ratios."""
+    """Estimates from the compiler's counts of bytes and operations, memory time plus compute time. Right in ratios."""
     balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE)
     work = {
         entry.signature.executable_id: max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
@@ -83,9 +83,9 @@ class RoundTimer:
         bundle, state = self._bundle, self._state
         # As many positions as rounds of this bucket see at most.
         self._set_state(np.full(self._slots, bucket.length - bucket.k - 1), self._draw_tokens(self._slots))
-        block = [state.place(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
-        active = state.place(np.zeros(bucket.batch, bool))
-        slots = state.place(np.arange(bucket.batch, dtype=np.int32))
+        block = [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
+        active = state.to_device(np.zeros(bucket.batch, bool))
+        slots = state.to_device(np.arange(bucket.batch, dtype=np.int32))
         verify = bundle.sampled_verify(bucket) if sampled else bundle.verify(bucket)
         write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()
@@ -104,7 +104,7 @@ class RoundTimer:
         self._state.replace([array.name for array in declared], [*map(self._state.zeros, declared)])
 
     def _set_state(self, *arrays: np.ndarray) -> None:
-        self._state.replace(TIMED_STATE, [self._state.place(array.astype(np.int32)) for array in arrays])
+        self._state.replace(TIMED_STATE, [self._state.to_device(array.astype(np.int32)) for array in arrays])
 
     def _draw_tokens(self, shape: int | Sequence[int]) -> np.ndarray:
         return self._random.integers(self._vocab, size=shape, dtype=np.int32)

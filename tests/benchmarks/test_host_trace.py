@@ -19,7 +19,7 @@ from dflash_aot.benchmarks.host_trace import (
 from dflash_aot.benchmarks.jit_loop import JitLoop
 from dflash_aot.benchmarks.peer_parts import Loaded
 from dflash_aot.cache.errors import VoidRecord
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
+from dflash_aot.runtime.engine_parts import load_engine_parts
 
 SIDE = 1000  # of products that are not done when the next line asks for them
 

@@ -113,7 +113,7 @@ def test_kv_cache_is_split_by_heads_and_other_state_is_replicated(make_up, count
         heads = found.shape[2] // count if found.ndim == 5 else None
         for shard in found.addressable_shards:
             assert shard.data.shape == (found.shape if heads is None else (*found.shape[:2], heads, *found.shape[3:]))
-    everywhere = state.place(np.arange(3))
+    everywhere = state.to_device(np.arange(3))
     assert {shard.device for shard in everywhere.addressable_shards} == set(DEVICES[:count])
     assert all(shard.data.tolist() == [0, 1, 2] for shard in everywhere.addressable_shards)
 

@@ -8,14 +8,14 @@ import pytest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import (
+    FREE_TRIAL_INTERVAL,
     MAX_TRIAL_DEBT,
+    MIN_ROUNDS_PER_PAID_TRIAL,
     OPTIMISTIC_PLANS,
     REPLAN_ROUNDS,
     ROUNDS_BEFORE_LOADING,
     SWITCH_MARGIN,
-    TRIAL_DISTANCE,
     TRIAL_SHARE,
-    TRIAL_SPACING,
     AdaptiveK,
     FixedK,
     SpeculationController,
@@ -171,7 +171,7 @@ def test_nearly_equal_ks_do_not_alternate():
     settled = [one for one in depth.decisions if one.why == "worth" and one.before is not None]
     trials = [one for one in depth.decisions if one.why == "trial"]
     assert len(settled) <= len(trials)  # each of them the way back from a trial
-    assert len(trials) <= 400 / TRIAL_SPACING
+    assert len(trials) <= 400 / MIN_ROUNDS_PER_PAID_TRIAL
 
 
 def test_k_changes_beyond_the_margin():
@@ -196,7 +196,7 @@ def test_trials_take_a_small_share_of_the_time():
 def test_cheap_trials_keep_their_spacing():
     depth = AdaptiveK(make_times({0: 1.0, 3: 1.001}))
     ks = ask_often(depth, [row(HOPELESS)], 1600, (0, 3))
-    assert 0 < ks.count(3) <= 1600 / TRIAL_SPACING
+    assert 0 < ks.count(3) <= 1600 / MIN_ROUNDS_PER_PAID_TRIAL
 
 
 def trials(ks: Sequence[int]) -> list[int]:
@@ -206,7 +206,7 @@ def trials(ks: Sequence[int]) -> list[int]:
 
 def test_new_request_is_tried_at_once_then_at_doubling_distances():
     depth, new = AdaptiveK(make_times(TIMES)), Row(AcceptanceEstimate([HOPELESS] * 7))
-    first = TRIAL_DISTANCE
+    first = FREE_TRIAL_INTERVAL
     assert trials(ask_often(depth, [new], 16 * first))[:5] == [0, first, 3 * first, 7 * first, 15 * first]
 
 
@@ -231,13 +231,13 @@ def test_new_request_starts_without_trial_debt():
     depth = AdaptiveK(make_times(TIMES))
     for _ in range(20):
         new = Row(AcceptanceEstimate([HOPELESS] * 7))
-        assert trials(ask_often(depth, [new], TRIAL_DISTANCE + 1)) == [0, TRIAL_DISTANCE]
+        assert trials(ask_often(depth, [new], FREE_TRIAL_INTERVAL + 1)) == [0, FREE_TRIAL_INTERVAL]
 
 
 def test_trial_debt_is_limited():
     """Each takes 49 rounds' time, of which one round earns 0.015: a further one is paid for after 3000 rounds."""
     depth, new = AdaptiveK(make_times({0: 1.0, 3: 50.0})), Row(AcceptanceEstimate([HOPELESS] * 7))
-    first = TRIAL_DISTANCE
+    first = FREE_TRIAL_INTERVAL
     assert trials(ask_often(depth, [new], 3000, (0, 3))) == [0, first, 3 * first][:MAX_TRIAL_DEBT]
 
 

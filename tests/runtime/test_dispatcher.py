@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.runtime.executables.dispatcher import SamplingStateWriter, split_seed
+from dflash_aot.runtime.dispatcher import SamplingStateWriter, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import RunningRequest

@@ -12,7 +12,7 @@ from dflash_aot.runtime.requests.request import Request
 from tests.runtime.stepper import finish, hold, wait_until
 
 K, SLOTS = 7, 3
-FAILED = r"a program failed in mid-round: \w+Error: .*deleted"
+FAILED = r"the engine step failed: \w+Error: .*deleted"
 
 
 def up_to(tokens: int) -> SamplingParams:
@@ -62,7 +62,7 @@ def test_fault_ends_running_requests_and_serves_waiting_ones(engine, cases, capl
     assert saboteur.finish_reason == "error" and FAILED.split(":")[0] in saboteur.error
     assert saboteur.token_ids == cases["len70"].answer[: len(saboteur.token_ids)] and len(saboteur.token_ids) >= 3
     assert engine.stats().failures == failures + 1 and engine.failure is None
-    assert [record.levelname for record in caplog.records if "failed in mid-round" in record.message] == ["ERROR"]
+    assert [record.levelname for record in caplog.records if "engine step failed" in record.message] == ["ERROR"]
 
 
 def test_fault_before_the_first_token_ends_that_request(engine, cases):
@@ -85,7 +85,7 @@ def test_streams_report_a_fault(engine, cases):
     for ask in (lambda: list(engine.stream(case.prompt, up_to(10))), lambda: asyncio.run(read())):
         delete_state(engine, "target_k")
         (last,) = ask()
-        assert (last.token_ids, last.finish_reason) == ((), "error") and "failed in mid-round" in last.error
+        assert (last.token_ids, last.finish_reason) == ((), "error") and "engine step failed" in last.error
 
 
 def test_cancelled_request_is_no_error_when_programs_fail(engine, cases):
@@ -118,7 +118,7 @@ def test_detokenizer_failure_ends_one_request(engine, cases):
 
     told: list[Delta] = []
     request = engine._build_request(cases["len5"].prompt, up_to(60), told.append)
-    request.text = BrokenText()
+    request.detokenizer = BrokenText()
     other = engine.stream(cases["len70"].prompt, up_to(60))
     failures = engine.stats().failures
     engine._submit(request)

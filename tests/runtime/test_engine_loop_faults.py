@@ -29,7 +29,7 @@ def test_failed_program_ends_running_requests_only(program, steps):
     failed = [request for request in engine.requests if request.finish_reason == "error"]
     assert 1 <= len(failed) <= 2
     for request in failed:
-        assert request.error == f"a program failed in mid-round: Fault: {program} was told to fail"
+        assert request.error == f"the engine step failed: Fault: {program} was told to fail"
     for request in engine.requests:
         engine.check(request)
     assert {request.finish_reason for request in engine.requests if request not in failed} == {"length"}
@@ -45,7 +45,7 @@ def test_failed_move_ends_running_requests():
     gone.cancel()
     engine.bundle.fail("move")
     engine.step()
-    assert moved.error == "a program failed in mid-round: Fault: move was told to fail"
+    assert moved.error == "the engine step failed: Fault: move was told to fail"
     after = engine.submit([3], 9)
     engine.run()
     engine.check(after)

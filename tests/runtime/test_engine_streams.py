@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
+from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from tests.runtime.stepper import hold, wait_until
 
@@ -425,7 +425,7 @@ def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
 
     engine = Engine.open(bundle("tied"), k=0)
     request = engine._build_request(cases["len5"].prompt, SamplingParams(max_tokens=8), lambda delta: None)
-    request.text = PanickingText()
+    request.detokenizer = PanickingText()
     other = engine.stream(cases["len5"].prompt, SamplingParams(max_tokens=200))
     engine._submit(request)
     with pytest.raises(EngineFailed, match="Panic: index out of bounds"):

@@ -12,8 +12,8 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, ver
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
-from dflash_aot.runtime.executables.execution_plan import list_round_shapes
+from dflash_aot.runtime.engine_parts import load_engine_parts
+from dflash_aot.runtime.executables.required_executables import list_round_shapes
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from tests.runtime.stepper import wait_until
 

@@ -51,8 +51,8 @@ def test_multi_round_steps_run_no_needless_round():
 def test_device_stops_at_an_end_token():
     alone = continue_alone(PROMPT, 60)
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
-    _, plain = serve(PLAIN, PROMPT, 60, k=3, right=always(1), stop_ids=[stop])
-    engine, request = serve(BURSTS, PROMPT, 60, k=3, right=always(1), stop_ids=[stop])
+    _, plain = serve(PLAIN, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
+    engine, request = serve(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
     assert request.finish_reason == "stop" and request.accepted == plain.accepted
     assert engine.bundle.ran == len(request.accepted)
 
@@ -62,7 +62,7 @@ def test_host_finds_end_tokens_beyond_those_of_the_device():
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
     absent = [token for token in range(-MAX_STOP_TOKENS - 5, 0)]
     assert len(absent) > MAX_STOP_TOKENS
-    _, request = serve(BURSTS, PROMPT, 60, k=3, right=always(1), stop_ids=[*absent, stop])
+    _, request = serve(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[*absent, stop])
     assert request.finish_reason == "stop" and request.token_ids[-1] == stop
 
 
@@ -128,7 +128,7 @@ def test_random_multi_round_schedules_give_each_its_own_text():
             request = engine.submit(
                 [rng.randrange(8) for _ in range(rng.randrange(1, 20))],
                 rng.randrange(1, 100),
-                stop_ids=rng.sample(range(97), rng.randrange(3)),
+                stop_token_ids=rng.sample(range(97), rng.randrange(3)),
             )
             for _ in range(rng.randrange(12)):
                 engine.step()

@@ -26,8 +26,8 @@ def request(
         prompt=[name],
         params=SamplingParams(),
         limit=1,
-        stop_ids=frozenset(),
-        text=None,
+        stop_token_ids=frozenset(),
+        detokenizer=None,
         emit=lambda delta: None,
         submitted=0.0,
         priority=priority,
@@ -261,7 +261,7 @@ def test_closed_queue_refuses_with_the_reason():
     assert one.cancelled
     assert line.refused == 0  # there is no place to wait for
     line.wait()  # returns at once: the queue is closed
-    assert list(line.empty()) == [a]
+    assert list(line.drain()) == [a]
     line.wait()
     assert len(line) == 0
 
@@ -269,7 +269,7 @@ def test_closed_queue_refuses_with_the_reason():
 def test_empty_returns_requests_in_order():
     line = RequestQueue(9)
     a, b, c = joined(line, 1, 0, 0)
-    assert list(line.empty()) == [b, c, a]
+    assert list(line.drain()) == [b, c, a]
 
 
 def test_queue_closes_while_a_caller_gives_up():
@@ -360,7 +360,7 @@ def test_queue_equals_the_plain_model(limit, happening):
                 assert {other for other, _ in line.drop_ended(now)} == set(plain.drop_ended(now))
         known.append(one)
         assert len(line) == len(plain.inside) <= limit
-    assert list(line.empty()) == sorted(plain.inside, key=lambda other: other.priority)
+    assert list(line.drain()) == sorted(plain.inside, key=lambda other: other.priority)
 
 
 # -- threads

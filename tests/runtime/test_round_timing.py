@@ -3,7 +3,7 @@
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.executables.bundle_loading import load_engine_parts
+from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.speculation.round_timing import bound_times, time_rounds
 
 

@@ -73,7 +73,7 @@ def test_all_parameters_are_covered_by_these_tests():
     [
         {},
         {"max_tokens": 5, "stop": ["a"], "stop_token_ids": [1], "trace": True, "k": 3},
-        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3},  # these never remove the likeliest token
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3},  # these never remove the top_logprobs token
         {"logit_bias": {}},
     ],
     ids=str,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
-from dflash_aot.runtime.executables.execution_plan import RoundShape
+from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import Decision, RoundMember
@@ -77,7 +77,7 @@ class Plan:
         prompt = [self.first, *((self.first * 7 + place * 3) % VOCAB for place in range(1, self.length))]
         room = engine.grid.capacity + 1 - len(prompt)
         stops = [] if self.stop is None else continue_alone(prompt, self.stop + 1)[-1:]
-        return engine.submit(prompt, min(self.tokens, room), self.priority, stop_ids=stops, **self.asked)
+        return engine.submit(prompt, min(self.tokens, room), self.priority, stop_token_ids=stops, **self.asked)
 
     def meet_fate(self, request: Request, step: int) -> None:
         if step == self.cancelled:
@@ -194,7 +194,7 @@ def test_next_round_is_dispatched_before_the_last_is_read():
 
 def test_tokens_behind_the_limit_or_a_stop_are_dropped():
     engine = ToyEngine(pick=7)
-    limited, stopped = engine.submit([1], 3), engine.submit([5], 20, stop_ids=[continue_alone([5], 6)[-1]])
+    limited, stopped = engine.submit([1], 3), engine.submit([5], 20, stop_token_ids=[continue_alone([5], 6)[-1]])
     engine.run()
     assert (limited.accepted, len(limited.token_ids), limited.finish_reason) == ([7], 3, "length")
     assert (stopped.accepted, len(stopped.token_ids), stopped.finish_reason) == ([7], 6, "stop")
@@ -441,7 +441,7 @@ def test_deadline_passes_in_the_queue():
 
 def test_free_slot_is_reused_in_the_next_step():
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
-    stopped = engine.submit([1], 20, stop_ids=[continue_alone([1], 3)[-1]])
+    stopped = engine.submit([1], 20, stop_token_ids=[continue_alone([1], 3)[-1]])
     engine.submit([2], 1)
     engine.step()
     engine.step()  # reads the stop; the second round is on its way and lost

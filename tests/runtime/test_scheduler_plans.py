@@ -8,7 +8,13 @@ from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.request_builder import DEFAULT_OPTIONS, check_options
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest, Scheduler, UnknownLengths
+from dflash_aot.runtime.scheduler.scheduler import (
+    LengthBoundTooLoose,
+    PrefillPlan,
+    RoundPlan,
+    RunningRequest,
+    Scheduler,
+)
 from dflash_aot.runtime.speculation.controller import FixedK
 
 GRID = "batch=1,2,4 length=16,64 k=0,3 prefill=4,16"
@@ -108,7 +114,7 @@ def test_loose_length_bounds_ask_for_a_commit_first():
     scheduler.fill_slots()
     prefill(scheduler)
     plans = [start(scheduler), start(scheduler)]
-    with pytest.raises(UnknownLengths):  # the bound is 16: not even K = 0 is certain to fit
+    with pytest.raises(LengthBoundTooLoose):  # the bound is 16: not even K = 0 is certain to fit
         scheduler.plan_round()
     for plan in plans:
         finish(plan, accepted=0)
@@ -159,7 +165,7 @@ def test_emptied_scheduler_returns_its_requests():
     scheduler, queue = make_scheduler()
     requests = [ask(queue, 3), ask(queue, 3)]
     scheduler.fill_slots()
-    assert scheduler.empty() == requests and scheduler.is_idle
+    assert scheduler.clear_slots() == requests and scheduler.is_idle
 
 
 def test_options_are_completed_by_defaults():

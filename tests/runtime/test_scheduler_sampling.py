@@ -113,7 +113,7 @@ def test_log_probabilities_belong_to_each_request():
     engine = ToyEngine(pick=3, right=always(2))
     counts = {1: 0, 2: 3, 3: None, 4: 20}
     requests = {first: engine.submit([first], 9, logprobs=count) for first, count in counts.items()}
-    requests[5] = engine.submit([5], 7, logprobs=1, stop_ids=[continue_alone([5], 5)[-1]])
+    requests[5] = engine.submit([5], 7, logprobs=1, stop_token_ids=[continue_alone([5], 5)[-1]])
     engine.run()
     for first, count in {**counts, 5: 1}.items():
         request = requests[first]

@@ -220,7 +220,7 @@ class ToyState:
         self._spent = False
         self.resets += 1
 
-    def place(self, array: np.ndarray) -> ToyArray:
+    def to_device(self, array: np.ndarray) -> ToyArray:
         """No copy: on a CPU a device may go on reading the host's own memory."""
         return ToyArray(array)
 
@@ -490,7 +490,7 @@ class ToyEngine:
         tokens: int,
         priority: int = 0,
         deadline: float | None = None,
-        stop_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
         **params: Any,
     ) -> Request:
         """Puts a request into the queue."""
@@ -500,8 +500,8 @@ class ToyEngine:
             prompt=[*prompt],
             params=SamplingParams(max_tokens=tokens, **params),
             limit=tokens,
-            stop_ids=frozenset(stop_ids),
-            text=None,
+            stop_token_ids=frozenset(stop_token_ids),
+            detokenizer=None,
             emit=lambda delta: deltas.append((self.bundle.clock.host, delta)),
             priority=priority,
             deadline=deadline,
@@ -539,7 +539,7 @@ class ToyEngine:
     def check(self, request: Request) -> None:
         """Asserts that the request has the tokens it gets alone: all, or a prefix where it was ended early."""
         alone = continue_alone(request.prompt, request.limit, request.params)
-        stops = (place + 1 for place, token in enumerate(alone) if token in request.stop_ids)
+        stops = (place + 1 for place, token in enumerate(alone) if token in request.stop_token_ids)
         whole = alone[: next(stops, request.limit)]
         assert request.finish_reason is not None, "it has no end"
         ended = request.finish_reason in ("cancelled", "error")

@@ -34,13 +34,13 @@ class RoundInFlight:
     outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted ones, the target's K+1 choices.
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
         [N, 2K+2], a row per round, -1 where a round was not needed.
-    likeliest: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
+    top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
     follows_round: nothing was dispatched between the previous round and this one.
     """
 
     plan: RoundPlan
     outcomes: jax.Array
-    likeliest: Sequence[jax.Array]
+    top_logprobs: Sequence[jax.Array]
     follows_round: bool
 
 
@@ -51,14 +51,14 @@ class Dispatcher:
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
-        self._bundle, self._state, self._place = bundle, state, state.place
+        self._bundle, self._state, self._to_device = bundle, state, state.to_device
         self._has_draft_kv = bundle.k > 0
-        manifest, place = bundle.manifest, state.place
+        manifest, to_device = bundle.manifest, state.to_device
         # The caches hold nothing of an engine, so that a closed engine can be collected.
-        self._active = functools.lru_cache(maxsize=256)(lambda mask: place(np.array(mask)))
-        self._counts = functools.lru_cache(maxsize=256)(lambda count: place(np.array([count], np.int32)))
-        self._ends = functools.lru_cache(maxsize=256)(lambda ends: place(_make_end_tokens(ends)))
-        self._slots = {batch: place(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
+        self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
+        self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
+        self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
+        self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
         vocab = manifest.target.facts.decoder.vocab
         self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if "sample" in manifest.sampling else None
         self._last_was_round = False
@@ -87,7 +87,7 @@ class Dispatcher:
         tokens = np.zeros((1, plan.chunk.prefill), np.int32)
         tokens[0, : len(plan.tokens)] = plan.tokens
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        features, token = self._bundle.prefill(plan.chunk)(self._state, self._place(tokens), slots, starts, counts)
+        features, token = self._bundle.prefill(plan.chunk)(self._state, self._to_device(tokens), slots, starts, counts)
         if self._has_draft_kv:
             self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
         self._last_was_round = False
@@ -98,11 +98,11 @@ class Dispatcher:
 
     def round(self, plan: RoundPlan) -> RoundInFlight:
         """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""
-        outcomes, likeliest = self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
-        for array in (outcomes, *likeliest):
+        outcomes, top_logprobs = self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
+        for array in (outcomes, *top_logprobs):
             array.copy_to_host_async()
         follows_round, self._last_was_round = self._last_was_round, True
-        return RoundInFlight(plan, outcomes, likeliest, follows_round)
+        return RoundInFlight(plan, outcomes, top_logprobs, follows_round)
 
     def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         self._left_over = None
@@ -112,12 +112,12 @@ class Dispatcher:
         verify = self._bundle.sampled_verify(bucket) if batch.sampled else self._bundle.verify(bucket)
         active = [running is not None for running in batch.by_slot]
         active += [False] * (bucket.batch - len(active))
-        features, starts, outcomes, *likeliest = verify(self._state, *block, self._active(tuple(active)))
+        features, starts, outcomes, *top_logprobs = verify(self._state, *block, self._active(tuple(active)))
         if self._has_draft_kv:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
             write(self._state, features, self._slots[bucket.batch], starts)
-        wants_likeliest = any(running.request.params.logprobs for running in batch.requests)
-        return outcomes, likeliest if wants_likeliest else ()
+        wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
+        return outcomes, top_logprobs if wants_top_logprobs else ()
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         """Up to `plan.rounds` rounds of the first slot, until its request has its tokens or an end token came.
@@ -129,7 +129,7 @@ class Dispatcher:
             left = self._left_over[1]
         else:
             left = self._number(plan.tokens_outstanding)
-        ends = self._ends(running.request.stop_ids)
+        ends = self._ends(running.request.stop_token_ids)
         outcomes, left = self._bundle.rounds(plan.bucket)(self._state, self._counts(plan.rounds), left, ends)
         self._left_over = running, left
         return outcomes, ()
@@ -141,7 +141,7 @@ class Dispatcher:
             self._last_was_round = False
 
     def _number(self, number: int) -> jax.Array:
-        return self._place(np.array([number], np.int32))
+        return self._to_device(np.array([number], np.int32))
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:
@@ -160,24 +160,24 @@ class SamplingStateWriter:
 
     def __init__(self, get_admit: Callable[[], Executable], state: DeviceState, vocab: int):
         self._get_admit, self._state, self._vocab = get_admit, state, vocab
-        self._no_bias = state.place(np.zeros((1, vocab), np.float32))
-        self._no_mask = state.place(np.zeros((1, vocab), np.bool_))
+        self._no_bias = state.to_device(np.zeros((1, vocab), np.float32))
+        self._no_mask = state.to_device(np.zeros((1, vocab), np.bool_))
 
     def write(self, running: RunningRequest, slot: int) -> None:
         """Dispatches the write. A sampled request then starts at the last token of its prompt; others stay."""
         params, prompt = running.request.params, running.request.prompt
         anchor = prompt[-1] if running.sampled else KEEP_ANCHOR
-        place = self._state.place
+        to_device = self._state.to_device
         self._get_admit()(
             self._state,
-            place(np.array([slot], np.int32)),
-            place(np.array([len(prompt) - 1], np.int32)),
-            place(np.array([anchor], np.int32)),
-            place(self._make_columns(params)),
-            place(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
+            to_device(np.array([slot], np.int32)),
+            to_device(np.array([len(prompt) - 1], np.int32)),
+            to_device(np.array([anchor], np.int32)),
+            to_device(self._make_columns(params)),
+            to_device(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
             self._make_bias(params),
             self._no_mask if params.repetition_penalty == 1 else self._make_prompt_mask(prompt),
-            place(np.array([bool(params.logprobs)], np.int32)),
+            to_device(np.array([bool(params.logprobs)], np.int32)),
         )
 
     def _make_columns(self, params: SamplingParams) -> np.ndarray:
@@ -191,12 +191,12 @@ class SamplingStateWriter:
             return self._no_bias
         bias = np.zeros((1, self._vocab), np.float32)
         bias[0, list(params.logit_bias)] = list(params.logit_bias.values())
-        return self._state.place(bias)
+        return self._state.to_device(bias)
 
     def _make_prompt_mask(self, prompt: Sequence[int]) -> jax.Array:
         mask = np.zeros((1, self._vocab), np.bool_)
         mask[0, prompt] = True
-        return self._state.place(mask)
+        return self._state.to_device(mask)
 
 
 def split_seed(seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Execution plan: which executables a prefill chunk or a round calls, and in which order to load them. Pure."""
+"""Required executables: which ones a prefill chunk or a round calls, and in which order to load them."""
 
 from collections.abc import Iterator, Sequence
 
