@@ -103,16 +103,12 @@ class RequestBuilder:
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
-        deadline, stop_token_ids = options["deadline"], params.stop_token_ids
-        if stop_token_ids is None:
-            stop_token_ids = self._default_stop_token_ids
+        deadline, stop = options["deadline"], params.stop_token_ids
         return Request(
             prompt=ids,
             params=params,
             limit=self._find_limit(len(ids), params.max_tokens),
-            stop_token_ids=self._default_stop_token_ids
-            if params.stop_token_ids is None
-            else frozenset(params.stop_token_ids),
+            stop_token_ids=self._default_stop_token_ids if stop is None else frozenset(stop),
             detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
             submitted=submitted,

@@ -49,7 +49,7 @@ class SelfTestCaller:
                 kept[name] = self._to_device(self._known[name], make_weight(self._known[name]))
         return kept
 
-    def _place(self, array: ArraySpec, values: np.ndarray) -> jax.Array:
+    def _to_device(self, array: ArraySpec, values: np.ndarray) -> jax.Array:
         return jax.device_put(values, make_sharding(array.sharding, self._devices))
 
 
