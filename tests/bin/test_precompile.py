@@ -113,8 +113,8 @@ def test_default_grid_depends_on_the_drafts_block(command, pair, tmp_path):
 
 
 BAD_BUCKETS = {
-    "": "batch, length, k, prefill not given",
-    "batch=1 length=32 k=0": "prefill not given",
+    "": "batch, length, k, prefill missing",
+    "batch=1 length=32 k=0": "prefill missing",
     "batch=1 length=32 k=0,3 prefill=16 depth=2": "depth",
     "batch=1 batch=2 length=32 k=0 prefill=16": "given twice",
     "batch=1,1 length=32 k=0 prefill=16": "twice",
