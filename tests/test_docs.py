@@ -1,4 +1,4 @@
-"""The pages: their links and anchors lead somewhere, their flags exist."""
+"""The pages: their links and anchors lead somewhere, their flags exist, and they are short."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 FLAGS = {name for module in (precompile, run, serve, bundle) for name in module.FLAGS}
-MAX_README_LINES = 150
+GENERATED = re.compile(r"<!-- dflash-bench: .*?<!-- end -->", re.DOTALL)
+MAX_README_LINES, MAX_WORDS = 150, 15_000
 
 
 def strip_code(text: str) -> str:
@@ -72,6 +73,16 @@ def test_files_named_by_the_architecture_page_exist():
     named = re.findall(r"`((?:bin|cache|compile|runtime|tests)/[\w/.]*)`", (DOCS / "architecture.md").read_text())
     assert len(named) > 20
     assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+def test_pages_are_short():
+    """Generated results are not counted, nor the lines of tables."""
+    words = {
+        str(page.relative_to(REPOSITORY)): len(re.findall(r"\S*\w\S*", GENERATED.sub("", page.read_text())))
+        for page in PAGES
+        if page.name != "results.md"
+    }
+    assert sum(words.values()) <= MAX_WORDS, words
 
 
 def test_readme_is_short():
