@@ -1,165 +1,244 @@
-"""How fast tokens come: every K, K chosen while running, the plain `jax.jit` loop, PyTorch; one prompt at a time.
+"""dflash-bench decode: tokens per second at every K, at a chosen K, in the plain `jax.jit` loop and in PyTorch.
 
-The ways take turns prompt by prompt, each in a process of its own, and begin in another order each time. Every float32
-way must give every prompt the same tokens. Then every K runs once more with a wait behind every program, for its parts.
+One prompt at a time. Contenders take turns prompt by prompt, in another order each time. All float32 contenders must
+give the same tokens.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.decode_findings import describe
-from dflash_aot.benchmarks.orders import PartsOrder
-from dflash_aot.benchmarks.pairs import Pair, choose_pair, ensure_bundle
-from dflash_aot.benchmarks.peer import Peer, python_module
-from dflash_aot.benchmarks.questions import HELD_OUT
-from dflash_aot.benchmarks.settings import setting
-from dflash_aot.benchmarks.traffic import Answer, Dissect, Parts, Prompt, Serve, Served
-from dflash_aot.benchmarks.ways import (
-    CHOSEN,
-    Way,
-    choose_turns,
-    engine_way,
-    find_compilation,
-    find_disagreement,
-    jit_way,
-    name_tokens,
-    open_ways,
-    torch_ways,
-)
+from dflash_aot.benchmarks import contenders, messages, tables
+from dflash_aot.benchmarks.estimates import Samples, choose, compare, estimate_median, group_by
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.locations import EMBEDDED
 
-__all__ = ["Settings", "describe", "find_fault", "measure"]
+PLAIN, TORCH = "engine, K = 0", "PyTorch float32"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which pair, which text, how much of it, and beside what."""
+class Settings(contenders.PromptSettings):
+    """Flags of `dflash-bench decode`."""
 
-    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large")
-    target: str | None = setting(None, "a target of your own instead: directory or hub id; needs --draft")
-    draft: str | None = setting(None, "its draft")
-    buckets: str = setting(
-        "batch=1 length=256 k=0,3,7,15 prefill=64", "the bundle's grid, as dflash-precompile takes it"
-    )
-    data: str = setting(HELD_OUT, "the prompts, see dflash-bench data; a pair of random weights gets random tokens")
-    prompts: int = setting(24, "so many questions; each turn of a conversation is a prompt", least=1)
-    prompt_tokens: int = setting(64, "of a text the first so many tokens; of a conversation all", least=1)
-    max_tokens: int = setting(128, "new tokens per prompt", least=2)
-    repeats: int = setting(3, "times that every way answers every prompt", least=1)
-    torch: bool = setting(True, "beside PyTorch")
-    assisted: bool = setting(True, "beside PyTorch's ways to guess, too")
-    bfloat16: bool = setting(False, "the engine on a bfloat16 bundle, too")
+    repeats: int = setting(3, "times that every contender answers every prompt", least=1)
+    torch: bool = setting(True, "also measure PyTorch")
+    assisted: bool = setting(True, "also measure PyTorch's own ways to speculate")
+    bfloat16: bool = setting(False, "also measure the engine on a bfloat16 bundle")
 
 
-def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
-    """An "answer" for each way, prompt and repeat; "parts" for each K and prompt; "idle" for each way.
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """An "answer" for each contender, prompt and repeat.
 
     Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
     """
-    pair = choose_pair(settings.pair, settings.target, settings.draft, scratch)
-    bundle = ensure_bundle(pair, settings.buckets, "float32", scratch, note)
-    wanted = (settings.data, settings.prompts, settings.prompt_tokens, settings.max_tokens)
-    prompts = choose_turns(*wanted, pair, bundle)
+    pair = contenders.choose_pair(settings, scratch)
+    bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
+    prompts = contenders.choose_turns(settings, pair, bundle)
     grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
-    check_room(grid, longest + settings.max_tokens)
-    ways = [*list_engines(bundle, pair, grid, "float32"), jit_way(bundle, pair, grid.k[-1], longest)]
+    grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])  # or the last rounds would be cut short
+    entrants = [
+        *list_engines(bundle, pair, grid, "float32"),
+        contenders.jit_contender(bundle, pair, grid.k[-1], longest),
+    ]
     if settings.bfloat16:
-        rounded = ensure_bundle(pair, settings.buckets, "bfloat16", scratch, note)
-        ways += list_engines(rounded, pair, grid, "bfloat16")
+        rounded = contenders.ensure_bundle(pair, settings.buckets, "bfloat16", scratch, note)
+        entrants += list_engines(rounded, pair, grid, "bfloat16")
     if settings.torch:
-        ways += torch_ways(pair, settings.assisted)
+        entrants += contenders.torch_contenders(pair, settings.assisted)
     with ExitStack() as stack:
-        peers = open_ways(ways, stack, note)
-        yield from take_answers(peers, prompts, settings.max_tokens, settings.repeats, note)
-    order = PartsOrder(str(bundle), str(pair.target), str(pair.draft))
-    with Peer("the programs one by one", python_module("dflash_aot.benchmarks.peer_parts"), order) as parts:
-        yield from take_parts(parts, prompts, settings.max_tokens, grid.k, note)
+        workers = contenders.open_contenders(entrants, stack, note)
+        yield from take_answers(workers, prompts, settings.max_tokens, settings.repeats, note)
 
 
-def check_room(grid: Grid, positions: int) -> None:
-    """Every round of every K must find room: one that is cut short shows nothing of its K. Raises GridMiss."""
-    grid.fit(1, positions + grid.k[-1], grid.k[-1])
-
-
-def list_engines(bundle: Path, pair: Pair, grid: Grid, dtype: str) -> list[Way]:
-    """Each K, and K chosen while running."""
-    fixed = [engine_way(bundle, pair, k, dtype) for k in grid.k]
-    return [*fixed, engine_way(bundle, pair, CHOSEN, dtype)] if grid.k[-1] else fixed
+def list_engines(bundle: Path, pair: contenders.BenchmarkPair, grid: Grid, dtype: str) -> list[contenders.Contender]:
+    """The engine at each K, and with K chosen while running."""
+    fixed = [contenders.engine_contender(bundle, pair, k, dtype) for k in grid.k]
+    return [*fixed, contenders.engine_contender(bundle, pair, contenders.CHOSEN, dtype)] if grid.k[-1] else fixed
 
 
 def take_answers(
-    peers: Sequence[tuple[Way, Peer]], prompts: Sequence[Prompt], tokens: int, repeats: int, note: Note
+    workers: contenders.Workers, prompts: Sequence[messages.PromptIds], tokens: int, repeats: int, note: ProgressNote
 ) -> Iterator[Sample]:
-    """Each way's answer to each prompt, `repeats` times; then what each used while others worked."""
-    for _, peer in peers:  # what is done for the first time is nobody's answer
-        peer.ask(Serve([[prompts[0]]], tokens), Served)
+    """Every contender's answer to each prompt, `repeats` times."""
+    for _, worker in workers:  # warm-up
+        worker.ask(messages.ServeClosed([[prompts[0]]], tokens), messages.ServedClosed)
     for repeat in range(repeats):
         note(f"repeat {repeat + 1} of {repeats}")
         for number, prompt in enumerate(prompts):
-            first = (number + repeat) % len(peers)
-            for way, peer in (*peers[first:], *peers[:first]):
-                served = peer.ask(Serve([[prompt]], tokens), Served)
-                yield make_sample(way, served) | {"prompt": number, "repeat": repeat}
-    for way, peer in peers:
-        yield {
-            "kind": "idle",
-            "way": way.name,
-            "seconds": round(peer.idle_seconds, 3),
-            "cpu_seconds": round(peer.idle_cpu_seconds, 4),
-        }
+            for contender, worker in contenders.take_turns(workers, number + repeat):
+                served = worker.ask(messages.ServeClosed([[prompt]], tokens), messages.ServedClosed)
+                yield make_answer(contender, served) | {"prompt": number, "repeat": repeat}
 
 
-def make_sample(way: Way, served: Served) -> Sample:
-    """Times in microseconds. gaps_us: of each token since the one before it, of the first since the prompt was sent."""
+def make_answer(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
+    """gaps_us: microseconds from each token to the next one, and from the prompt to the first token."""
     ((answer,),) = served.answers
-    work = served.work
-    return {
-        "kind": "answer",
-        "way": way.name,
-        "k": way.k,
-        "exact": way.exact,
-        "tokens": name_tokens(answer.token_ids),
-        "gaps_us": spell_gaps(answer),
-        "accepted": answer.accepted,
-        "passes": len(answer.accepted) or work.rounds,
-        "rounds_by_k": {str(k): count for k, count in work.rounds_by_k.items()},
-        "rounds": work.rounds,
-        "host_us": round(1e6 * work.host_seconds),
-        "host_wall_us": round(1e6 * work.host_wall_seconds),
-        "compile_events": work.compile_events,
-    }
-
-
-def spell_gaps(answer: Answer) -> list[int]:
-    """Rounded so that their sums stay true."""
-    at = [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
-    return [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
-
-
-def take_parts(peer: Peer, prompts: Sequence[Prompt], tokens: int, ks: Sequence[int], note: Note) -> Iterator[Sample]:
-    """By K and prompt, in microseconds by step. Nothing where a bundle has no such programs."""
-    note("the programs one by one")
-    for turn in range(-1, len(prompts)):  # the first one warms up
-        for k in ks:
-            parts = peer.ask(Dissect(prompts[max(turn, 0)], tokens, k), Parts)
-            if parts.answer is None or turn < 0:
-                continue
-            steps = {f"{step}_us": [round(1e6 * one) for one in seconds] for step, seconds in parts.seconds.items()}
-            way = f"programs one by one, K = {k}"
-            yield {"kind": "parts", "way": way, "k": k, "prompt": turn, "exact": True} | {
-                "tokens": name_tokens(parts.answer.token_ids),
-                **steps,
-            }
+    work, at = served.work, [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]  # rounded so that their sums are exact
+    facts: Sample = {"kind": "answer", "way": contender.name, "k": contender.k, "exact": contender.exact}
+    facts |= {"tokens": contenders.hash_tokens(answer.token_ids), "gaps_us": gaps}
+    facts |= {"accepted": answer.accepted, "passes": len(answer.accepted) or work.rounds, "rounds": work.rounds}
+    by_k = {str(k): count for k, count in work.rounds_by_k.items()}
+    return facts | {"rounds_by_k": by_k, "compile_events": work.compile_events} | contenders.list_host_us(work)
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
-    """Ways that disagree on tokens, or an engine that compiled while it served."""
-    answers = [one for one in samples if one["kind"] != "idle"]
-    if not answers:
-        return "no way answered"
-    return "; ".join(filter(None, (find_disagreement(answers), find_compilation(answers))))
+    """Contenders that disagree on tokens, or that compiled while serving."""
+    return contenders.find_faults(choose(samples, kind="answer"))
+
+
+def make_findings(record: Record) -> tables.Findings:
+    """Speed, time per token and acceptance."""
+    answers = [add_times(one) for one in choose(record.samples, kind="answer")]
+    runs = {name: chosen for (name,), chosen in group_by(answers, "way").items()}
+    engines = [one for name, one in runs.items() if name.startswith("engine") and one[0]["k"] != 0]
+    speculating = [one for one in engines if tables.collect(one, "accepted")]
+    fixed = [one for one in speculating if one[0]["k"] is not None]
+    page_tables = [tabulate_speed(runs), tabulate_pace(runs)]
+    speeds = {name: tables.collect(one, "speed") for name, one in runs.items()}
+    bars = tables.make_series("tokens per second", speeds, "interval")
+    charts = [
+        tables.Chart("speed-bars", "Tokens per second, one prompt at a time", "", "tokens per second", (bars,), "bar")
+    ]
+    if speculating:
+        page_tables.append(tabulate_acceptance(speculating))
+    if fixed:
+        charts.append(chart_positions(fixed))
+    return tables.Findings(tuple(page_tables), tuple(charts))
+
+
+def add_times(sample: Mapping[str, Any]) -> Sample:
+    """A sample with what the columns need. Times and speed leave out the first token."""
+    start, *later = sample["gaps_us"]
+    seconds = sum(later) / len(later) / 1e6
+    return {
+        **sample,
+        "first_us": start,
+        "later_us": later,
+        "token_seconds": seconds,
+        "speed": 1 / seconds,
+        "pass_us": sum(later) / sample["passes"],
+    }
+
+
+def compute_tau(samples: Samples) -> float:
+    """Tokens per round, over all rounds."""
+    accepted = tables.collect(samples, "accepted")
+    return 1 + sum(accepted) / len(accepted)
+
+
+def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
+    """A row for each contender: how fast, compared with others, time to the first token, same tokens."""
+    answers = [one for chosen in runs.values() for one in chosen]
+    exact = next(chosen for chosen in runs.values() if chosen[0]["exact"])
+    reference = {one["prompt"]: one["tokens"] for one in exact}
+
+    def ratio_to(base: str) -> tables.Column:
+        sides = {"way": base}, lambda samples: {"way": samples[0]["way"]}
+        keys = ("prompt", "repeat")
+        return tables.ratio_column(
+            f"x {base}", lambda rows: compare(answers, "token_seconds", keys, sides[0], sides[1](rows))
+        )
+
+    def count_same(samples: Samples) -> list[str]:
+        different = {one["prompt"] for one in samples if one["tokens"] != reference[one["prompt"]]}
+        return [f"{len(reference) - len(different)}/{len(reference)}"]
+
+    columns = [
+        tables.label("contender", "way"),
+        tables.Column("tokens/s", "speed"),
+        tables.Column("range", "speed", estimate_median, show=lambda one: tables.format_range(one.low, one.high)),
+        *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
+        tables.Column("first token ms", "first_us", scale=1e-3),
+        tables.Column("ms per pass", "pass_us", scale=1e-3),
+        tables.Column("same tokens", count_same, tables.first, show=str),
+    ]
+    return tables.make_table("speed", "How fast tokens come", runs.values(), columns, note_speed(runs))
+
+
+def note_speed(runs: Mapping[str, Samples]) -> str:
+    """What was measured, and how to read the table."""
+    samples = next(iter(runs.values()))
+    prompts, tokens = len({one["prompt"] for one in samples}), len(samples[0]["gaps_us"])
+    return (
+        f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. Speed "
+        "and time per pass (one forward pass of the target, and everything until the next one) leave out the first "
+        "token, which has its own column. Medians; ratios are of the same prompt and repeat, with 95 % intervals."
+    )
+
+
+def tabulate_pace(runs: Mapping[str, Samples]) -> tables.Table:
+    """Percentiles of the time per token."""
+    columns = [
+        tables.label("contender", "way"),
+        *tables.percentile_columns("answer", "token_seconds", (50, 95, 99), 1e3),
+        *tables.percentile_columns("token", "later_us", (50, 95, 99), 1e-3),
+    ]
+    note = (
+        "After the first token. Answer: the mean time per token of each answer. Token: the time from each token to the "
+        "next one. Tokens of one round, or of several rounds in one dispatch, come together, so most wait for nothing "
+        "and some for all of that time."
+    )
+    return tables.make_table("pace", "Time per output token, ms", runs.values(), columns, note)
+
+
+def tabulate_acceptance(runs: Sequence[Samples]) -> tables.Table:
+    """τ, and for a fixed K how often the drafted token at each position was accepted."""
+
+    def taus_of_prompts(samples: Samples) -> list[float]:
+        return [compute_tau(one) for one in group_by(samples, "prompt").values() if tables.collect(one, "accepted")]
+
+    widest = max((samples[0]["k"] for samples in runs if samples[0]["k"]), default=0)
+    columns = [
+        tables.label("contender", "way"),
+        tables.Column("rounds", "accepted", len, show=str),
+        tables.Column("τ over rounds", lambda samples: [compute_tau(samples)], tables.first, show="{:.2f}".format),
+        tables.Column("τ mean of prompts", taus_of_prompts, lambda taus: sum(taus) / len(taus), show="{:.2f}".format),
+        *(share_column(str(place), place, share_from) for place in range(1, widest + 1)),
+    ]
+    title = "Tokens per round (τ), and the share of rounds in which the drafted token at each position stood"
+    note = (
+        "τ counts the target's own token. Over rounds: all tokens by all rounds. Mean of prompts: of each prompt's τ."
+    )
+    chosen = [note_chosen_k(samples) for samples in runs if samples[0]["k"] is None]
+    return tables.make_table("acceptance", title, runs, columns, " ".join((note, *chosen)))
+
+
+def share_column(header: str, count: int, share: Any) -> tables.Column:
+    """A share of rounds, for contenders with a fixed K of at least `count`."""
+
+    def value(samples: Samples) -> list[float]:
+        k = samples[0]["k"]
+        return [share(samples, count)] if k is not None and count <= k else []
+
+    return tables.Column(header, value, tables.first, show="{:.2f}".format)
+
+
+def share_from(samples: Samples, count: int) -> float:
+    """Share of rounds that accept at least `count` drafted tokens."""
+    accepted = tables.collect(samples, "accepted")
+    return sum(one >= count for one in accepted) / len(accepted)
+
+
+def note_chosen_k(samples: Samples) -> str:
+    """How often each K was chosen."""
+    counts: Counter[int] = Counter()
+    for one in samples:
+        counts.update({int(k): count for k, count in one["rounds_by_k"].items()})
+    shares = ", ".join(f"{count / counts.total():.0%} at K = {k}" for k, count in sorted(counts.items()))
+    return f"Rounds of {samples[0]['way']}: {shares}."
+
+
+def chart_positions(runs: Sequence[Samples]) -> tables.Chart:
+    """A line for each K."""
+    lines = []
+    for samples in runs:
+        places = range(1, samples[0]["k"] + 1)
+        lines.append(tables.Series(samples[0]["way"], tuple(places), tuple(share_from(samples, at) for at in places)))
+    y_label = "share of rounds that accept it"
+    return tables.Chart("acceptance-by-position", "Acceptance", "position in the block", y_label, tuple(lines))

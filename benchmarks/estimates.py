@@ -1,6 +1,6 @@
-"""Figures from samples: medians, percentiles, and ratios of what was measured side by side.
+"""Medians, percentiles and ratios of samples, with their confidence intervals.
 
-Never a mean of means: every figure comes from the samples themselves. How far one could be off by chance is told by the
+Every figure is computed from the samples themselves, never from other means. The interval of a figure comes from the
 bootstrap (Efron, 1979): the same figure of many draws, with replacement, from the same samples.
 """
 
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 DRAWS = 2000
-CONFIDENCE = 95  # percent of the draws lie between `low` and `high`
+CONFIDENCE = 95  # percent of the draws that lie between `low` and `high`
+Samples = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and where it would lie in 95 of 100 repetitions, as far as these samples tell."""
+    """A median and its confidence interval."""
 
     value: float
     low: float
@@ -27,14 +28,14 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between two values linearly, as NumPy does. `share` in percent. At least one value."""
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolates linearly between two values. Needs at least one value."""
     assert len(values), "no samples"
-    return float(np.percentile(values, share))
+    return float(np.percentile(values, percent))
 
 
 def estimate_median(values: Sequence[float]) -> Estimate:
-    """Always the same for the same values."""
+    """Deterministic: the draws are seeded."""
     draws = np.random.default_rng(0).choice(np.asarray(values, np.float64), (DRAWS, len(values)))
     edge = (100 - CONFIDENCE) / 2
     low, high = np.percentile(np.median(draws, axis=1), [edge, 100 - edge])
@@ -42,25 +43,29 @@ def estimate_median(values: Sequence[float]) -> Estimate:
 
 
 def estimate_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """The median of the ratios, pair by pair: what disturbed the machine met both of a pair."""
+    """The median of the ratios of pairs: a disturbance of the machine affects both sides of a pair."""
     return estimate_median([one / other for one, other in zip(above, below, strict=True)])
 
 
-def choose(samples: Sequence[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
-    """Those that hold all the wanted values."""
+def choose(samples: Samples, **wanted: Any) -> list[Mapping[str, Any]]:
+    """Samples that have all the wanted values."""
     return [one for one in samples if all(one.get(key) == value for key, value in wanted.items())]
 
 
-def pair_up(
-    samples: Sequence[Mapping[str, Any]],
-    value: str,
-    keys: Sequence[str],
-    above: Mapping[str, Any],
-    below: Mapping[str, Any],
-) -> tuple[list[float], list[float]]:
-    """`value` of the samples that `above` and `below` choose, in pairs that share what `keys` name.
+def group_by(samples: Samples, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
+    """Samples by the values of `keys`, in the order of their first samples."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for one in samples:
+        groups.setdefault(tuple(one[key] for key in keys), []).append(one)
+    return groups
 
-    For `estimate_ratio`. Raises KeyError where a pair lacks one side: a comparison of other work is none.
+
+def pair_up(
+    samples: Samples, value: str, keys: Sequence[str], above: Mapping[str, Any], below: Mapping[str, Any]
+) -> tuple[list[float], list[float]]:
+    """`value` of the samples that `above` and `below` choose, in pairs that agree in `keys`; for `estimate_ratio`.
+
+    Raises KeyError where one side of a pair is missing: different work cannot be compared.
     """
     sides = []
     for wanted in (above, below):
@@ -71,3 +76,8 @@ def pair_up(
     if missing := first.keys() ^ second.keys():
         raise KeyError(f"no pair for {sorted(missing, key=str)} of {dict(above)} and {dict(below)}")
     return list(first.values()), [second[key] for key in first]
+
+
+def compare(samples: Samples, value: str, keys: Sequence[str], above: Mapping, below: Mapping) -> Estimate:
+    """The ratio of `value` between two choices of samples, pair by pair; see `pair_up`."""
+    return estimate_ratio(*pair_up(samples, value, keys, above, below))

@@ -1,7 +1,7 @@
-"""What a round costs the host: time of the thread that dispatches, and what it asks of JAX, counted from traces of it.
+"""dflash-bench host: the host's work per round, of the engine at every K and of the plain `jax.jit` loop.
 
-The engine at every K beside the plain `jax.jit` loop, each a process of its own, in turn. Times are differences between
-long answers and short ones, so that what comes before the rounds is in neither; counts are of the rounds alone.
+Contenders take turns, each in a process of its own. Figures are differences between long and short answers, so that
+work before the rounds cancels out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,172 +11,149 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.host_findings import BURSTS, ENGINE, LOOP, describe
-from dflash_aot.benchmarks.observation import Floor, FloorOrder, Watch, Watched, WatchedOrder
-from dflash_aot.benchmarks.orders import EngineOrder, JitOrder
-from dflash_aot.benchmarks.pairs import Pair, choose_pair, choose_prompts, ensure_bundle
-from dflash_aot.benchmarks.peer import Peer, python_module
-from dflash_aot.benchmarks.questions import HELD_OUT
-from dflash_aot.benchmarks.settings import setting
-from dflash_aot.benchmarks.traffic import Prompt, Serve, Served, deal, gather
-from dflash_aot.benchmarks.ways import Way, find_disagreement, name_tokens, open_ways
+from dflash_aot.benchmarks import contenders, messages, tables
+from dflash_aot.benchmarks.estimates import Samples, choose, estimate_median, group_by, median, pair_up
+from dflash_aot.benchmarks.prompts import HELD_OUT
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.locations import EMBEDDED
 
-__all__ = ["Settings", "describe", "find_fault", "measure"]
-ARGUMENTS = (1, 30, 90)
-WIDTHS = {"idle": 8, "busy": 512}  # of the floor's products: the device is done at once, or works for milliseconds
+# The engine; the engine on a bundle that runs several rounds per call; the plain `jax.jit` loop.
+ENGINE, BURSTS, LOOP = "engine", "engine, bursts", "jax.jit loop"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which pair and grid, how many callers, how much text."""
+class Settings(contenders.PairSettings):
+    """Flags of `dflash-bench host`."""
 
-    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large")
-    target: str | None = setting(None, "a target of your own instead: directory or hub id; needs --draft")
-    draft: str | None = setting(None, "its draft")
     buckets: str = setting("batch=1,8 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
-    rounds: int = setting(8, "for one caller, also on a bundle that runs so many rounds per call; 1: not", least=1)
-    callers: tuple[int, ...] = setting((1, 8), "that ask at the same time; each is a batch of the grid", least=1)
-    prompts: int = setting(8, "so many of them, shared by the callers", least=1)
-    prompt_tokens: int = setting(64, "of each", least=1)
+    rounds: int = setting(8, "with one caller, also a bundle that runs so many rounds per call; 1: none", least=1)
+    callers: tuple[int, ...] = setting((1, 8), "simultaneous callers; each must be a batch of the grid", least=1)
+    prompts: int = setting(8, "number of prompts, shared by the callers", least=1)
+    prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
     short: int = setting(16, "new tokens of a short answer", least=2)
-    long: int = setting(128, "and of a long one", least=3)
-    repeats: int = setting(5, "times that every way gives all answers", least=1)
-    floor_calls: int = setting(200, "calls by which the floor is measured", least=1)
+    long: int = setting(128, "new tokens of a long answer", least=3)
+    repeats: int = setting(5, "times that every contender gives all answers", least=1)
 
 
-def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
-    """ "times" of short and long answers, "counts" of the rounds of long ones, and the "floor".
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """ "times" of short and long answers.
 
     Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
     """
-    pair = choose_pair(settings.pair, settings.target, settings.draft, scratch)
-    prompts = choose_prompts(HELD_OUT, settings.prompts, settings.prompt_tokens, pair)
-    bundle = ensure_bundle(pair, settings.buckets, "float32", scratch, note)
-    manifest = read_manifest(bundle)
-    check_callers(settings, manifest.grid)
+    pair = contenders.choose_pair(settings, scratch)
+    prompts = contenders.choose_prompts(HELD_OUT, settings.prompts, settings.prompt_tokens, pair)
+    bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
+    grid = read_manifest(bundle).grid
+    check_callers(settings, grid)
     bundles = {ENGINE: bundle}
     if settings.rounds > 1:
-        buckets = str(msgspec.structs.replace(manifest.grid, rounds=settings.rounds))
-        bundles[BURSTS] = ensure_bundle(pair, buckets, "float32", scratch, note)
+        buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))
+        bundles[BURSTS] = contenders.ensure_bundle(pair, buckets, "float32", scratch, note)
     with ExitStack() as stack:
-        peers = open_ways(list_ways(bundles, pair, manifest.grid, max(map(len, prompts))), stack, note)
-        for repeat in range(-1, settings.repeats):  # the first one warms up
+        workers = contenders.open_contenders(list_contenders(bundles, pair, grid, max(map(len, prompts))), stack, note)
+        for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for callers in settings.callers:
-                chosen = [(way, peer) for way, peer in peers if way.name != BURSTS or callers == 1]
-                for sample in take_samples(chosen, prompts, callers, settings):
-                    if repeat >= 0:
-                        yield sample | {"callers": callers, "repeat": repeat}
-    note("the floor")
-    order = FloorOrder(manifest.environment.platform)
-    with Peer("the floor", python_module("dflash_aot.benchmarks.peer_floor"), order) as peer:
-        yield from take_floor(peer, settings)
+                for length, tokens in (("short", settings.short), ("long", settings.long)):
+                    question = messages.ServeClosed(messages.deal(prompts, callers), tokens)
+                    for one, worker in workers:
+                        if one.name == BURSTS and callers > 1:
+                            continue
+                        sample = list_times(one, worker.ask(question, messages.ServedClosed))
+                        if repeat >= 0:
+                            yield sample | {"length": length, "callers": callers, "repeat": repeat}
 
 
 def check_callers(settings: Settings, grid: Grid) -> None:
-    """The plain loop pads nothing, and every caller has a prompt. Raises BadInput, GridMiss."""
+    """The plain loop pads nothing, and every caller needs a prompt. Raises BadInput, GridMiss."""
     if wrong := [str(count) for count in settings.callers if count not in grid.batch or count > settings.prompts]:
         raise BadInput(
-            f"--callers {','.join(wrong)}: no batch of the grid {grid}, or more than the {settings.prompts} prompts"
+            f"--callers {','.join(wrong)}: not a batch of the grid {grid}, or more than the {settings.prompts} prompts"
         )
     if settings.short >= settings.long:
-        raise BadInput(f"--short {settings.short} is to be less than --long {settings.long}")
+        raise BadInput(f"--short {settings.short} must be less than --long {settings.long}")
     grid.fit(1, settings.prompt_tokens + settings.long + grid.k[-1], grid.k[-1])
 
 
-def list_ways(bundles: Mapping[str, Path], pair: Pair, grid: Grid, longest: int) -> list[Way]:
-    """Every K of the engine on each bundle, and of the plain loop."""
-    target, draft, ways = str(pair.target), str(pair.draft), []
+def list_contenders(
+    bundles: Mapping[str, Path], pair: contenders.BenchmarkPair, grid: Grid, longest: int
+) -> list[contenders.Contender]:
+    """The engine on each bundle and the plain loop, at every K."""
+    pair_facts, entrants = (str(pair.target), str(pair.draft)), []
     for k in grid.k:
-        orders = {
-            name: WatchedOrder(engine=EngineOrder(str(bundle), target, draft, k)) for name, bundle in bundles.items()
-        }
-        orders[LOOP] = WatchedOrder(jit=JitOrder(str(bundles[ENGINE]), target, draft, k, longest))
-        ways += [Way(name, "peer_watched", order, k=k) for name, order in orders.items()]
-    return ways
+        specs = {name: messages.EngineSpec(str(bundle), *pair_facts, k) for name, bundle in bundles.items()}
+        entrants += [contenders.Contender(name, "engine_worker", spec, k=k) for name, spec in specs.items()]
+        spec = messages.JitSpec(str(bundles[ENGINE]), *pair_facts, k, longest)
+        entrants.append(contenders.Contender(LOOP, "jit_loop", spec, k=k))
+    return entrants
 
 
-def take_samples(
-    peers: Sequence[tuple[Way, Peer]], prompts: Sequence[Prompt], callers: int, settings: Settings
-) -> Iterator[Sample]:
-    """Of every way: short answers, long ones, and long ones under a trace, a prompt per caller."""
-    for length, tokens in (("short", settings.short), ("long", settings.long)):
-        for way, peer in peers:
-            served = peer.ask(Serve(deal(prompts, callers), tokens), Served)
-            yield {"kind": "times", "way": way.name, "k": way.k, "length": length} | describe_served(served)
-    for way, peer in peers:
-        watched = peer.ask(Watch([[prompt] for prompt in prompts[:callers]], settings.long), Watched)
-        yield {"kind": "counts", "way": way.name, "k": way.k, "length": "long"} | describe_watched(watched)
-
-
-def describe_served(served: Served) -> Sample:
-    """Times in microseconds; tokens of each prompt by name."""
-    work = served.work
-    return {
-        "rounds": work.rounds,
-        "row_rounds": work.row_rounds,
-        "us": round(1e6 * served.seconds),
-        "host_us": round(1e6 * work.host_seconds),
-        "host_wall_us": round(1e6 * work.host_wall_seconds),
-        "compile_events": work.compile_events,
-        "tokens": [name_tokens(answer.token_ids) for answer in gather(served.answers)],
-    }
-
-
-def describe_watched(watched: Watched) -> Sample:
-    """Of so many rounds."""
-    counts = watched.counts
-    return {
-        "rounds": watched.rounds,
-        "calls": counts.calls,
-        "call_us": round(1e6 * counts.call_seconds),
-        "to_device": counts.to_device,
-        "to_host": counts.to_host,
-        "reads": counts.reads,
-        "waits": counts.waits,
-        "unseen": counts.unseen,
-        "us": round(1e6 * counts.seconds),
-        "wait_us": round(1e6 * counts.wait_seconds),
-        "compile_events": watched.served.work.compile_events,
-        "tokens": [name_tokens(answer.token_ids) for answer in gather(watched.served.answers)],
-    }
-
-
-def take_floor(peer: Peer, settings: Settings) -> Iterator[Sample]:
-    """By how many arguments a call has, and whether the device works."""
-    for arguments in ARGUMENTS:
-        for device, width in WIDTHS.items():
-            seconds = peer.ask(Floor(arguments, width, settings.floor_calls), list[float])
-            spent = [round(1e6 * one, 1) for one in seconds]
-            yield {"kind": "floor", "way": "one call", "arguments": arguments, "device": device, "work_us": spent}
+def list_times(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
+    """Times in microseconds, and the tokens of each prompt."""
+    work, tokens = served.work, [contenders.hash_tokens(one.token_ids) for one in messages.gather(served.answers)]
+    facts = {"kind": "times", "way": contender.name, "k": contender.k, "us": round(1e6 * served.seconds)}
+    facts |= {"rounds": work.rounds, "row_rounds": work.row_rounds, "compile_events": work.compile_events}
+    return facts | contenders.list_host_us(work) | {"tokens": tokens}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
-    """Ways that disagree on tokens, a compilation while serving, a loop whose waits were not understood."""
-    served = [one for one in samples if one["kind"] != "floor"]
-    faults = [find_disagreement(split_prompts(served))]
-    for what, wrong in (("compiled while serving", "compile_events"), ("waited where nobody looked", "unseen")):
-        if names := sorted({f"{one['way']}, K = {one['k']}" for one in served if one.get(wrong)}):
-            faults.append(f"{'; '.join(names)} {what}")
-    if blind := sorted({f"{one['way']}, K = {one['k']}" for one in served if one.get("reads") == 0}):
-        faults.append(f"{'; '.join(blind)} read nothing, as far as one can see")
-    return "; ".join(filter(None, faults))
-
-
-def split_prompts(served: Sequence[Sample]) -> list[Sample]:
-    """A short answer is another prompt's, for it has other tokens."""
-    return [
-        {
-            "way": f"{one['way']}, K = {one['k']}",
-            "exact": True,
-            "prompt": f"{number} ({one['length']})",
-            "tokens": tokens,
-        }
+    """Contenders that disagree on tokens, or that compiled while serving. Short and long answers are compared apart."""
+    served = [{**one, "way": f"{one['way']}, K = {one['k']}"} for one in samples if "tokens" in one]
+    answers = [
+        {"way": one["way"], "exact": True, "prompt": f"{number} ({one['length']})", "tokens": tokens}
         for one in served
         for number, tokens in enumerate(one["tokens"])
     ]
+    return contenders.find_faults(answers, served)
+
+
+def make_findings(record: Record) -> tables.Findings:
+    """The host's time per round, and its chart."""
+    groups = group_by(choose(record.samples, kind="times"), "callers", "k", "way")
+    cases = [make_case(groups[name]) for name in sorted(groups, key=lambda name: name[:2])]
+    table = tables.make_table("times", "The host's time per round", [[one] for one in cases], COLUMNS, NOTE)
+    series = []
+    for (name,), chosen in group_by(cases, "way").items():
+        points = {f"{one['callers']} caller{'s' * (one['callers'] > 1)}, K = {one['k']}": one["work"] for one in chosen}
+        series.append(tables.make_series(name, points, "interval"))
+    return tables.Findings(
+        (table,), (tables.Chart("work", "The host's work per round", "", "µs", tuple(series), "bar"),)
+    )
+
+
+def make_case(samples: Samples) -> Sample:
+    """Microseconds per round, a value per repeat."""
+    work, clock, whole = (subtract_short(samples, value) for value in ("host_us", "host_wall_us", "us"))
+    return {
+        **{key: samples[0][key] for key in ("callers", "k", "way")},
+        "work": work,
+        "clock": clock if any(clock) else [],
+        "round": whole,
+        "share": median([one / other for one, other in zip(work, whole, strict=True)]),
+    }
+
+
+def subtract_short(samples: Samples, value: str) -> list[float]:
+    """(long - short) / (rounds of long - rounds of short), repeat by repeat."""
+    values, rounds = (
+        pair_up(samples, name, ["repeat"], {"length": "long"}, {"length": "short"}) for name in (value, "rounds")
+    )
+    return [(more - less) / (b - a) for more, less, b, a in zip(*values, *rounds, strict=True)]
+
+
+COLUMNS = [
+    tables.label("callers", "callers"),
+    tables.label("K", "k"),
+    tables.label("contender", "way"),
+    tables.Column("work µs", "work", estimate_median, show=tables.format_estimate),
+    tables.Column("clock µs", "clock"),
+    tables.Column("round ms", "round", scale=1e-3, show="{:.3f}".format),
+    tables.Column("work of round", "share", tables.first, show="{:.1%}".format),
+]
+NOTE = (
+    "Work: processor time of the thread that dispatches; medians of the repeats with 95 % intervals. Clock: wall time "
+    "without waits for the device, as the engine counts it. On a CPU the device works on the same cores, which "
+    "lengthens the clock and cools the caches. Bursts: several rounds per call, for a single caller."
+)

@@ -1,27 +1,27 @@
-"""The loop that one writes first: one program after the other, and one blocking wait per round.
+"""Worker with the plain `jax.jit` decoding loop that the engine is compared with: one blocking wait per round.
 
-    draft → verify → kv_write → jax.device_get(verdict) → the next round
+    draft → verify → kv_write → jax.device_get(result) → the next round
 
-What it has in common with the engine: programs, weights, shapes of the grid, and that all is compiled before the clock
-starts. What it lacks: the next round is enqueued when the last one's verdict has been read; a prompt is prefilled
-whole, all chunks and its first token waited for, while no round runs; the batch is as many rows as there are callers,
-from the first to the last; K and the length that rounds attend to are the same from the first to the last. What it is
-spared: no queue, no threads, no cancelling, no stop tokens, no text; a caller's next prompt is there at once.
+The loop has the engine's programs, weights and grid, and everything is compiled before the clock starts. The next round
+is enqueued after the outcome of the last one was read; a prompt is prefilled as a whole while no round runs; the batch
+has one row per caller, with one K and one length. There is no queue, thread, cancelling, stop token or text.
 """
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import jax
 import numpy as np
 
-from dflash_aot.benchmarks.traffic import Answer, Prompt, Served, Work
-from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.devices import make_mesh
-from dflash_aot.cache.grid import Chunk, Grid
+from dflash_aot.benchmarks.messages import JitSpec, PromptIds, ServeClosed, ServedClosed, ServingWork, TimedAnswer
+from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
+from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
@@ -31,174 +31,205 @@ from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, warm_up
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
-Name = tuple[str, tuple[int, ...]]
-# Told of each step: a round's programs and their results, when enqueued; "read" and "prefill" when tokens are here.
-After = Callable[[str, Sequence[jax.Array]], None]
 
+class JittedPrograms:
+    """Every program of a grid as a jitted function, on one copy of the weights.
 
-class Source(Protocol):
-    """Programs that are ready to be called, and the state that they work on."""
+    A program is compiled when it is looked up, or at its first call if `lazy`.
+    """
 
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def state(self) -> DeviceState: ...
-
-    def find(self, program: str, *sizes: int) -> Executable:
-        """One program at one bucket. Raises KeyError where there is none."""
-
-
-class Jitted:
-    """Every program of a grid as a jitted function, on one copy of the weights. Compiled at its first use."""
-
-    def __init__(self, manifest: Manifest, target: str | Path | None = None, draft: str | Path | None = None):
-        self._manifest, self._devices = manifest, bundle_devices(manifest)
-        self.grid, self.state = manifest.grid, DeviceState(manifest.state, self._devices)
+    def __init__(
+        self,
+        manifest: Manifest,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        lazy: bool = False,
+        on_phase_end: Callable[[str], None] = lambda phase: None,
+    ):
+        self.lazy, devices = lazy, bundle_devices(manifest)
         self._programs = Programs(
             manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling
         )
-        self._weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), self._devices)
-        self._signatures = {_name(one): one for one in self._programs.list_signatures(manifest.grid)}
-        self._ready: dict[Name, Executable] = {}
+        self._arrays, self._mesh = manifest.arrays_by_name(), make_mesh(devices)
+        self._signatures: dict[tuple[str, tuple[int, ...]], Signature] = {
+            (one.program, tuple(one.bucket.values())): one for one in self._programs.list_signatures(manifest.grid)
+        }
+        on_phase_end("programs")
+        self._weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices)
+        self.grid, self.state = manifest.grid, DeviceState(manifest.state, devices)
+        on_phase_end("weights")
+        self._found: dict[tuple[str, tuple[int, ...]], Executable] = {}
+
+    @property
+    def found(self) -> int:
+        """How many executables were looked up."""
+        return len(self._found)
 
     def find(self, program: str, *sizes: int) -> Executable:
-        """Called once."""
-        if (name := (program, sizes)) not in self._ready:
+        """Raises KeyError where the grid has no such executable."""
+        if (name := (program, sizes)) not in self._found:
             signature = self._signatures[name]
-            known = self._manifest.arrays_by_name()
-            jitted = jit_program(signature, self._programs.function(signature), known, make_mesh(self._devices))
-            executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called alike
+            jitted = jit_program(signature, self._programs.function(signature), self._arrays, self._mesh)
+            executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called the same way
             executable.bind(self._weights)
-            warm_up_executable(executable, self.state)
-            self._ready[name] = executable
-        return self._ready[name]
+            if not self.lazy:
+                warm_up_executable(executable, self.state)
+            self._found[name] = executable
+        return self._found[name]
 
-
-def _name(signature: Signature) -> Name:
-    return signature.program, tuple(signature.bucket.values())
+    def compile_all(self) -> None:
+        """Compiles every program of the grid and calls it once."""
+        for program, sizes in self._signatures:
+            executable = self.find(program, *sizes)
+            if self.lazy:
+                warm_up_executable(executable, self.state)
+            self.state.wait()
 
 
 @dataclass
-class Row:
-    """One caller: its list, what it has got, and the request that its slot works on."""
+class JitRow:
+    """One caller: its prompts and answers, and the request in its slot."""
 
-    prompts: list[Prompt]
-    answers: list[Answer] = field(default_factory=list)
+    prompts: list[PromptIds]
+    answers: list[TimedAnswer] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     sent: float = 0.0
     active: bool = False
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """The caller has them now."""
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The caller has the tokens now."""
         self.token_ids += tokens
         self.arrivals += [time.perf_counter() - self.sent] * len(tokens)
 
     def end(self, tokens: int) -> None:
-        """The answer is complete; the next prompt is sent."""
-        self.answers.append(Answer(self.token_ids[:tokens], self.arrivals[:tokens], self.accepted))
+        """The answer is complete, and the next prompt is sent."""
+        self.answers.append(TimedAnswer(self.token_ids[:tokens], self.arrivals[:tokens], self.accepted))
         self.sent += self.arrivals[-1]
         self.token_ids, self.arrivals, self.accepted, self.active = [], [], [], False
 
 
 class JitLoop:
-    """Serves one list of prompts per row, `tokens` new ones for each; all prompts of at most `longest` tokens."""
+    """Serves one list of prompts per row, each prompt with `tokens` new tokens and at most `longest` of its own."""
 
     def __init__(
-        self, source: Source, rows: int, k: int, longest: int, tokens: int, after: After = lambda step, results: None
+        self,
+        programs: JittedPrograms,
+        rows: int,
+        k: int,
+        longest: int,
+        tokens: int,
+        after_prefill: Callable[[], None] = lambda: None,
     ):
-        """Makes what it needs ready. Raises GridMiss where the grid has no such bucket, KeyError as `Source.find`."""
-        bucket = source.grid.fit(rows, longest + tokens + k, k)
-        assert (bucket.batch, bucket.k) == (rows, k), "the loop pads nothing"
-        self._source, self._state, self._bucket, self._tokens = source, source.state, bucket, tokens
-        self._after = after
-        self._draft = source.find("draft", rows, bucket.length, k) if k else None
-        self._verify = source.find("verify", rows, bucket.length, k)
-        self._write = source.find("kv_write", rows, k + 1) if k else None
+        """Compiles what the loop needs, unless the programs are lazy. Raises GridMiss."""
+        self._bucket = programs.grid.fit(rows, longest + tokens + k, k)
+        assert (self._bucket.batch, self._bucket.k) == (rows, k), "the loop pads nothing"
+        self._programs, self._state, self._tokens = programs, programs.state, tokens
+        self._after_prefill = after_prefill
         self._slots = self._state.to_device(np.arange(rows, dtype=np.int32))
-        for chunk in source.grid.chunks():
-            self._find_chunk(chunk)
         self._rounds = self._row_rounds = 0
+        if not programs.lazy:
+            self._find_round()
+            for chunk in programs.grid.chunks():
+                self._find_prefill(chunk.prefill, chunk.length)
 
-    def serve(self, lists: Sequence[Sequence[Prompt]]) -> Served:
-        """All lists to their ends. Tracing anything meanwhile raises."""
-        rows, watch = [Row(list(prompts)) for prompts in lists], CompileGuard()
+    def serve(self, lists: Sequence[Sequence[PromptIds]]) -> ServedClosed:
+        """Serves all lists. Unless the programs are lazy, tracing raises."""
+        rows, guard = [JitRow(list(prompts)) for prompts in lists], CompileGuard()
         self._rounds = self._row_rounds = 0
-        with watch.forbid_tracing():
+        with nullcontext() if self._programs.lazy else guard.forbid_tracing():
             began, worked = time.perf_counter(), time.thread_time()
             for row in rows:
                 row.sent = began
             while self._refill(rows):
                 self._run_round(rows)
             seconds, worked = time.perf_counter() - began, time.thread_time() - worked
-            self._state.wait()  # the last kv_write is nobody's answer, but whoever measures next shall not meet it
-        return Served([row.answers for row in rows], seconds, self._count_work(worked, watch.events))
-
-    def _count_work(self, worked: float, compile_events: int) -> Work:
+            self._state.wait()  # for the last kv_write, which would run into the next measurement
         computed = self._rounds * self._bucket.batch
-        return Work(
+        work = ServingWork(
             rounds=self._rounds,
             rounds_by_k={self._bucket.k: self._rounds},
             rows=computed,
             row_rounds=self._row_rounds,
             padded_rows=computed - self._row_rounds,
             host_seconds=worked,
-            compile_events=compile_events,
+            compile_events=guard.events,
         )
+        return ServedClosed([row.answers for row in rows], seconds, work)
 
-    def _refill(self, rows: Sequence[Row]) -> bool:
-        """Free rows take their callers' next prompts. False once there is nothing left to do."""
+    def _refill(self, rows: Sequence[JitRow]) -> bool:
+        """Free rows take the next prompts of their callers. Returns False if no row is active."""
         for slot, row in enumerate(rows):
             while not row.active and len(row.answers) < len(row.prompts):
                 self._prefill(slot, row)
         return any(row.active for row in rows)
 
-    def _prefill(self, slot: int, row: Row) -> None:
+    def _prefill(self, slot: int, row: JitRow) -> None:
         prompt, start = row.prompts[len(row.answers)], 0
-        place, grid = self._state.to_device, self._source.grid
+        place, grid = self._state.to_device, self._programs.grid
         while start < len(prompt):
             chunk = grid.fit_chunk(start, len(prompt) - start)
             part = prompt[start : start + chunk.prefill]
             tokens = np.zeros((1, chunk.prefill), np.int32)
             tokens[0, : len(part)] = part
             slots, starts, counts = (place(np.array([number], np.int32)) for number in (slot, start, len(part)))
-            prefill, write = self._find_chunk(chunk)
+            prefill, write = self._find_prefill(chunk.prefill, chunk.length)
             features, first = prefill(self._state, place(tokens), slots, starts, counts)
             if write:
                 write(self._state, features, slots, starts)
             start += len(part)
-        row.take([int(jax.device_get(first)[0])])
+        row.commit([int(jax.device_get(first)[0])])
         row.active = True
         self._end_if_done(row)
-        self._after("prefill", ())
+        self._after_prefill()
 
-    def _find_chunk(self, chunk: Chunk) -> tuple[Executable, Executable | None]:
-        find = self._source.find
-        write = find("kv_write", 1, chunk.prefill) if self._bucket.k else None
-        return find("prefill", chunk.prefill, chunk.length), write
+    def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
+        find = self._programs.find
+        return find("prefill", width, length), find("kv_write", 1, width) if self._bucket.k else None
 
-    def _run_round(self, rows: Sequence[Row]) -> None:
+    def _find_round(self) -> tuple[Executable | None, Executable, Executable | None]:
+        find, (rows, length, k) = self._programs.find, (self._bucket.batch, self._bucket.length, self._bucket.k)
+        draft, write = (find("draft", rows, length, k), find("kv_write", rows, k + 1)) if k else (None, None)
+        return draft, find("verify", rows, length, k), write
+
+    def _run_round(self, rows: Sequence[JitRow]) -> None:
         state, k = self._state, self._bucket.k
+        draft, verify, write = self._find_round()
         active = state.to_device(np.array([row.active for row in rows]))
-        block: Sequence[jax.Array] = ()
-        if self._draft:
-            block = self._draft(state)
-            self._after("draft", block)
-        features, starts, verdict = self._verify(state, *block, active)
-        self._after("verify", (features, starts, verdict))
-        if self._write:
-            self._after("kv_write", self._write(state, features, self._slots, starts))
+        block = draft(state) if draft else ()
+        features, starts, outcome = verify(state, *block, active)
+        if write:
+            write(state, features, self._slots, starts)
         self._rounds += 1
-        for row, (accepted, *tokens) in zip(rows, jax.device_get(verdict).tolist(), strict=True):
+        for row, (accepted, *tokens) in zip(rows, jax.device_get(outcome).tolist(), strict=True):
             if row.active:
                 self._row_rounds += 1
                 row.accepted.append(accepted)
-                row.take(tokens[k : k + accepted + 1])
+                row.commit(tokens[k : k + accepted + 1])
                 self._end_if_done(row)
-        self._after("read", ())
 
-    def _end_if_done(self, row: Row) -> None:
+    def _end_if_done(self, row: JitRow) -> None:
         if len(row.token_ids) >= self._tokens:
             row.end(self._tokens)
+
+
+@contextmanager
+def open_loop(spec: JitSpec) -> Iterator[Handlers]:
+    """Compiles what a question needs when the first question of its kind comes. Raises what reading a pair raises."""
+    manifest = read_manifest(Path(spec.bundle))
+    select_jax_platforms(manifest.environment.platform)
+    programs = JittedPrograms(manifest, spec.target, spec.draft)
+
+    @functools.cache
+    def find_loop(rows: int, tokens: int) -> JitLoop:
+        return JitLoop(programs, rows, spec.k, spec.longest, tokens)
+
+    def serve(question: ServeClosed) -> ServedClosed:
+        return find_loop(len(question.lists), question.max_tokens).serve(question.lists)
+
+    yield {ServeClosed: serve}
+
+
+if __name__ == "__main__":
+    run_worker(JitSpec, open_loop)

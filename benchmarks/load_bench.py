@@ -1,208 +1,255 @@
-"""What callers get when there are many of them: throughput, and how long each waits.
+"""dflash-bench load: throughput and latency of the engine and the plain loop under many callers.
 
-Closed loops: 1 … 16 callers work through the same prompts, each sends its next one when the one before is answered.
-Open loops: prompts come at times drawn beforehand, as independent callers' do, whatever became of those before; each
-one waits from the moment at which it was to come. The ways take turns, each in a process of its own, callers included.
-Every way must give every prompt the same tokens.
+Closed loops: callers work through the same prompts, and each sends its next prompt when the last one is answered.
+Open loops: prompts arrive at times drawn beforehand, independent of the answers, and wait from the time they are due.
+Contenders take turns, each in a process of its own together with its callers, and must give the same tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.estimates import median
-from dflash_aot.benchmarks.load_findings import describe
-from dflash_aot.benchmarks.pairs import choose_pair, ensure_bundle
-from dflash_aot.benchmarks.peer import Peer
-from dflash_aot.benchmarks.questions import HELD_OUT
-from dflash_aot.benchmarks.settings import setting
-from dflash_aot.benchmarks.traffic import (
-    Answer,
-    Arrive,
-    Arrived,
-    Prompt,
-    Serve,
-    Served,
-    Work,
-    deal,
-    draw_arrivals,
-    gather,
-)
-from dflash_aot.benchmarks.ways import (
-    CHOSEN,
-    K,
-    Way,
-    choose_turns,
-    engine_way,
-    find_compilation,
-    find_disagreement,
-    jit_way,
-    name_tokens,
-    open_ways,
-)
+from dflash_aot.benchmarks import contenders, messages, tables
+from dflash_aot.benchmarks.estimates import Samples, choose, group_by, median, percentile
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.locations import EMBEDDED
 
-__all__ = ["Settings", "describe", "find_fault", "measure"]
-SHARES = (0.3, 0.6, 0.8, 0.95)  # of what closed loops get out of the first way
+SHARES = (0.3, 0.6, 0.8, 0.95)  # of the throughput of the first contender's closed loops
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which pair, which text, how many callers, and how often they come."""
+class Settings(contenders.PromptSettings):
+    """Flags of `dflash-bench load`."""
 
-    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large")
-    target: str | None = setting(None, "a target of your own instead: directory or hub id; needs --draft")
-    draft: str | None = setting(None, "its draft")
-    buckets: str = setting(
-        "batch=1,2,4,8,16 length=256 k=0,7 prefill=64", "the bundle's grid, as dflash-precompile takes it"
-    )
-    data: str = setting(HELD_OUT, "the prompts, see dflash-bench data; a pair of random weights gets random tokens")
-    prompts: int = setting(32, "so many questions; each turn of a conversation is a prompt", least=1)
-    prompt_tokens: int = setting(64, "of a text the first so many tokens; of a conversation all", least=1)
+    buckets: str = setting("batch=1,2,4,8,16 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
+    prompts: int = setting(32, "number of questions; each turn of a conversation is a prompt", least=1)
     max_tokens: int = setting(64, "new tokens per prompt", least=2)
     repeats: int = setting(3, "times that everything is measured", least=1)
-    callers: tuple[int, ...] = setting(
-        (1, 2, 4, 8, 16), "of the closed loops; each must be a batch of the grid", least=1
-    )
+    callers: tuple[int, ...] = setting((1, 2, 4, 8, 16), "of the closed loops; each a batch of the grid", least=1)
     rates: tuple[float, ...] = setting(
         (),
         "of the open loops, prompts per second; default: "
-        f"{', '.join(f'{share:.0%}' for share in SHARES)} of those that most callers in closed loops get answered",
+        f"{', '.join(f'{share:.0%}' for share in SHARES)} of the rate of the closed loops with most callers",
     )
     arrivals: int = setting(64, "prompts of each open loop, 0 for none", least=0)
-    seed: int = setting(1, "of their times; each repeat has others")
-    max_waiting: int = setting(64, "the engine refuses a prompt while so many wait", least=1)
+    seed: int = setting(1, "of the arrival times; every repeat has other times")
+    max_waiting: int = setting(64, "size of the engine's request queue; prompts beyond it are refused", least=1)
 
 
-def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
-    """A "closed" sample for each way, number of callers and repeat; an "open" one for each engine, rate and repeat.
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """A "closed" sample for each contender, number of callers and repeat; an "open" one by engine, rate and repeat.
 
     Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
     """
-    pair = choose_pair(settings.pair, settings.target, settings.draft, scratch)
-    bundle = ensure_bundle(pair, settings.buckets, "float32", scratch, note)
-    wanted = (settings.data, settings.prompts, settings.prompt_tokens, settings.max_tokens)
-    prompts = choose_turns(*wanted, pair, bundle)
+    pair = contenders.choose_pair(settings, scratch)
+    bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
+    prompts = contenders.choose_turns(settings, pair, bundle)
     grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
     check_settings(settings, grid, longest)
-    ks: tuple[K, ...] = (grid.k[-1], CHOSEN, 0) if grid.k[-1] else (0,)
-    ways = [engine_way(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks]
-    ways.append(jit_way(bundle, pair, grid.k[-1], longest))
+    ks: tuple[int | Literal["auto"], ...] = (grid.k[-1], contenders.CHOSEN, 0) if grid.k[-1] else (0,)
+    entrants = [contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks]
+    entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
     with ExitStack() as stack:
-        peers = open_ways(ways, stack, note)
+        workers = contenders.open_contenders(entrants, stack, note)
         closed = []
-        for sample in serve_closed(peers, prompts, settings, note):
+        for sample in serve_closed_loops(workers, prompts, settings, note):
             closed.append(sample)
             yield sample
         if settings.arrivals:
-            rates = settings.rates or choose_rates(closed, ways[0].name, max(settings.callers))
-            yield from serve_open(peers[:-1], prompts, rates, settings, note)
+            rates = settings.rates or choose_rates(closed, entrants[0].name, max(settings.callers))
+            yield from serve_open_loops(workers[:-1], prompts, rates, settings, note)
 
 
 def check_settings(settings: Settings, grid: Grid, longest: int) -> None:
     """Raises GridMiss, BadInput."""
     grid.fit(max(settings.callers), longest + settings.max_tokens + grid.k[-1], grid.k[-1])
     if missing := sorted({*settings.callers} - {*grid.batch}):
-        raise BadInput(f"--callers: {', '.join(map(str, missing))} is no batch of the grid {grid}")
+        raise BadInput(f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}")
     if max(settings.callers) > settings.prompts:
-        raise BadInput(f"--callers: {max(settings.callers)} of them share {settings.prompts} prompts (--prompts)")
+        raise BadInput(f"--callers: {max(settings.callers)} callers share {settings.prompts} prompts (--prompts)")
     if settings.rates and min(settings.rates) <= 0:
         raise BadInput(f"--rates: {min(settings.rates):g} prompts per second")
 
 
-def serve_closed(
-    peers: Sequence[tuple[Way, Peer]], prompts: Sequence[Prompt], settings: Settings, note: Note
+def serve_closed_loops(
+    workers: contenders.Workers, prompts: Sequence[messages.PromptIds], settings: Settings, note: ProgressNote
 ) -> Iterator[Sample]:
-    """Each number of callers with each way, in another order each time; what is done for the first time is left out."""
+    """Each number of callers with each contender, in another order each time, after a warm-up."""
     for repeat in range(-1, settings.repeats):
         note(f"closed loops, repeat {repeat + 1} of {settings.repeats}" if repeat >= 0 else "warming up")
         for turn, callers in enumerate(settings.callers):
-            lists = deal(prompts if repeat >= 0 else prompts[:callers], callers)
-            first = (turn + repeat) % len(peers)
-            for way, peer in (*peers[first:], *peers[:first]):
-                served = peer.ask(Serve(lists, settings.max_tokens), Served)
+            lists = messages.deal(prompts if repeat >= 0 else prompts[:callers], callers)
+            for contender, worker in contenders.take_turns(workers, turn + repeat):
+                served = worker.ask(messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed)
                 if repeat >= 0:
-                    yield make_closed(way, served) | {"callers": callers, "repeat": repeat}
+                    yield make_closed(contender, served) | {"callers": callers, "repeat": repeat}
 
 
-def choose_rates(closed: Sequence[Sample], way: str, callers: int) -> list[float]:
-    """Shares of the prompts per second that a way's closed loops got answered."""
-    runs = [one for one in closed if one["way"] == way and one["callers"] == callers]
+def choose_rates(closed: Sequence[Sample], name: str, callers: int) -> list[float]:
+    """SHARES of the prompts per second of a contender's closed loops."""
+    runs = choose(closed, way=name, callers=callers)
     most = median([len(one["tokens"]) / one["seconds"] for one in runs])
     return [float(f"{share * most:.3g}") for share in SHARES]
 
 
-def serve_open(
-    peers: Sequence[tuple[Way, Peer]],
-    prompts: Sequence[Prompt],
+def serve_open_loops(
+    workers: contenders.Workers,
+    prompts: Sequence[messages.PromptIds],
     rates: Sequence[float],
     settings: Settings,
-    note: Note,
+    note: ProgressNote,
 ) -> Iterator[Sample]:
-    """Each rate with each way; the same prompts at the same times for all of them."""
+    """Each rate with each contender: the same prompts at the same times."""
     order = [turn % len(prompts) for turn in range(settings.arrivals)]
-    coming = [prompts[number] for number in order]
+    arriving = [prompts[number] for number in order]
     for repeat in range(settings.repeats):
         for turn, rate in enumerate(rates):
             note(f"{rate:g} prompts per second, repeat {repeat + 1} of {settings.repeats}")
-            due = draw_arrivals(settings.arrivals, rate, settings.seed + repeat)
-            first = (turn + repeat) % len(peers)
-            for way, peer in (*peers[first:], *peers[:first]):
-                arrived = peer.ask(Arrive(coming, due, settings.max_tokens), Arrived)
-                yield make_open(way, arrived, due) | {"prompts": order, "rate": rate, "repeat": repeat}
+            due = messages.draw_arrivals(settings.arrivals, rate, settings.seed + repeat)
+            for contender, worker in contenders.take_turns(workers, turn + repeat):
+                served = worker.ask(messages.ServeOpen(arriving, due, settings.max_tokens), messages.ServedOpen)
+                yield make_open(contender, served, due) | {"prompts": order, "rate": rate, "repeat": repeat}
 
 
-def make_closed(way: Way, served: Served) -> Sample:
-    """By prompt: its tokens, and microseconds from sending it to the first and the last of them."""
-    answers = gather(served.answers)
-    facts = {"kind": "closed", "way": way.name, "exact": way.exact, "seconds": round(served.seconds, 6)}
-    return facts | {"prompts": [*range(len(answers))]} | spell_answers(answers) | spell_work(served.work)
+def make_closed(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
+    """By prompt: tokens, and microseconds from sending it to its first and last token."""
+    answers = messages.gather(served.answers)
+    facts = {"kind": "closed", "way": contender.name, "exact": contender.exact, "seconds": round(served.seconds, 6)}
+    return facts | {"prompts": [*range(len(answers))]} | list_answers(answers) | list_counts(served.work)
 
 
-def make_open(way: Way, arrived: Arrived, due: Sequence[float]) -> Sample:
-    """By prompt; times in microseconds: when it was to come, how much later it was sent, and since it was to come."""
-    times = {"due_us": spell_times(due), "late_us": spell_times(arrived.late)}
-    facts = {"kind": "open", "way": way.name, "exact": way.exact}
-    return facts | times | spell_answers(arrived.answers) | spell_work(arrived.work)
+def make_open(contender: contenders.Contender, served: messages.ServedOpen, due: Sequence[float]) -> Sample:
+    """By prompt, in microseconds: when it was due, how late it was sent, and the times since it was due."""
+    times = {"due_us": [round(1e6 * one) for one in due], "late_us": [round(1e6 * one) for one in served.late]}
+    facts = {"kind": "open", "way": contender.name, "exact": contender.exact}
+    return facts | times | list_answers(served.answers) | list_counts(served.work)
 
 
-def spell_answers(answers: Sequence[Answer | None]) -> Sample:
-    """None for what was refused."""
+def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
+    """None for a refused prompt."""
     return {
-        "tokens": [one and name_tokens(one.token_ids) for one in answers],
-        "first_us": [one and round(1e6 * one.first_seconds) for one in answers],
-        "end_us": [one and round(1e6 * one.seconds) for one in answers],
+        "tokens": [one and contenders.hash_tokens(one.token_ids) for one in answers],
+        "first_us": [one and round(1e6 * one.arrivals[0]) for one in answers],
+        "end_us": [one and round(1e6 * one.arrivals[-1]) for one in answers],
     }
 
 
-def spell_times(seconds: Sequence[float]) -> list[int]:
-    return [round(1e6 * one) for one in seconds]
-
-
-def spell_work(work: Work) -> Sample:
-    return {
-        "rounds": work.rounds,
-        "rows": work.rows,
-        "row_rounds": work.row_rounds,
-        "padded_rows": work.padded_rows,
-        "host_us": round(1e6 * work.host_seconds),
-        "compile_events": work.compile_events,
-    }
+def list_counts(work: messages.ServingWork) -> Sample:
+    """Counters that the tables show."""
+    names = ("rounds", "rows", "row_rounds", "padded_rows", "compile_events")
+    return {name: getattr(work, name) for name in names} | contenders.list_host_us(work)
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
-    """Ways that disagree on tokens, or one that compiled while it served."""
-    if not samples:
-        return "no way answered"
+    """Contenders that disagree on tokens, or that compiled while serving."""
     answers = [
         {"way": one["way"], "exact": one["exact"], "prompt": prompt, "tokens": tokens}
         for one in samples
         for prompt, tokens in zip(one["prompts"], one["tokens"], strict=True)
         if tokens is not None
     ]
-    return "; ".join(filter(None, (find_disagreement(answers), find_compilation(samples))))
+    return contenders.find_faults(answers, samples)
+
+
+def make_findings(record: Record) -> tables.Findings:
+    """Closed loops: throughput and time per token. Open loops: waiting times by rate."""
+    tokens = record.settings["max_tokens"]
+    samples = sorted((add_rates(one, tokens) for one in record.samples), key=lambda one: one["way"])
+    closed, open_loops = (choose(samples, kind=kind) for kind in ("closed", "open"))
+    page_tables, charts = [tabulate_callers(closed, tokens)], [chart_callers(closed)]
+    if open_loops:
+        page_tables.append(tabulate_arrivals(open_loops, tokens))
+        charts += [
+            chart_waits(open_loops, "first_us", "first token"),
+            chart_waits(open_loops, "end_us", "whole answer"),
+        ]
+    return tables.Findings(tuple(page_tables), tuple(charts))
+
+
+def add_rates(sample: Mapping[str, Any], tokens: int) -> Sample:
+    """A sample with the time per token of each answer, after its first token, and tokens per second."""
+    times = zip(sample["first_us"], sample["end_us"], strict=True)
+    token_us = [None if end is None else (end - start) / (tokens - 1) for start, end in times]
+    speed = len(sample["tokens"]) * tokens / sample["seconds"] if sample["kind"] == "closed" else None
+    return {**sample, "token_us": token_us, "speed": speed}
+
+
+def share_of(above: str, below: str, factor: float = 1.0) -> Any:
+    """Ratio of the sums of two sample keys over the samples of a row."""
+    return lambda rows: [factor * sum(one[above] for one in rows) / sum(one[below] for one in rows)]
+
+
+def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
+    """A row for each number of callers and contender."""
+    with_count = [{**one, "later_tokens": len(one["tokens"]) * (tokens - 1)} for one in closed]
+    columns = [
+        tables.label("callers", "callers"),
+        tables.label("contender", "way"),
+        tables.Column("tokens/s", "speed"),
+        tables.range_column("least-most", "speed"),
+        *tables.percentile_columns("ms per token", "token_us", (50, 95), 1e-3, name_median=False),
+        *tables.percentile_columns("first token ms", "first_us", (50, 95), 1e-3, name_median=False),
+        tables.Column("τ", share_of("later_tokens", "row_rounds"), tables.first, show="{:.2f}".format),
+        tables.Column("host ms per round", share_of("host_us", "rounds"), tables.first, 1e-3),
+        tables.Column("padded rows", share_of("padded_rows", "rows"), tables.first, show="{:.1%}".format),
+    ]
+    rows = [runs for _, runs in sorted(group_by(with_count, "callers", "way").items())]
+    note = (
+        f"{len(closed[0]['tokens'])} prompts in all, {tokens} tokens each. Tokens per second: of each repeat, the "
+        "median and both ends. Times: of all answers of all repeats, median and 95th percentile; per token without the "
+        "first. τ: tokens per row and round. Padded rows: share of computed rows without a request."
+    )
+    return tables.make_table("callers", "Callers in closed loops", rows, columns, note)
+
+
+def chart_callers(closed: Samples) -> tables.Chart:
+    """A line for each contender, a point for each number of callers."""
+    lines = []
+    for (name,), runs in group_by(closed, "way").items():
+        by_callers = [*group_by(runs, "callers").values()]
+        x = tuple(median(tables.collect(some, "token_us")) / 1e3 for some in by_callers)
+        speeds = [tables.collect(some, "speed") for some in by_callers]
+        lines.append(
+            tables.Series(name, x, tuple(map(median, speeds)), tuple(map(min, speeds)), tuple(map(max, speeds)))
+        )
+    callers = ", ".join(str(name[0]) for name in group_by(closed, "callers"))
+    title = f"Throughput against time per token, {callers} callers"
+    return tables.Chart("throughput-against-pace", title, "milliseconds per token", "tokens per second", tuple(lines))
+
+
+def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
+    """A row for each rate and contender."""
+    columns = [
+        tables.label("per second", "rate", "{:g}".format),
+        tables.label("contender", "way"),
+        tables.Column("prompts", lambda rows: [len(one["end_us"]) for one in rows], sum, show=str),
+        tables.Column("refused", lambda rows: [one["end_us"].count(None) for one in rows], sum, show=str),
+        *tables.percentile_columns("first token", "first_us", (50, 95, 99), 1e-3),
+        *tables.percentile_columns("per token", "token_us", (50, 95, 99), 1e-3),
+        *tables.percentile_columns("whole", "end_us", (50, 95, 99), 1e-3),
+        *tables.percentile_columns("sent late", "late_us", (99,), 1e-3),
+    ]
+    rows = [runs for _, runs in sorted(group_by(open_loops, "rate", "way").items())]
+    note = (
+        f"Prompts at independent times (a Poisson process drawn beforehand, the same for all contenders), {tokens} "
+        "tokens each. First token and whole answer: since the prompt was due, so that waiting and late sending count. "
+        "All repeats; refused prompts have no times."
+    )
+    return tables.make_table("arrivals", "Prompts at independent times, ms", rows, columns, note)
+
+
+def chart_waits(open_loops: Samples, key: str, what: str) -> tables.Chart:
+    """Two lines for each contender: median and 95th percentile by rate."""
+    lines = []
+    for (name,), runs in group_by(open_loops, "way").items():
+        waits = {rate: tables.collect(some, key) for (rate,), some in sorted(group_by(runs, "rate").items())}
+        there = [rate for rate in waits if waits[rate]]
+        for percent in (50, 95):
+            y = tuple(percentile(waits[rate], percent) / 1e3 for rate in there)
+            lines.append(tables.Series(f"{name.removeprefix('engine, ')}, p{percent}", tuple(there), y))
+    title = f"{what[0].upper()}{what[1:]}, by arrivals"
+    return tables.Chart(f"{what.replace(' ', '-')}-by-rate", title, "prompts per second", "milliseconds", tuple(lines))

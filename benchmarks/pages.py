@@ -1,10 +1,10 @@
-"""Records as pages: one with everything that a directory of them says, and the marked parts of other pages.
+"""Generates pages from records: one page with everything, and the marked parts of other pages.
 
-A page asks for something of a record between two comments, and gets what the record says now:
+A mark in a page is replaced by a part of a record:
 
-    <!-- dflash-bench: decode/speed -->the table, chart or figure of that name of decode.json<!-- end -->
+    <!-- dflash-bench: decode/speed -->the table or chart "speed" of decode.json<!-- end -->
 
-`decode` alone is the line that says how decode.json was measured.
+`decode` alone stands for the line that says how decode.json was measured.
 """
 
 import re
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_aot.benchmarks.findings import Chart, Findings, format_figure, format_table
-from dflash_aot.benchmarks.pictures import draw_pictures
+from dflash_aot.benchmarks.charts import draw_charts
 from dflash_aot.benchmarks.record import Record, read_record
+from dflash_aot.benchmarks.tables import Chart, Findings, format_markdown
 from dflash_aot.cache.errors import BadInput
 
 MARK = re.compile(r"(<!-- dflash-bench: (?P<name>\S+) -->)(?P<content>.*?)(<!-- end -->)", re.DOTALL)
@@ -23,44 +23,44 @@ HEAD = """# Results
 
 <!-- Written by dflash-bench render from the records beside it. -->
 
-Each was measured by the command above it, which `dflash-bench --help` explains; all samples are in the record. Compare
-within a table, whose ways ran in turn on the same machine, and run the commands on yours.
+Each section starts with the command that measured it, which `dflash-bench --help` explains. The record has all samples.
+Compare only within a table: its contenders took turns on one machine. Run the commands on your machine.
 """
 
 
 @dataclass(frozen=True)
-class Result:
-    """A record, what it says, and its name: its file is NAME.json, its charts NAME-*.svg."""
+class NamedRecord:
+    """A record and its findings. The record's file is NAME.json, its charts are NAME-*.svg."""
 
     name: str
     record: Record
     findings: Findings
 
 
-Describe = Callable[[Record], Findings]
+MakeFindings = Callable[[Record], Findings]
 
 
-def read_results(directory: Path, describe: Describe) -> dict[str, Result]:
-    """By name, in the order of names. Raises BadInput for what is no record, and what `describe` raises."""
+def read_results(directory: Path, make_findings: MakeFindings) -> dict[str, NamedRecord]:
+    """Records by name, sorted. Raises BadInput for a file that is not a record, and what `make_findings` raises."""
     paths = sorted(directory.glob("*.json"))
     if not paths:
-        raise BadInput(f"{directory} holds no records: dflash-bench decode --out {directory} writes one")
+        raise BadInput(f"{directory} has no records: dflash-bench decode --out {directory} writes one")
     results = {}
     for path in paths:
         record = read_record(path)
-        results[path.stem] = Result(path.stem, record, describe(record))
+        results[path.stem] = NamedRecord(path.stem, record, make_findings(record))
     return results
 
 
-def render(directory: Path, results: Mapping[str, Result]) -> dict[Path, bytes]:
-    """Every file that follows from the records: charts, DIRECTORY.md, and the pages around it that have marks.
+def render(directory: Path, results: Mapping[str, NamedRecord]) -> dict[Path, bytes]:
+    """Contents of every generated file: charts, DIRECTORY.md, and the pages near it that have marks.
 
-    directory: absolute. Raises BadInput for a mark that asks for what is not there, or has no end.
+    directory: absolute. Raises BadInput for a mark with an unknown name or without an end.
     """
     written = {
         directory / name: content
         for result in results.values()
-        for name, content in draw_pictures(result.findings.charts, result.name).items()
+        for name, content in draw_charts(result.findings.charts, result.name).items()
     }
     page = directory.with_suffix(".md")
     written[page] = format_page(results, directory.name).encode()
@@ -70,17 +70,17 @@ def render(directory: Path, results: Mapping[str, Result]) -> dict[Path, bytes]:
 
 
 def find_pages(page: Path) -> list[Path]:
-    """Those with marks, beside the page and in the directory above."""
+    """Pages with marks, in the directory of `page` and the directory above."""
     around = [*sorted(page.parent.glob("*.md")), *sorted(page.parent.parent.glob("*.md"))]
     return [path for path in around if path != page and OPENING in path.read_text(encoding="utf-8")]
 
 
-def fill_marks(page: Path, text: str, results: Mapping[str, Result], directory: Path) -> str:
-    """The text with what the records say now. Raises BadInput."""
-    pictures = directory.relative_to(page.parent).as_posix()
+def fill_marks(page: Path, text: str, results: Mapping[str, NamedRecord], directory: Path) -> str:
+    """The text of a page with its marks filled. Raises BadInput."""
+    charts = directory.relative_to(page.parent).as_posix()
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}{format_item(found['name'], results, page, pictures)}{found[4]}"
+        return f"{found[1]}{format_item(found['name'], results, page, charts)}{found[4]}"
 
     filled = MARK.sub(fill, text)
     if text.count(OPENING) != len(MARK.findall(text)):
@@ -88,39 +88,35 @@ def fill_marks(page: Path, text: str, results: Mapping[str, Result], directory: 
     return filled
 
 
-def format_item(name: str, results: Mapping[str, Result], page: Path, pictures: str) -> str:
-    """What RECORD or RECORD/NAME stands for. Raises BadInput for what is not there."""
+def format_item(name: str, results: Mapping[str, NamedRecord], page: Path, charts: str) -> str:
+    """The replacement of a mark RECORD or RECORD/NAME. Raises BadInput for an unknown name."""
     result = results.get(name.partition("/")[0])
     if result is None:
-        raise BadInput(f"{page} asks for {name}: there are records of {', '.join(results)}")
+        raise BadInput(f"{page} has a mark {name}: there are records {', '.join(results)}")
     wanted = name.partition("/")[2]
     if not wanted:
         return f"\n{format_provenance(result)}\n"
-    if wanted in result.findings.figures:
-        return format_figure(result.findings.figures[wanted])
-    for table in result.findings.tables:
-        if table.name == wanted:
-            return f"\n{format_table(table)}\n"
-    for chart in result.findings.charts:
-        if chart.name == wanted:
-            return f"\n{format_chart(chart, result.name, pictures)}\n"
-    raise BadInput(f"{page} asks for {name}: {result.name} has {', '.join(result.findings.names)}")
+    items = {table.name: format_markdown(table) for table in result.findings.tables}
+    items |= {chart.name: format_chart(chart, result.name, charts) for chart in result.findings.charts}
+    if wanted not in items:
+        raise BadInput(f"{page} has a mark {name}: {result.name} has {', '.join(items)}")
+    return f"\n{items[wanted]}\n"
 
 
-def format_page(results: Mapping[str, Result], pictures: str) -> str:
-    """Everything that the records say. pictures: the directory, as the page sees it."""
+def format_page(results: Mapping[str, NamedRecord], charts: str) -> str:
+    """The page with everything. charts: their directory, relative to the page."""
     parts = [HEAD]
     for result in results.values():
         parts += [f"## {result.name}\n", f"{format_provenance(result)}\n"]
         for table in result.findings.tables:
-            parts.append(f"**{table.title}**\n\n{format_table(table)}\n")
+            parts.append(f"**{table.title}**\n\n{format_markdown(table)}\n")
             parts += [f"{table.note}\n"] if table.note else []
-        parts += [f"{format_chart(chart, result.name, pictures)}\n" for chart in result.findings.charts]
+        parts += [f"{format_chart(chart, result.name, charts)}\n" for chart in result.findings.charts]
     return "\n".join(parts)
 
 
-def format_provenance(result: Result) -> str:
-    """How, when and where a record was measured."""
+def format_provenance(result: NamedRecord) -> str:
+    """The line that says how, when and where a record was measured."""
     record, site = result.record, result.record.environment
     versions = ", ".join(f"{package} {version}" for package, version in site.versions.items() if version)
     commit = f", at {record.commit[:10]}{'-dirty' * record.commit.endswith('-dirty')}" if record.commit else ""
@@ -130,9 +126,9 @@ def format_provenance(result: Result) -> str:
     )
 
 
-def format_chart(chart: Chart, record: str, pictures: str) -> str:
-    """As Markdown."""
-    return f"![{chart.title}]({pictures}/{record}-{chart.name}.svg)"
+def format_chart(chart: Chart, record: str, charts: str) -> str:
+    """The chart as a Markdown image."""
+    return f"![{chart.title}]({charts}/{record}-{chart.name}.svg)"
 
 
 def find_changed(written: Mapping[Path, bytes]) -> list[Path]:

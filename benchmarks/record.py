@@ -1,69 +1,57 @@
-"""What one run of a benchmark measured: all samples, and where and how they were taken. Everything else follows."""
+"""Records of benchmarks: all samples of one run, where and how they were taken, and the protocol of a benchmark.
 
-import importlib.metadata
-import os
-import platform
+Tables and charts follow from a record alone.
+"""
+
+import dataclasses
+import datetime
 import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from dflash_aot.benchmarks.machine import MachineFacts, read_load, read_machine
+from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.bundle.atomic_files import write_atomically
-from dflash_aot.cache.environment import read_flags
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadInput, DflashError
 
 SCHEMA = 1
-PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
-
-
-class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machine and what is installed. versions: "" for a package that is not.
-
-    load: how many processes wanted to run, on average over a minute, before the first sample and after the last one.
-    """
-
-    processor: str
-    cores: int
-    memory_bytes: int
-    python: str
-    versions: dict[str, str]
-    xla_flags: str
-    load: tuple[float, float]
+ProgressNote = Callable[[str], None]
+Sample = dict[str, Any]  # flat; "way" names the contender
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """started: UTC, ISO 8601. commit: with "-dirty" where the rooms differ from it, "" outside of git.
-
-    command: that takes the same samples again. void: "", or why the figures mean nothing.
-    """
+    """One run of a benchmark."""
 
     schema: int
     benchmark: str
-    command: str
-    commit: str
-    started: str
+    command: str  # takes the same samples again
+    commit: str  # see `read_commit`
+    started: str  # UTC, ISO 8601
     seconds: float
-    environment: Site
+    environment: MachineFacts
     settings: dict[str, Any]
     samples: list[dict[str, Any]]
-    void: str
+    void: str  # why the figures mean nothing; "" for a valid record
 
 
 def read_record(path: Path) -> Record:
-    """Raises BadInput for what is none."""
+    """Raises BadInput for a file that is not a record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no record of a benchmark: {error}") from error
+        raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != SCHEMA:
-        raise BadInput(f"{path} has schema {record.schema}, and {SCHEMA} is read here: take the samples again")
+        raise BadInput(f"{path} has schema {record.schema}; this version reads {SCHEMA}: take the samples again")
     return record
 
 
 def write_record(record: Record, path: Path) -> None:
-    """A sample a line, so that a changed one is a changed line. Raises OSError."""
+    """One sample per line, so that a changed sample is a changed line. Raises OSError."""
     facts = msgspec.to_builtins(record)
     samples = facts.pop("samples")
     head = msgspec.json.format(msgspec.json.encode(facts), indent=1).rstrip(b"\n}")
@@ -72,35 +60,12 @@ def write_record(record: Record, path: Path) -> None:
     write_atomically(path, head + b',\n "samples": ' + body + b"\n}\n")
 
 
-def describe_site(load_before: float) -> Site:
-    """This machine, now."""
-    return Site(
-        processor=_processor(),
-        cores=count_cores(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        python=platform.python_version(),
-        versions={package: _version(package) for package in PACKAGES},
-        xla_flags=read_flags("XLA_FLAGS"),
-        load=(load_before, read_load()),
-    )
-
-
-def count_cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def read_load() -> float:
-    """Processes that wanted to run, on average over the last minute."""
-    return round(os.getloadavg()[0], 2)
-
-
 def read_commit() -> str:
-    """Of the sources that run, with "-dirty" where they differ from it; "" where git does not know them."""
+    """The commit of the running sources, with "-dirty" where they differ; "" where git does not track them."""
     here = Path(__file__).resolve()
     root = here.parents[1]
     try:
-        _git(root, "ls-files", "--error-unmatch", str(here))  # an installed package may lie in somebody's repository
+        _git(root, "ls-files", "--error-unmatch", str(here))  # an installed package may lie in some repository
         changed = _git(root, "status", "--porcelain", "--", *ROOMS)
         return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -108,22 +73,58 @@ def read_commit() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(directory), *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _processor() -> str:
+def setting(default: Any, description: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field of a benchmark's frozen `Settings` dataclass, and a flag of the same name.
+
+    The field's type says what the flag takes: int, float, bool, str, `str | None`, or numbers separated by commas for
+    `tuple[int, ...]` and `tuple[float, ...]`. least: lower bound of a number, or of each of several.
+    """
+    return dataclasses.field(default=default, metadata={"description": description, "least": least, "choices": choices})
+
+
+class Benchmark(Protocol):
+    """A module `NAME_bench`."""
+
+    @property
+    def Settings(self) -> type:
+        """A frozen dataclass, each field made by `setting`."""
+
+    def measure(self, settings: Any, scratch: Path, note: ProgressNote) -> Iterable[Sample]:
+        """Yields samples. scratch: directory for bundles, kept for the next run."""
+
+    def find_fault(self, samples: Sequence[Sample]) -> str:
+        """Why the figures would mean nothing, for example contenders with different tokens; "" if nothing is wrong."""
+
+    def make_findings(self, record: Record) -> Findings:
+        """Tables, charts and figures of a valid record."""
+
+
+def take_record(
+    name: str, benchmark: Benchmark, settings: Any, command: str, scratch: Path, note: ProgressNote
+) -> tuple[Record, DflashError | None]:
+    """Takes samples now. A DflashError ends the run: it is returned with a void record of the samples before it."""
+    began, load, started = time.perf_counter(), read_load(), datetime.datetime.now(datetime.UTC)
+    samples: list[Sample] = []
+    error = None
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        for sample in benchmark.measure(settings, scratch, note):
+            samples.append(sample)  # one by one: samples before an error are kept
+    except DflashError as caught:
+        error = caught
+    record = Record(
+        schema=SCHEMA,
+        benchmark=name,
+        command=command,
+        commit=read_commit(),
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - began, 1),
+        environment=read_machine(load),
+        settings=msgspec.to_builtins(settings),
+        samples=samples,
+        void=f"the run did not finish: {error}" if error else benchmark.find_fault(samples),
+    )
+    return record, error

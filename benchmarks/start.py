@@ -1,27 +1,24 @@
-"""One start of a way to serve, in a process of its own, from nothing to a request's answer.
+"""One timed start of a contender in a process of its own, from nothing to the answer of a request.
 
-    python -m dflash_aot.benchmarks.start ORDER     (JSON; prints a Start)
-
-It imports next to nothing before the clock's first lap.
+This module imports next to nothing before its first phase ends.
 """
 
 import sys
+from pathlib import Path
+from time import monotonic_ns as read_clock  # nanoseconds, the same for all processes of a machine
 from typing import Literal
 
 import msgspec
 
-from dflash_aot.benchmarks.laps import Laps
 from dflash_aot.cache.errors import DflashError
+from dflash_aot.cache.json_process import JsonPipe
 
-# What is ready at the first token: all that the grid serves, or what this request needs.
+# What is ready at the first token: the whole grid, or what this request needs.
 Scope = Literal["grid", "request"]
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What to start, and the one request to answer: greedy, `tokens` new ones behind `prompt_ids`.
-
-    started: `read_clock` just before the process. cache: JAX's directory of compiled programs; "" for none.
-    """
+class StartSpec(msgspec.Struct, frozen=True):
+    """What to start, and the request: a greedy answer of `tokens` tokens."""
 
     way: Literal["bundle", "jit"]
     scope: Scope
@@ -30,45 +27,113 @@ class Order(msgspec.Struct, frozen=True):
     draft: str
     prompt_ids: list[int]
     tokens: int
-    cache: str = ""
-    started: int = 0
+    cache: str = ""  # JAX's directory of compiled programs, "" for none
+    started: int = 0  # `read_clock` just before the process was started
 
 
-class Start(msgspec.Struct, frozen=True):
-    """Seconds from the start of the process: `first` to the first token, which `phases` make up; `last` to the last.
+class TimedStart(msgspec.Struct, frozen=True):
+    """Seconds since the process was started, and the answer."""
 
-    executables: how many were ready then.
-    """
-
-    phases: dict[str, float]
-    first: float
-    last: float
+    phases: dict[str, float]  # until the first token; they add up to `first`
+    first: float  # until the first token
+    last: float  # until the last token
     token_ids: list[int]
-    executables: int
+    executables: int  # how many were called or ready
+
+
+class PhaseTimer:
+    """Seconds by phase; each phase starts where the last one ended."""
+
+    def __init__(self, started: int):
+        """started: `read_clock` in the parent, just before it started this process."""
+        self.seconds: dict[str, float] = {}
+        self._started = self._last = started
+
+    @property
+    def total(self) -> float:
+        """Seconds since the start."""
+        return (read_clock() - self._started) / 1e9
+
+    def end(self, phase: str) -> None:
+        """Ends a phase."""
+        now = read_clock()
+        self.seconds[phase] = (now - self._last) / 1e9
+        self._last = now
+
+    def end_parts(self, rest: str, parts: dict[str, float]) -> None:
+        """Ends a phase whose `parts` were timed elsewhere; the remaining time is called `rest`."""
+        self.end(rest)
+        self.seconds[rest] -= sum(parts.values())
+        remaining = {rest: self.seconds.pop(rest)}
+        self.seconds |= parts | remaining
 
 
 def main() -> None:
-    """An error of ours ends it with its message."""
-    order = msgspec.json.decode(sys.argv[1], type=Order)
-    laps = Laps(order.started)
-    laps.end("process")
+    """Reads a StartSpec and writes a TimedStart. A DflashError ends the process with its message."""
+    pipe = JsonPipe()
+    spec = pipe.receive(StartSpec)
+    if spec is None:
+        return
+    timer = PhaseTimer(spec.started)
+    timer.end("process")
     try:
-        print(msgspec.json.encode(_start(order, laps)).decode())
+        pipe.send(start_bundle(spec, timer) if spec.way == "bundle" else start_jit(spec, timer))
     except DflashError as error:
         sys.exit(str(error))
 
 
-def _start(order: Order, laps: Laps) -> Start:
-    """What a way has to import is a phase of it."""
-    if order.way == "bundle":
-        from dflash_aot.benchmarks.bundle_start import start_bundle  # noqa: PLC0415
+def start_bundle(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
+    """Starts the engine. Raises what `Engine.open` raises."""
+    # Imports are a phase of the start.
+    from dflash_aot.cache.bundle.manifest import read_manifest  # noqa: PLC0415
+    from dflash_aot.cache.devices import select_jax_platforms  # noqa: PLC0415
+    from dflash_aot.runtime import Engine, SamplingParams  # noqa: PLC0415
 
-        laps.end("imports")
-        return start_bundle(order, laps)
-    from dflash_aot.benchmarks.jit_start import start_jit  # noqa: PLC0415
+    timer.end("imports")
+    select_jax_platforms(read_manifest(Path(spec.bundle)).environment.platform)
+    with Engine.open(spec.bundle, spec.target, spec.draft, preload=spec.scope == "grid") as engine:
+        timer.end_parts("rest of opening", engine.startup)
+        deltas = iter(engine.stream(spec.prompt_ids, SamplingParams(max_tokens=spec.tokens, stop_token_ids=())))
+        tokens = [*next(deltas).token_ids]
+        timer.end("first token")
+        first = timer.total
+        tokens += [token for delta in deltas for token in delta.token_ids]
+        return TimedStart(timer.seconds, first, timer.total, tokens, engine.stats().loaded)
 
-    laps.end("imports")
-    return start_jit(order, laps)
+
+def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
+    """Starts the plain loop without a bundle's executables: programs are traced and compiled when they are called.
+
+    Raises what reading the manifest and the checkpoints raises.
+    """
+    import jax  # noqa: PLC0415
+
+    from dflash_aot.benchmarks.jit_loop import JitLoop, JittedPrograms  # noqa: PLC0415
+    from dflash_aot.cache.bundle.manifest import read_manifest  # noqa: PLC0415
+    from dflash_aot.cache.devices import select_jax_platforms  # noqa: PLC0415
+
+    timer.end("imports")
+    jax.config.update("jax_enable_compilation_cache", bool(spec.cache))  # whatever the environment says
+    if spec.cache:
+        jax.config.update("jax_compilation_cache_dir", spec.cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    manifest = read_manifest(Path(spec.bundle))
+    select_jax_platforms(manifest.environment.platform)
+    programs = JittedPrograms(manifest, spec.target, spec.draft, lazy=True, on_phase_end=timer.end)
+    if spec.scope == "grid":
+        programs.compile_all()
+    timer.end("executables")
+    firsts: list[float] = []
+
+    def after_prefill() -> None:
+        timer.end("first token")
+        firsts.append(timer.total)
+
+    k = manifest.grid.k[-1]
+    loop = JitLoop(programs, 1, k, len(spec.prompt_ids), spec.tokens, after_prefill)
+    ((answer,),) = loop.serve([[spec.prompt_ids]]).answers
+    return TimedStart(timer.seconds, firsts[0], timer.total, answer.token_ids, programs.found)
 
 
 if __name__ == "__main__":

@@ -1,158 +1,248 @@
-"""Process start to first token: a bundle, plain `jax.jit`, and `jax.jit` with its persistent cache warm.
+"""dflash-bench startup: time from process start to first token of a bundle, `jax.jit` cold, and `jax.jit` cached.
 
-The same programs, weights and prompt in all, each start a process of its own, in turn. Twice: with every program of the
-grid ready before the first token, and with what this request needs. And bundles of growing grids.
+All contenders have the same programs, weights and prompt, and take turns; each start is a process of its own. "Cached"
+means JAX's persistent compilation cache. Each start is measured with the whole grid ready before the first token, and
+with only what the request needs. Bundles of larger grids are started, too.
 """
 
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from dflash_aot.benchmarks.benchmark import Note, Sample
-from dflash_aot.benchmarks.findings import Findings
-from dflash_aot.benchmarks.laps import read_clock
-from dflash_aot.benchmarks.page_cache import cached_share, evict, list_files, warm_up
-from dflash_aot.benchmarks.pairs import Pair, choose_pair, choose_prompts, ensure_bundle
-from dflash_aot.benchmarks.peer import python_module
-from dflash_aot.benchmarks.questions import HELD_OUT
-from dflash_aot.benchmarks.record import Record
-from dflash_aot.benchmarks.settings import setting
-from dflash_aot.benchmarks.start import Order, Scope, Start
-from dflash_aot.benchmarks.startup_findings import BUNDLE, COLD, SCOPES, WARM, describe_starts
+from dflash_aot.benchmarks import tables
+from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, choose_pair, choose_prompts, ensure_bundle
+from dflash_aot.benchmarks.estimates import Samples, choose, compare, group_by, median
+from dflash_aot.benchmarks.machine import evict_files, list_files, measure_cached_share, read_files
+from dflash_aot.benchmarks.prompts import HELD_OUT
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.start import Scope, StartSpec, TimedStart, read_clock
+from dflash_aot.benchmarks.worker import ask_process
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
-from dflash_aot.cache.errors import BadInput, PeerFailed
-from dflash_aot.cache.locations import EMBEDDED
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.json_process import JsonProcess
 
-# By about how many executables they have. All have the same state but for its slack, and the request's own buckets.
+# Grids by their approximate number of executables. All have the same state, except for its slack, and the request's
+# own buckets.
 GRIDS = {
     10: "batch=1 length=256,1024 k=0,7 prefill=64",
     50: "batch=1 length=256,512,768,1024 k=0,1,3,5,7 prefill=64,256",
     200: "batch=1 length=256,320,384,512,640,768,896,1024 k=0,1,2,3,4,5,7,9,11,13,15 prefill=64,256",
 }
-LAST_LINES = 5
-EXACT = 1e-3  # seconds that phases and their sum may differ by
+TOLERANCE = 1e-3  # seconds between the sum of the phases and the whole
+BUNDLE, CACHED, COLD = NAMES = ("bundle", "jax.jit, cache warm", "jax.jit, cold")
+SCOPES = {"grid": "whole grid", "request": "first request"}  # what is ready at the first token
+MOST_PHASES = 7  # in a chart; the other phases are "rest"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is started, and how often."""
+class Settings(PairSettings):
+    """Flags of `dflash-bench startup`."""
 
-    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights: qwen3-0.6b, large")
-    target: str | None = setting(None, "a target of yours instead, with --draft")
-    draft: str | None = setting(None, "its draft")
     grids: tuple[int, ...] = setting(
         tuple(GRIDS),
-        f"bundles of about so many executables, the first one beside jax.jit; of {', '.join(map(str, GRIDS))}",
+        f"bundles of about so many executables, the first one also in jax.jit; of {', '.join(map(str, GRIDS))}",
     )
     repeats: int = setting(5, "starts of each kind", least=1)
-    prompt_tokens: int = setting(48, "of the request", least=1)
-    tokens: int = setting(16, "that it asks for", least=2)
+    prompt_tokens: int = setting(48, "tokens of the prompt", least=1)
+    tokens: int = setting(16, "tokens of the answer", least=2)
     cold_files: bool = setting(True, "also start with the bundle and the checkpoints out of the page cache")
 
 
 @dataclass(frozen=True)
-class Way:
-    """What starts, with which files in the page cache or out of it. grid: as in GRIDS."""
+class StartContender:
+    """What is started, with its files in the page cache or out of it. grid: key of GRIDS."""
 
     name: str
-    order: Order
+    spec: StartSpec
     files: Literal["warm", "cold"]
     grid: int
 
 
-def measure(settings: Settings, scratch: Path, note: Note) -> Iterator[Sample]:
-    """A sample per start. Raises PeerFailed for one that fails, BadInput, BuildFailed."""
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """A sample per start. Raises PeerFailed for a start that fails, BadInput, BuildFailed."""
     if not settings.grids or set(settings.grids) - GRIDS.keys():
         raise BadInput(f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}")
-    pair = choose_pair(settings.pair, settings.target, settings.draft, scratch)
+    pair = choose_pair(settings, scratch)
     bundles = {grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids}
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
     (prompt,) = choose_prompts(HELD_OUT, 1, settings.prompt_tokens, pair)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
-        ways = list(list_ways(settings, pair, bundles, prompt, cache))
+        contenders = list(list_contenders(settings, pair, bundles, prompt, cache))
         note("filling JAX's persistent cache")
-        run_start(next(way.order for way in ways if way.name == WARM and way.order.scope == "grid"))
+        run_start(next(one.spec for one in contenders if one.name == CACHED and one.spec.scope == "grid"))
         for repeat in range(settings.repeats):
-            for way in ways:
-                what = f"{way.name}, {SCOPES[way.order.scope]}, {way.files} files"
+            for one in contenders:
+                what = f"{one.name}, {SCOPES[one.spec.scope]}, {one.files} files"
                 note(f"start {repeat + 1} of {settings.repeats}: {what}")
-                cached = prepare_files(way)
-                start = run_start(way.order)
-                yield make_sample(way, manifests[way.grid], start, cached) | {"repeat": repeat}
+                places = (one.spec.bundle, one.spec.target, one.spec.draft, one.spec.cache)
+                files = list_files(Path(place) for place in places if place)
+                (read_files if one.files == "warm" else evict_files)(files)
+                cached = measure_cached_share(files)
+                start = run_start(one.spec)
+                yield make_sample(one, manifests[one.grid], start, cached) | {"repeat": repeat}
 
 
-def list_ways(
-    settings: Settings, pair: Pair, bundles: Mapping[int, Path], prompt: list[int], cache: str
-) -> Iterator[Way]:
-    """All kinds of starts, in the order of a round."""
+def list_contenders(
+    settings: Settings, pair: BenchmarkPair, bundles: Mapping[int, Path], prompt: list[int], cache: str
+) -> Iterator[StartContender]:
+    """All kinds of starts in the order of a repeat."""
 
-    def order(way: Literal["bundle", "jit"], scope: Scope, grid: int, cache: str = "") -> Order:
+    def spec(way: Literal["bundle", "jit"], scope: Scope, grid: int, cache: str = "") -> StartSpec:
         places = f"{bundles[grid]}", f"{pair.target}", f"{pair.draft}"
-        return Order(way, scope, *places, prompt, settings.tokens, cache)
+        return StartSpec(way, scope, *places, prompt, settings.tokens, cache)
 
-    first, *larger = settings.grids
+    smallest, *larger = settings.grids
     for files in ("warm", "cold") if settings.cold_files else ("warm",):
         for scope in get_args(Scope):
-            yield Way(BUNDLE, order("bundle", scope, first), files, first)
-            yield Way(WARM, order("jit", scope, first, cache), files, first)
-            yield Way(COLD, order("jit", scope, first), files, first)
+            yield StartContender(BUNDLE, spec("bundle", scope, smallest), files, smallest)
+            yield StartContender(CACHED, spec("jit", scope, smallest, cache), files, smallest)
+            yield StartContender(COLD, spec("jit", scope, smallest), files, smallest)
     for grid in larger:
         for scope in get_args(Scope):
-            yield Way(BUNDLE, order("bundle", scope, grid), "warm", grid)
+            yield StartContender(BUNDLE, spec("bundle", scope, grid), "warm", grid)
 
 
-def prepare_files(way: Way) -> float:
-    """What the start will read, into the page cache or out of it. Returns how much is there now, 0 … 1."""
-    order = way.order
-    files = list_files(Path(place) for place in (order.bundle, order.target, order.draft, order.cache) if place)
-    (warm_up if way.files == "warm" else evict)(files)
-    return cached_share(files)
+def run_start(spec: StartSpec) -> TimedStart:
+    """Starts a process. Raises PeerFailed."""
+    timed = msgspec.structs.replace(spec, started=read_clock())
+    with JsonProcess("dflash_aot.benchmarks.start") as process:
+        return ask_process(process, timed, TimedStart, "a start")
 
 
-def run_start(order: Order) -> Start:
-    """In a new process. Raises PeerFailed."""
-    timed = msgspec.json.encode(msgspec.structs.replace(order, started=read_clock()))
-    done = subprocess.run([*python_module("dflash_aot.benchmarks.start"), timed.decode()], capture_output=True)
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
-        raise PeerFailed("\n  ".join([f"a start ended with {done.returncode}. Its last lines:", *lines]))
-    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Start)
-
-
-def make_sample(way: Way, manifest: Manifest, start: Start, cached: float) -> Sample:
-    """seconds: to the first token. cached: share of the files that the page cache held before the start."""
-    return {
-        "way": way.name,
-        "scope": way.order.scope,
-        "files": way.files,
-        "grid": way.grid,
-        "executables": len(manifest.entries),
-        "bundle_bytes": sum(entry.bytes for entry in manifest.entries),
-        "cached": round(cached, 4),
-        "seconds": start.first,
-        "last_seconds": start.last,
-        "ready": start.executables,
-        "phases": start.phases,
-        "token_ids": start.token_ids,
-    }
+def make_sample(contender: StartContender, manifest: Manifest, start: TimedStart, cached: float) -> Sample:
+    """seconds: to the first token. cached: share of the files in the page cache before the start."""
+    facts: Sample = {"way": contender.name, "scope": contender.spec.scope, "files": contender.files}
+    facts |= {"grid": contender.grid, "executables": len(manifest.entries), "cached": round(cached, 4)}
+    facts |= {"bundle_bytes": sum(entry.bytes for entry in manifest.entries), "ready": start.executables}
+    facts |= {"seconds": start.first, "last_seconds": start.last, "phases": start.phases}
+    return facts | {"token_ids": start.token_ids}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
-    """Tokens that differ, or phases that are not what the whole is made of."""
+    """Tokens that differ, or phases that do not add up to the whole."""
     if len(answers := {tuple(one["token_ids"]) for one in samples}) > 1:
-        return f"the ways do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
+        return f"the contenders do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
     for one in samples:
         phases = one["phases"]
-        if abs(sum(phases.values()) - one["seconds"]) > EXACT or min(phases.values()) < -EXACT:
+        if abs(sum(phases.values()) - one["seconds"]) > TOLERANCE or min(phases.values()) < -TOLERANCE:
             return f"a start of {one['way']} took {one['seconds']} s, and its phases do not add up to that: {phases}"
     return ""
 
 
-def describe(record: Record) -> Findings:
-    """Start-up of every way, by phases, and of growing grids."""
-    return describe_starts(record.samples)
+def make_findings(record: Record) -> tables.Findings:
+    """The smallest grid in all contenders; larger grids as bundles."""
+    samples = [
+        {**one, "of": f"{one['ready']} of {one['executables']}", "MB": one["bundle_bytes"] / 1e6}
+        for one in record.samples
+    ]
+    compared = choose(samples, grid=samples[0]["grid"])
+    page_tables, charts = [tabulate_contenders(compared)], []
+    for scope in SCOPES:
+        typical = find_typical(compared, scope)
+        page_tables.append(tabulate_phases(typical, scope))
+        charts.append(chart_phases(typical, scope))
+    if len(group_by(samples, "grid")) > 1:
+        page_tables.append(tabulate_growth(samples))
+    return tables.Findings(tuple(page_tables), tuple(charts))
+
+
+def compare_starts(samples: Samples, above: Mapping[str, Any], below: Mapping[str, Any]) -> str:
+    """How many times as long the starts of `above` took, repeat by repeat; "1" for the same starts."""
+    return "1" if above == below else tables.format_estimate(compare(samples, "seconds", ["repeat"], above, below))
+
+
+def tabulate_contenders(samples: Samples) -> tables.Table:
+    """Every contender, in all conditions."""
+
+    def times_bundle(rows: Samples) -> list[str]:
+        same = {key: rows[0][key] for key in ("scope", "files")}
+        return [compare_starts(samples, {"way": rows[0]["way"], **same}, {"way": BUNDLE, **same})]
+
+    def describe_files(rows: Samples) -> list[str]:
+        return [f"{rows[0]['files']}, {median(tables.collect(rows, 'cached')):.0%}"]
+
+    columns = [
+        tables.label("contender", "way"),
+        tables.label("ready at the first token", "scope", SCOPES.__getitem__),
+        tables.Column("files in page cache", describe_files, tables.first, show=str),
+        tables.Column("first token s", "seconds"),
+        tables.range_column("least-most", "seconds"),
+        tables.Column("x bundle", times_bundle, tables.first, show=str),
+        tables.Column(f"token {len(samples[0]['token_ids'])} s", "last_seconds"),
+        tables.label("executables called", "of"),
+    ]
+    groups = group_by(samples, "scope", "files", "way")
+    rows = [groups[*case, name] for case in group_by(samples, "scope", "files") for name in NAMES]
+    note = (
+        "Medians; ratios repeat by repeat, with 95 % intervals. Files: of the bundle, the checkpoints and JAX's cache, "
+        "and the share of them in the page cache; the interpreter and its packages were always there. The prompt is "
+        "token ids: no contender loads a tokenizer."
+    )
+    return tables.make_table("ways", "From process start to first token", rows, columns, note)
+
+
+def find_typical(samples: Samples, scope: str) -> dict[str, Mapping[str, Any]]:
+    """The median start of each contender, files cached. Its phases add up, unlike medians of phases."""
+    typical = {}
+    for name in NAMES:
+        chosen = sorted(choose(samples, way=name, scope=scope, files="warm"), key=lambda one: one["seconds"])
+        typical[name] = chosen[(len(chosen) - 1) // 2]
+    return typical
+
+
+def list_phases(typical: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Phases of all contenders in their order; the last phase of the bundle is last."""
+    names = dict.fromkeys(name for one in typical.values() for name in one["phases"])
+    last = [*typical[BUNDLE]["phases"]][-1]
+    return [*(name for name in names if name != last), last]
+
+
+def tabulate_phases(typical: Mapping[str, Mapping[str, Any]], scope: str) -> tables.Table:
+    """A row for each phase, a column for each contender."""
+    times = {phase: {name: one["phases"].get(phase) for name, one in typical.items()} for phase in list_phases(typical)}
+    times["together"] = {name: one["seconds"] for name, one in typical.items()}
+    rows = [[{"phase": phase, **values}] for phase, values in times.items()]
+    columns = [tables.label("phase", "phase"), *(tables.label(name, name, "{:.3f}".format) for name in typical)]
+    title = f"Phases in seconds; ready at the first token: {SCOPES[scope]}"
+    note = "The start of median length of each contender; files in the page cache."
+    return tables.make_table(f"phases_{scope}", title, rows, columns, note)
+
+
+def chart_phases(typical: Mapping[str, Mapping[str, Any]], scope: str) -> tables.Chart:
+    """A bar for each contender, made of its phases."""
+    phases, names = [one["phases"] for one in typical.values()], list_phases(typical)
+    largest = sorted(names, key=lambda name: -max(one.get(name, 0.0) for one in phases))[:MOST_PHASES]
+    shown = {name: [name] for name in names if name in largest}
+    if rest := [name for name in names if name not in largest]:
+        shown["rest"] = rest
+    series = (
+        tables.Series(name, tuple(typical), tuple(sum(one.get(part, 0.0) for part in parts) for one in phases))
+        for name, parts in shown.items()
+    )
+    title = f"Process start to first token; ready then: {SCOPES[scope]}"
+    return tables.Chart(f"start_{scope}", title, "", "seconds", tuple(series), "stack")
+
+
+def tabulate_growth(samples: Samples) -> tables.Table:
+    """Bundles by the size of their grids; files cached."""
+    starts = choose(samples, way=BUNDLE, files="warm")
+    smallest = starts[0]["grid"]
+    columns = [tables.label("executables", "executables"), tables.label("MB", "MB", "{:.1f}".format)]
+    for scope, name in SCOPES.items():
+
+        def times_smallest(rows: Samples, scope: str = scope) -> list[str]:
+            grid = rows[0]["grid"]
+            return [compare_starts(starts, {"grid": grid, "scope": scope}, {"grid": smallest, "scope": scope})]
+
+        columns += [
+            tables.Column(f"{name} s", tables.pick("seconds", scope=scope)),
+            tables.Column("called", tables.pick("ready", scope=scope), tables.first, show=str),
+            tables.Column("x smallest", times_smallest, tables.first, show=str),
+        ]
+    title = "Start-up of a bundle by the size of its grid"
+    note = "Process start to first token, medians; ratios repeat by repeat, with 95 % intervals; files cached."
+    return tables.make_table("growth", title, group_by(starts, "grid").values(), columns, note)

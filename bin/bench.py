@@ -1,15 +1,16 @@
-"""dflash-bench: measures, and keeps every sample. Tables go to standard output, progress to standard error.
+"""dflash-bench: runs benchmarks, keeps every sample, renders pages. Tables: standard output; progress: standard error.
 
-dflash-bench decode …               tokens per second, τ and the parts of a round at every K, beside PyTorch
-dflash-bench load …                 throughput and latency under callers, in closed loops and by arrivals
-dflash-bench startup …              process start to first token, beside jax.jit cold and with its cache warm
-dflash-bench host …                 what a round costs the host: time, dispatches, transfers, waits
-dflash-bench kflat …                time of a verification against its rows, beside PyTorch and the roofline
-dflash-bench data …                 the prompts that --data means
-dflash-bench render DIR [--check]   from the records in DIR: their charts, DIR.md, and the marked parts of pages around
+dflash-bench decode …               tokens per second, τ and the parts of a round at every K, and PyTorch
+dflash-bench load …                 throughput and latency with many callers, in closed and open loops
+dflash-bench startup …              time from process start to first token, and that of jax.jit, cold and cached
+dflash-bench host …                 work of the host per round
+dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
+dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
+dflash-bench data …                 the prompts that --data stands for
+dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
 
-The command comes first; dflash-bench COMMAND --help lists its flags. A record with all samples is written to
-OUT/NAME.json, and its charts beside it as SVG. Ends with 1, and says why, if the figures mean nothing.
+The command comes first; dflash-bench COMMAND --help lists its flags. A benchmark writes all samples to OUT/NAME.json
+and its charts next to it as SVG. The exit code is 1, with a message, if the figures mean nothing.
 """
 
 import os
@@ -22,46 +23,57 @@ from pathlib import Path
 from absl import flags
 
 from dflash_aot.benchmarks import pages
-from dflash_aot.benchmarks.benchmark import Benchmark, default_scratch, take_record
-from dflash_aot.benchmarks.findings import Findings
-from dflash_aot.benchmarks.pictures import check_matplotlib, write_pictures
-from dflash_aot.benchmarks.record import Record, write_record
-from dflash_aot.benchmarks.settings import setting
+from dflash_aot.benchmarks.charts import check_matplotlib, draw_charts
+from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
+from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.bin.bench_flags import define_settings, read_settings, spell_command
 from dflash_aot.bin.command_line import format_table, run_with_arguments
 from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, VoidRecord
+from dflash_aot.cache.locations import user_cache_directory
 
 FLAGS = flags.FlagValues()
 
 
 @dataclass(frozen=True)
-class Output:
-    """Where what a benchmark measures goes."""
+class OutputSettings:
+    """Flags for the files of a benchmark."""
 
-    out: str = setting("dflash-bench", "the directory that the record and its charts are written to")
-    name: str | None = setting(None, "what they are called there; default: as the command")
+    out: str = setting("dflash-bench", "the directory of the record and its charts")
+    name: str | None = setting(None, "their name there; default: the command's")
     scratch: str | None = setting(
-        None, "where bundles and the like are kept for the next run; default: in the user's cache directory"
+        None, "the directory of bundles and checkpoints for the next run; default: in the user's cache directory"
     )
 
 
 @dataclass(frozen=True)
-class Rendering:
-    """What `render` may be told."""
+class ClientOutput:
+    """Flags for the files of `serve`."""
 
-    check: bool = setting(False, "writes nothing, says what would change, and ends with 2 if anything would")
+    out: str = setting("dflash-bench", "the directory of the client's files")
 
 
 @dataclass(frozen=True)
-class Command:
-    """One of the sub-commands: what its flags set, imported when it is asked for, and what it does."""
+class RenderSettings:
+    """Flags of `render`."""
+
+    check: bool = setting(False, "write nothing, name the files that would change; the exit code is 2 if there are any")
+
+
+@dataclass(frozen=True)
+class BenchCommand:
+    """A sub-command.
+
+    Attributes:
+        settings: returns the dataclasses of its flags; imports them.
+        run: takes the arguments after the command, returns the exit code.
+    """
 
     settings: Callable[[], Sequence[type]]
     run: Callable[[Sequence[str]], int]
 
 
-# Each is imported when it is asked for: what it measures with takes seconds to load.
+# Importing a benchmark takes seconds, so only the one that runs is imported.
 
 
 def _load_decode() -> Benchmark:
@@ -104,91 +116,118 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
 
 
 def main() -> None:
-    """The console script."""
-    if command := find_command(_name()):
+    """The console script `dflash-bench`."""
+    if command := find_command(_command_name()):
         for settings in command.settings():
             define_settings(settings, FLAGS)
     sys.exit(run_with_arguments("dflash-bench", __doc__, FLAGS, run))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The sub-command that comes first. Raises BadInput for what it does not take."""
-    command = find_command(_name())
+    """Runs the sub-command named first. Raises BadInput for arguments it does not take."""
+    command = find_command(_command_name())
     if command is None:
         there = ", ".join((*BENCHMARKS, *OTHERS))
-        raise BadInput(f"{_name() or 'nothing'}: no such command; it comes first, and there are {there}, see --help")
+        raise BadInput(f"{_command_name() or 'nothing'}: no such command; there are {there}, see --help")
     return command.run(arguments[1:])
 
 
-def find_command(name: str) -> Command | None:
-    """A benchmark, or one of the others."""
+def find_command(name: str) -> BenchCommand | None:
+    """The sub-command of that name."""
     if name in BENCHMARKS:
-        return Command(lambda: (BENCHMARKS[name]().Settings, Output), lambda arguments: measure(name, arguments))
+        return BenchCommand(
+            lambda: (BENCHMARKS[name]().Settings, OutputSettings), lambda arguments: run_benchmark(name, arguments)
+        )
     return OTHERS.get(name)
 
 
-def _name() -> str:
+def _command_name() -> str:
     return sys.argv[1] if len(sys.argv) > 1 else ""
 
 
-def measure(name: str, arguments: Sequence[str]) -> int:
-    """The benchmark of that name. Raises VoidRecord, once the record is written, and what measuring raises."""
-    _expect_no_more(name, arguments)
+def run_benchmark(name: str, arguments: Sequence[str]) -> int:
+    """Takes a record and prints its tables. Raises VoidRecord after writing a void record, and errors of measuring."""
+    _expect_no_arguments(name, arguments)
     check_matplotlib()  # before anything is measured
-    benchmark, output = BENCHMARKS[name](), read_settings(Output, FLAGS)
+    benchmark, output = BENCHMARKS[name](), read_settings(OutputSettings, FLAGS)
     settings = read_settings(benchmark.Settings, FLAGS)
-    scratch = Path(output.scratch) if output.scratch else default_scratch()
-    directory, called = Path(output.out), output.name or name
+    scratch = Path(output.scratch) if output.scratch else user_cache_directory() / "bench"
+    directory, record_name = Path(output.out), output.name or name
     for place in (directory, scratch):
         place.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["dflash-bench", *spell_command(name, settings)])
-    record, error = take_record(name, benchmark, settings, command, scratch, note)
-    path = directory / f"{called}.json"
+    record, error = take_record(name, benchmark, settings, command, scratch, print_progress)
+    path = directory / f"{record_name}.json"
     write_record(record, path)
     if error:
         raise error
     if record.void:
         raise VoidRecord(f"void: {record.void}. The samples are in {path}")
-    findings = benchmark.describe(record)
+    findings = benchmark.make_findings(record)
     print(format_findings(record, findings))
-    write_pictures(findings.charts, directory, called)
-    note(f"the record is {path}, its charts are beside it")
+    for chart, content in draw_charts(findings.charts, record_name).items():
+        write_atomically(directory / chart, content)
+    print_progress(f"the record is {path}, its charts are next to it")
     return 0
 
 
-def _expect_no_more(name: str, arguments: Sequence[str]) -> None:
+def _expect_no_arguments(name: str, arguments: Sequence[str]) -> None:
     if arguments:
         raise BadInput(f"unexpected {' '.join(map(repr, arguments))}: all arguments of {name} are flags, see --help")
 
 
-def note(message: str) -> None:
-    """Progress, for whoever waits."""
+def print_progress(message: str) -> None:
+    """Prints to standard error."""
     print(f"dflash-bench: {message}", file=sys.stderr, flush=True)
 
 
 def format_findings(record: Record, findings: Findings) -> str:
-    """The tables, for a terminal."""
-    site = record.environment
-    parts = [f"{record.command}\n{site.processor}, {site.cores} cores, load {site.load[0]:.2f} before"]
+    """The tables as text for a terminal."""
+    machine = record.environment
+    parts = [f"{record.command}\n{machine.processor}, {machine.cores} cores, load {machine.load[0]:.2f} before"]
     for table in findings.tables:
         lines = (table.title, format_table(table.header, table.rows), table.note)
         parts.append("\n".join(filter(None, lines)))
     return "\n\n".join(parts)
 
 
-def show_data(arguments: Sequence[str]) -> int:
-    """What --data means. Raises BadInput, BadCheckpoint."""
-    from dflash_aot.benchmarks import data  # noqa: PLC0415
+# -- data
 
-    _expect_no_more("data", arguments)
-    print(data.show(read_settings(data.Settings, FLAGS)))
+
+def print_data(arguments: Sequence[str]) -> int:
+    """Prints the prompts that --data stands for. Raises BadInput, BadCheckpoint."""
+    from dflash_aot.benchmarks.prompts import DataSettings, format_data  # noqa: PLC0415
+
+    _expect_no_arguments("data", arguments)
+    print(format_data(read_settings(DataSettings, FLAGS)))
     return 0
 
 
 def _data_settings() -> Sequence[type]:
-    from dflash_aot.benchmarks.data import Settings  # noqa: PLC0415
+    from dflash_aot.benchmarks.prompts import DataSettings  # noqa: PLC0415
 
-    return (Settings,)
+    return (DataSettings,)
+
+
+# -- serve
+
+
+def load_server(arguments: Sequence[str]) -> int:
+    """Runs the load client. Raises BadInput, PeerFailed."""
+    from dflash_aot.benchmarks.serve_client import ServeSettings, run_client  # noqa: PLC0415
+
+    _expect_no_arguments("serve", arguments)
+    run_client(read_settings(ServeSettings, FLAGS), read_settings(ClientOutput, FLAGS).out, print_progress)
+    return 0
+
+
+def _serve_settings() -> Sequence[type]:
+    from dflash_aot.benchmarks.serve_client import ServeSettings  # noqa: PLC0415
+
+    return (ServeSettings, ClientOutput)
+
+
+# -- render
 
 
 def render(arguments: Sequence[str]) -> int:
@@ -196,30 +235,34 @@ def render(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         raise BadInput(f"render takes one directory of records; given: {' '.join(arguments) or 'none'}")
     directory = Path(arguments[0]).resolve()
-    rendered = pages.render(directory, pages.read_results(directory, describe))
+    rendered = pages.render(directory, pages.read_results(directory, find_findings))
     changed = pages.find_changed(rendered)
-    if read_settings(Rendering, FLAGS).check:
+    if read_settings(RenderSettings, FLAGS).check:
         if changed:
             names = ", ".join(map(os.path.relpath, changed))
-            raise BadInput(f"not what the records say: {names}. Write them: dflash-bench render {arguments[0]}")
+            raise BadInput(f"not up to date with the records: {names}. Run: dflash-bench render {arguments[0]}")
         return 0
     for path in changed:
         write_atomically(path, rendered[path])
-        note(f"wrote {os.path.relpath(path)}")
+        print_progress(f"wrote {os.path.relpath(path)}")
     return 0
 
 
-def describe(record: Record) -> Findings:
-    """What a record says, by its own benchmark. Raises BadInput for one of no benchmark, and for a void one."""
+def find_findings(record: Record) -> Findings:
+    """The findings of a record by its benchmark. Raises BadInput for an unknown benchmark and a void record."""
     if record.benchmark not in BENCHMARKS:
-        raise BadInput(f"a record of {record.benchmark}, and there are benchmarks {', '.join(BENCHMARKS)}")
+        raise BadInput(f"a record of {record.benchmark}; there are benchmarks {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[record.benchmark]()
     if fault := record.void or benchmark.find_fault(record.samples):
         raise BadInput(f"the record of {record.command} is void: {fault}")
-    return benchmark.describe(record)
+    return benchmark.make_findings(record)
 
 
-OTHERS = {"data": Command(_data_settings, show_data), "render": Command(lambda: (Rendering,), render)}
+OTHERS = {
+    "serve": BenchCommand(_serve_settings, load_server),
+    "data": BenchCommand(_data_settings, print_data),
+    "render": BenchCommand(lambda: (RenderSettings,), render),
+}
 
 
 if __name__ == "__main__":

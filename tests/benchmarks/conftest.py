@@ -1,19 +1,42 @@
-"""What the tests of several benchmarks need."""
+"""Fixtures of several benchmarks: the corpus of the embedded pair, and workers that are toys."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from dflash_aot.benchmarks.tables import Findings
+from dflash_aot.benchmarks.worker import Worker
+from tests.benchmarks.toy_worker import ToySpec
 
 TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"
 
 
 @pytest.fixture(scope="session")
 def corpus() -> ModuleType:
-    """Which files the embedded pair was trained on: a module beside its training."""
+    """The module that says which files the embedded pair was trained on."""
     spec = importlib.util.spec_from_file_location("corpus", TRAINING / "corpus.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def open_toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    """Name and faults → a toy in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return lambda name="a toy", **faults: Worker(name, "toy_worker", ToySpec(**faults))
+
+
+@pytest.fixture(scope="session")
+def read_table() -> Callable[[Findings, str], dict[str, dict[str, str]]]:
+    """Findings and the name of a table → cells by the first cell of a row and by column, of equal names the first."""
+
+    def read(findings: Findings, name: str) -> dict[str, dict[str, str]]:
+        (table,) = (one for one in findings.tables if one.name == name)
+        return {row[0]: dict(reversed([*zip(table.header, row, strict=True)])) for row in table.rows}
+
+    return read

@@ -1,31 +1,36 @@
-"""Many callers: what is taken down, what makes it void, and what it says, in numbers to check by eye."""
+"""dflash-bench load: what is recorded, what makes a record void, and its tables, with numbers checked by hand."""
 
 import pytest
 
 from dflash_aot.benchmarks import load_bench
-from dflash_aot.benchmarks.findings import Findings
-from dflash_aot.benchmarks.orders import TorchOrder
-from dflash_aot.benchmarks.record import SCHEMA, Record, describe_site
-from dflash_aot.benchmarks.traffic import Answer, Arrived, Work
-from dflash_aot.benchmarks.ways import Way, name_tokens
+from dflash_aot.benchmarks.contenders import Contender, hash_tokens
+from dflash_aot.benchmarks.machine import read_machine
+from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer
+from dflash_aot.benchmarks.record import SCHEMA, Record
+from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
-from tests.benchmarks.toy_peer import open_toy, say
+from tests.benchmarks.toy_worker import ToySpec, say
 
 GRID = parse_grid("batch=1,2,4 length=64,128 k=0,7 prefill=64", 8)
 PROMPTS = [[4], [5], [6]]
-HONEST, OTHER = (Way(name, "toy_peer", TorchOrder("", "float32"), k=7) for name in ("honest", "other"))
+HONEST, OTHER = (Contender(name, "toy_worker", ToySpec(), k=7) for name in ("honest", "other"))
 
 
-def take(**wrong) -> list[dict]:
-    """Closed loops of an honest toy, and of another one."""
-    settings = load_bench.Settings(max_tokens=4, repeats=2, callers=(1, 2))
-    with open_toy("honest") as honest, open_toy("other", **wrong) as other:
-        peers = [(HONEST, honest), (OTHER, other)]
-        return list(load_bench.serve_closed(peers, PROMPTS, settings, lambda words: None))
+@pytest.fixture
+def take(open_toy):
+    """Faults of the second of two toys → the samples of closed loops."""
+
+    def run(**faults) -> list[dict]:
+        settings = load_bench.Settings(max_tokens=4, repeats=2, callers=(1, 2))
+        with open_toy("honest") as honest, open_toy("other", **faults) as other:
+            workers = [(HONEST, honest), (OTHER, other)]
+            return list(load_bench.serve_closed_loops(workers, PROMPTS, settings, lambda words: None))
+
+    return run
 
 
-def test_ways_take_turns_at_every_number_of_callers():
+def test_contenders_take_turns_at_every_number_of_callers(take):
     samples = take()
     turns = {(one["repeat"], one["callers"], one["way"]) for one in samples}
     assert len(turns) == len(samples) == 8
@@ -33,45 +38,45 @@ def test_ways_take_turns_at_every_number_of_callers():
     assert [one["way"] for one in samples] == [*first, *second, *second, *first]
     assert load_bench.find_fault(samples) == ""
     two = next(one for one in samples if one["callers"] == 2)
-    assert two["tokens"] == [name_tokens(say(prompt, 4)) for prompt in PROMPTS]
+    assert two["tokens"] == [hash_tokens(say(prompt, 4)) for prompt in PROMPTS]
     assert (two["first_us"], two["end_us"]) == ([500_000] * 3, [2_000_000] * 3)
     assert (two["seconds"], two["rounds"]) == (2.0, 9)
 
 
-def test_a_way_that_lies_makes_the_record_void():
+def test_other_tokens_make_the_record_void(take):
     assert load_bench.find_fault(take(lies=True)) == "other gives other tokens than honest for prompts 1"
 
 
-def test_a_way_that_compiles_makes_the_record_void():
+def test_compilation_while_serving_makes_the_record_void(take):
     assert load_bench.find_fault(take(compile_events=3)) == "other compiled while serving"
 
 
-def test_nothing_measured_says_nothing():
-    assert load_bench.find_fault([]) == "no way answered"
+def test_record_without_answers_is_void():
+    assert load_bench.find_fault([]) == "no contender answered"
 
 
-class Coming:
-    """A peer that is asked for arrivals: it refuses the second one."""
+class OpenLoop:
+    """A worker that is asked for an open loop, and refuses the second prompt."""
 
     def __init__(self):
         self.asked = []
 
     def ask(self, question, kind):
         self.asked.append(question)
-        answers: list[Answer | None] = [Answer(say(prompt, 2), [1.0, 3.0]) for prompt in question.prompts]
+        answers: list[TimedAnswer | None] = [TimedAnswer(say(prompt, 2), [1.0, 3.0]) for prompt in question.prompts]
         answers[1] = None
-        return Arrived(answers, [0.001] * len(answers), Work(rounds=1))
+        return ServedOpen(answers, [0.001] * len(answers), ServingWork(rounds=1))
 
 
-def test_all_ways_get_the_same_prompts_at_the_same_times():
+def test_contenders_get_the_same_prompts_at_the_same_times():
     settings = load_bench.Settings(max_tokens=2, repeats=2, arrivals=5, seed=3)
-    peers = [(HONEST, Coming()), (OTHER, Coming())]
-    samples = list(load_bench.serve_open(peers, PROMPTS, [2.0, 20.0], settings, lambda words: None))
-    (first, second) = (peer.asked for _, peer in peers)
+    workers = [(HONEST, OpenLoop()), (OTHER, OpenLoop())]
+    samples = list(load_bench.serve_open_loops(workers, PROMPTS, [2.0, 20.0], settings, lambda words: None))
+    (first, second) = (worker.asked for _, worker in workers)
     assert first == second
     assert [len(one.prompts) for one in first] == [5] * 4
     assert first[0].prompts == [[4], [5], [6], [4], [5]]
-    assert len({one.due[0] for one in first}) == 4  # at each rate and in each repeat other times
+    assert len({one.due[0] for one in first}) == 4  # other times at each rate and in each repeat
     assert first[0].due[-1] == pytest.approx(10 * first[1].due[-1])  # ten times as often
     assert {(one["way"], one["rate"], one["repeat"]) for one in samples} == {
         (way, rate, repeat) for way in ("honest", "other") for rate in (2.0, 20.0) for repeat in (0, 1)
@@ -86,32 +91,29 @@ def test_all_ways_get_the_same_prompts_at_the_same_times():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"callers": (1, 3)}, "--callers: 3 is no batch of the grid"),
-        ({"callers": (4,), "prompts": 3}, "--callers: 4 of them share 3 prompts"),
+        ({"callers": (1, 3)}, "--callers: 3 is not a batch of the grid"),
+        ({"callers": (4,), "prompts": 3}, "--callers: 4 callers share 3 prompts"),
         ({"callers": (1,), "rates": (1.0, 0.0)}, "--rates: 0 prompts per second"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(settings, words):
+def test_impossible_settings_are_refused(settings, words):
     with pytest.raises(BadInput, match=words):
         load_bench.check_settings(load_bench.Settings(**settings), GRID, 32)
 
 
-def test_a_grid_that_is_too_small_is_refused():
+def test_grid_that_is_too_small_is_refused():
     load_bench.check_settings(load_bench.Settings(callers=(4,)), GRID, 57)
     for callers, longest in ((4, 58), (8, 57)):
         with pytest.raises(GridMiss):
             load_bench.check_settings(load_bench.Settings(callers=(callers,)), GRID, longest)
 
 
-def test_rates_are_shares_of_what_closed_loops_get_answered():
+def test_rates_are_shares_of_the_throughput_of_closed_loops():
     closed = [
         {"way": way, "callers": callers, "tokens": ["x"] * 30, "seconds": seconds}
         for way, callers, seconds in (("a", 8, 3.0), ("a", 8, 2.0), ("a", 8, 6.0), ("a", 1, 9.0), ("b", 8, 1.0))
     ]
     assert load_bench.choose_rates(closed, "a", 8) == [3.0, 6.0, 8.0, 9.5]
-
-
-# -- what samples say
 
 
 def closed(way: str, callers: int, repeat: int, seconds: float) -> dict:
@@ -141,33 +143,28 @@ def findings() -> Findings:
     samples += [opened("engine, K = 7", rate) for rate in (4.0, 2.0)]
     assert load_bench.find_fault(samples) == ""
     settings = {"max_tokens": 5}
-    return load_bench.describe(Record(SCHEMA, "load", "", "", "", 1.0, describe_site(0.0), settings, samples, ""))
+    return load_bench.make_findings(Record(SCHEMA, "load", "", "", "", 1.0, read_machine(0.0), settings, samples, ""))
 
 
-def read_rows(findings: Findings, name: str) -> list[tuple[str, ...]]:
-    (table,) = (one for one in findings.tables if one.name == name)
-    return list(table.rows)
-
-
-def test_callers_get_a_row_for_each_way(findings):
-    rows = read_rows(findings, "callers")
+def test_callers_have_a_row_for_each_contender(findings):
+    rows = list(findings.tables[0].rows)
     assert [row[:4] for row in rows] == [
         ("1", "engine, K = 7", "6.67", "5.00-10.0"),  # 10 tokens in 1, 1.5 and 2 seconds
         ("1", "jax.jit loop, K = 7", "3.33", "2.50-5.00"),
         ("2", "engine, K = 7", "3.33", "2.50-5.00"),
         ("2", "jax.jit loop, K = 7", "1.67", "1.25-2.50"),
     ]
-    # 2 and 4 ms per token behind the first one; 10 and 30 ms to that; 8 tokens of 4 rows of rounds; 2 of 8 rows padded
+    # 2 and 4 ms per token after the first one; 10 and 30 ms to that; 8 tokens of 4 rows of rounds; 2 of 8 rows padded
     assert rows[0][4:] == ("3.00", "4.00", "20.0", "30.0", "2.00", "0.500", "25.0%")
 
 
-def test_arrivals_get_a_row_for_each_rate(findings):
-    rows = read_rows(findings, "arrivals")
+def test_arrivals_have_a_row_for_each_rate(findings):
+    rows = list(findings.tables[1].rows)
     assert [row[:4] for row in rows] == [("2", "engine, K = 7", "4", "1"), ("4", "engine, K = 7", "4", "1")]
     assert rows[0][4:] == ("20.0", "38.0", "39.6", "2.00", "4.70", "4.94", "28.0", "56.8", "59.4", "0.100")
 
 
-def test_charts_show_what_the_tables_say(findings):
+def test_charts_have_the_values_of_the_tables(findings):
     charts = {chart.name: chart for chart in findings.charts}
     engine, loop = charts["throughput-against-pace"].series
     assert (engine.label, engine.x, loop.x) == ("engine, K = 7", (3.0, 3.0), (3.0, 3.0))
@@ -177,10 +174,3 @@ def test_charts_show_what_the_tables_say(findings):
     assert (half.label, half.x, half.y) == ("K = 7, p50", (2.0, 4.0), (28.0, 28.0))
     assert most.y == pytest.approx((56.8, 56.8))
     assert "first-token-by-rate" in charts
-
-
-def test_figures_compare_with_the_plain_loop(findings):
-    figures = findings.figures
-    assert figures["engine_k7_1_callers_tokens_per_second"] == pytest.approx(10 / 1.5)
-    assert figures["engine_k7_2_callers_over_jit"] == pytest.approx(2)
-    assert figures["jit_k7_2_callers_over_jit"] == pytest.approx(1)

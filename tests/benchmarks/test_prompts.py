@@ -4,10 +4,19 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 
-from dflash_aot.benchmarks.prompts import encode_turn, load_prompts
-from dflash_aot.benchmarks.questions import HELD_OUT, Question
+from dflash_aot.benchmarks.prompts import (
+    HELD_OUT,
+    HELD_OUT_FILE,
+    PUBLISHED_SETS,
+    Question,
+    choose_questions,
+    encode_turn,
+    load_prompts,
+    load_questions,
+)
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -20,18 +29,18 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.open(TARGET)
 
 
-def test_a_text_is_asked_as_it_stands_or_from_its_beginning(tokenizer):
+def test_text_is_encoded_whole_or_its_first_tokens(tokenizer):
     whole = tokenizer.encode("import os\nimport sys\n")
     assert encode_turn(Question(text="import os\nimport sys\n"), (), TARGET, tokenizer) == whole
     assert encode_turn(Question(text="import os\nimport sys\n"), (), TARGET, tokenizer, 3) == whole[:3]
 
 
-def test_a_text_that_is_too_short_is_refused(tokenizer):
-    with pytest.raises(BadInput, match=r"500 tokens .* 'import os' … has"):
+def test_short_text_is_refused(tokenizer):
+    with pytest.raises(BadInput, match=r"'import os' … has .* tokens, and a prompt has 500"):
         encode_turn(Question(text="import os"), (), TARGET, tokenizer, 500)
 
 
-def test_turns_are_a_conversation_with_its_answers(tokenizer):
+def test_turn_is_encoded_after_earlier_turns_and_answers(tokenizer):
     question = Question(turns=("One?", "Two?", "Three?"))
 
     def rendered(text: str) -> list[int]:
@@ -44,7 +53,7 @@ def test_turns_are_a_conversation_with_its_answers(tokenizer):
     assert encode_turn(question, ("1",), TARGET, tokenizer) == rendered(second)
 
 
-def test_every_turn_is_asked_behind_the_answers_to_those_before(tokenizer, tmp_path):
+def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"turns": ["One?", "Two?", "Three?"]}\n{"text": "import os"}\n')
     answers = {"One?": "1", "Two?": "2"}
@@ -62,7 +71,7 @@ def test_every_turn_is_asked_behind_the_answers_to_those_before(tokenizer, tmp_p
     assert load_prompts(str(path), None, TARGET) == [turns[0], prompts[-1]]
 
 
-def test_special_tokens_stand_where_the_template_writes_them_and_before_a_text(tmp_path):
+def test_special_tokens_come_from_the_template_or_precede_a_text(tmp_path):
     """With a tokenizer that puts one before whatever it encodes."""
     target = Path(shutil.copytree(TARGET, tmp_path / "target"))
     facts = json.loads((target / "tokenizer.json").read_text())
@@ -78,8 +87,126 @@ def test_special_tokens_stand_where_the_template_writes_them_and_before_a_text(t
     assert 0 not in encode_turn(Question(turns=("One?",)), (), target, tokenizer)
 
 
-def test_held_out_prompts_are_as_long_as_asked_for():
+def test_held_out_prompts_have_the_requested_length():
     short, long = (load_prompts(HELD_OUT, 64, TARGET, width) for width in (64, 512))
     assert len(short) == 64 and {len(prompt) for prompt in short} == {64}
     assert {len(prompt) for prompt in long} == {512}
     assert [prompt[:64] for prompt in long] == short
+
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Lines → a file of them."""
+
+    def write(*written: object) -> str:
+        path = tmp_path / "asked.jsonl"
+        path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in written))
+        return str(path)
+
+    return write
+
+
+def test_questions_are_read_from_lines(lines):
+    path = lines({"turns": ["Hello", "Again"], "id": 7}, "", {"text": "import os"})
+    asked = [Question(turns=("Hello", "Again")), Question(text="import os")]
+    assert load_questions(path) == asked
+    assert load_questions(path, 1) == asked[:1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"turns": []}, {"turns": ["", "b"]}, {"turns": "Hello"}, {"text": ""}, {"text": "a", "turns": ["b"]}, {}, "{"],
+)
+def test_line_without_a_question_is_refused(lines, line):
+    with pytest.raises(BadInput, match=r"asked\.jsonl, line 2"):
+        load_questions(lines({"text": "fine"}, line))
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(BadInput, match="gsm9k: no such file, and no name of held-out, gsm8k"):
+        load_questions("gsm9k")
+
+
+def test_count_above_the_number_of_questions_is_refused(lines):
+    with pytest.raises(BadInput, match=r"--count 3: there are 2"):
+        load_questions(lines({"text": "a"}, {"text": "b"}), 3)
+
+
+# -- published sets
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "turns"),
+    [
+        ("gsm8k", {"question": "How many {x}?", "answer": "4"}, [f"How many {{x}}?{BOXED}"]),
+        ("math500", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
+        ("aime24", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
+        ("aime25", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
+        (
+            "humaneval",
+            {"prompt": "def f():\n"},
+            [
+                "Write a solution to the following problem and make sure that it passes the tests:\n"
+                "```python\ndef f():\n\n```"
+            ],
+        ),
+        ("mbpp", {"prompt": "Write f.", "code": "def f(): ..."}, ["Write f."]),
+        ("mt-bench", {"prompt": ["First?", "Then?"]}, ["First?", "Then?"]),
+        ("alpaca", {"instruction": "Add.", "input": "1 2"}, ["Add.\n\nInput:\n1 2"]),
+        ("alpaca", {"instruction": "Sing.", "input": ""}, ["Sing."]),
+    ],
+)
+def test_row_of_a_published_set_becomes_its_turns(name, row, turns):
+    assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
+
+
+def test_default_count_is_the_published_one():
+    limits = {name: source.limit for name, source in PUBLISHED_SETS.items()}
+    assert limits == {
+        **dict.fromkeys(("gsm8k", "math500", "mbpp", "alpaca"), 128),
+        **dict.fromkeys(("aime24", "aime25"), 30),
+        "humaneval": 164,
+        "mt-bench": 80,
+    }
+
+
+def test_choice_is_that_of_the_shuffle_of_datasets():
+    rows = datasets.Dataset.from_list([{"question": f"{number}?"} for number in range(1000)])
+    chosen = [f"{question}{BOXED}" for question in rows.shuffle(seed=0).select(range(128))["question"]]
+    asked = choose_questions(rows, PUBLISHED_SETS["gsm8k"], None)
+    assert [question.turns[0] for question in asked] == chosen
+    assert choose_questions(rows, PUBLISHED_SETS["gsm8k"], 5) == asked[:5]
+
+
+def test_whole_set_keeps_its_order():
+    rows = [{"prompt": [f"{number}?"]} for number in range(80)]
+    asked = choose_questions(rows, PUBLISHED_SETS["mt-bench"], None)
+    assert [question.turns[0] for question in asked] == [row["prompt"][0] for row in rows]
+
+
+# -- held out
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[dict]:
+    return [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()]
+
+
+def test_held_out_texts_are_loaded_by_name(held_out):
+    assert [question.text for question in load_questions(HELD_OUT)] == [line["text"] for line in held_out]
+    assert len({line["text"] for line in held_out}) == len(held_out) == 64
+
+
+def test_held_out_texts_are_not_from_training_files(held_out, corpus):
+    assert [line["source"] for line in held_out if not corpus.is_held_out(corpus.Path(line["source"]))] == []
+    trained = corpus.read_split(held_out=False)
+    assert [line["source"] for line in held_out if any(line["text"][:140] in text for text in trained)] == []
+
+
+def test_training_text_would_be_found(corpus):
+    trained = corpus.read_split(held_out=False)
+    text = max(trained, key=len)
+    assert any(text[1000:1140] in one for one in trained)

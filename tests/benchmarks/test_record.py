@@ -1,4 +1,4 @@
-"""Records: nothing is lost, nothing else is read, and they say where they come from."""
+"""Records: written and read unchanged, with their machine, commit and faults."""
 
 import json
 import shutil
@@ -13,10 +13,9 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.benchmarks import record as record_module
-from dflash_aot.benchmarks.benchmark import take_record
-from dflash_aot.benchmarks.findings import Findings
-from dflash_aot.benchmarks.record import SCHEMA, Record, count_cores, describe_site, read_record, write_record
-from dflash_aot.benchmarks.settings import setting
+from dflash_aot.benchmarks.machine import count_cores, read_machine
+from dflash_aot.benchmarks.record import SCHEMA, Record, read_record, setting, take_record, write_record
+from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.errors import BadInput, EngineFailed
 
 SAMPLES = [{"way": "ours", "repeat": 0, "seconds": 0.1, "token_ids": [1, 2]}, {"way": "théirs", "accepted": None}]
@@ -24,18 +23,18 @@ SAMPLES = [{"way": "ours", "repeat": 0, "seconds": 0.1, "token_ids": [1, 2]}, {"
 
 @pytest.fixture
 def record() -> Record:
-    site = describe_site(0.5)
+    site = read_machine(0.5)
     return Record(SCHEMA, "toy", "dflash-bench toy", "", "2026-01-01T00:00:00+00:00", 1.5, site, {"k": 7}, SAMPLES, "")
 
 
-def test_what_is_written_is_read(record, tmp_path):
+def test_written_record_is_read_unchanged(record, tmp_path):
     for samples in (SAMPLES, SAMPLES[:1], []):
         one = structs.replace(record, samples=samples)
         write_record(one, tmp_path / "toy.json")
         assert read_record(tmp_path / "toy.json") == one
 
 
-def test_every_sample_is_a_line(record, tmp_path):
+def test_each_sample_is_one_line(record, tmp_path):
     write_record(record, tmp_path / "toy.json")
     lines = (tmp_path / "toy.json").read_text().splitlines()
     assert [json.loads(line.strip().rstrip(",")) for line in lines if '"way"' in line] == SAMPLES
@@ -51,7 +50,7 @@ def test_every_sample_is_a_line(record, tmp_path):
         ({"environment": {}}, "processor"),
     ],
 )
-def test_what_is_no_record_is_refused(record, tmp_path, change, complaint):
+def test_file_that_is_not_a_record_is_refused(record, tmp_path, change, complaint):
     path = tmp_path / "toy.json"
     path.write_text(json.dumps({**msgspec.to_builtins(record), **change}))
     with pytest.raises(BadInput, match=complaint) as refused:
@@ -59,7 +58,7 @@ def test_what_is_no_record_is_refused(record, tmp_path, change, complaint):
     assert str(path) in str(refused.value)
 
 
-def test_a_site_with_something_else_is_refused(record, tmp_path):
+def test_machine_with_an_unknown_field_is_refused(record, tmp_path):
     facts = msgspec.to_builtins(record)
     facts["environment"]["weather"] = "fine"
     (tmp_path / "toy.json").write_text(json.dumps(facts))
@@ -67,15 +66,15 @@ def test_a_site_with_something_else_is_refused(record, tmp_path):
         read_record(tmp_path / "toy.json")
 
 
-def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path):
+def test_missing_file_and_invalid_json_are_refused(tmp_path):
     (tmp_path / "broken.json").write_bytes(b"\xff{")
     for name in ("broken.json", "missing.json"):
         with pytest.raises(BadInput, match=name):
             read_record(tmp_path / name)
 
 
-def test_a_site_says_what_runs_here():
-    site = describe_site(0.25)
+def test_machine_facts_are_those_of_this_machine():
+    site = read_machine(0.25)
     assert site.cores == count_cores() >= 1
     assert site.memory_bytes > 1 << 28 and site.processor and site.load[0] == 0.25
     assert site.python == sys.version.split()[0]
@@ -110,7 +109,7 @@ def told_commit(path: Path) -> str:
     return subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_is_that_of_the_sources_that_run(git, tmp_path):
+def test_commit_is_that_of_the_running_sources(git, tmp_path):
     source = tmp_path / "checkout/benchmarks/record.py"
     head = git("rev-parse", "HEAD")
     assert told_commit(source) == head
@@ -120,14 +119,11 @@ def test_the_commit_is_that_of_the_sources_that_run(git, tmp_path):
     assert told_commit(source) == f"{head}-dirty"
 
 
-def test_an_installed_copy_in_somebodys_repository_has_no_commit(git, tmp_path):
+def test_installed_copy_in_another_repository_has_no_commit(git, tmp_path):
     installed = tmp_path / "checkout/venv/dflash_aot/benchmarks/record.py"
     installed.parent.mkdir(parents=True)
     shutil.copy(record_module.__file__, installed)
     assert told_commit(installed) == ""
-
-
-# -- taking one
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ class Toy:
     def find_fault(self, samples):
         return "a two" if any(sample["step"] == 2 for sample in samples) else ""
 
-    def describe(self, record):
+    def make_findings(self, record):
         return Findings()
 
 
@@ -163,7 +159,7 @@ def take(settings: Steps) -> tuple[Record, Exception | None, list[str]]:
     return record, error, notes
 
 
-def test_a_record_holds_every_sample_and_how_it_was_taken():
+def test_record_has_every_sample_and_how_it_was_taken():
     record, error, notes = take(Steps(steps=2))
     assert error is None and record.void == ""
     assert record.samples == [{"way": "toy", "step": 0}, {"way": "toy", "step": 1}]
@@ -177,7 +173,7 @@ def test_samples_with_a_fault_make_a_void_record():
     assert error is None and record.void == "a two" and len(record.samples) == 3
 
 
-def test_what_came_before_an_error_is_kept_and_void():
+def test_samples_before_an_error_are_kept_in_a_void_record():
     record, error, _ = take(Steps(steps=3, broken=1))
     assert isinstance(error, EngineFailed)
     assert record.samples == [{"way": "toy", "step": 0}] and "the toy broke" in record.void

@@ -1,4 +1,4 @@
-"""dflash-bench: flags from settings, records, exit codes, and pages that follow from records."""
+"""dflash-bench: flags from settings, records, exit codes, and pages generated from records."""
 
 import json
 import os
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.benchmarks.findings import Chart, Findings, Series, Table
 from dflash_aot.benchmarks.pages import find_pages
-from dflash_aot.benchmarks.questions import load_questions
-from dflash_aot.benchmarks.record import read_record
-from dflash_aot.benchmarks.settings import setting
+from dflash_aot.benchmarks.prompts import load_questions
+from dflash_aot.benchmarks.record import read_record, setting
+from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
 from dflash_aot.bin import bench
 from dflash_aot.cache.errors import GridMiss
 
@@ -51,7 +50,7 @@ class Toy:
     def find_fault(self, samples):
         return "a three" if any(sample["step"] == 3 for sample in samples) else ""
 
-    def describe(self, record):
+    def make_findings(self, record):
         steps = [sample["step"] for sample in record.samples]
         return Findings(
             (
@@ -60,13 +59,12 @@ class Toy:
                 ),
             ),
             (Chart("steps-chart", "Steps", "x", "y", (Series("toy", tuple(steps), tuple(map(float, steps))),)),),
-            {"most": max(steps)},
         )
 
 
 @pytest.fixture
 def run(command, monkeypatch, tmp_path):
-    """dflash-bench with a toy among its benchmarks, in a directory of its own."""
+    """dflash-bench with a toy among its benchmarks, in an empty directory."""
     monkeypatch.setitem(bench.BENCHMARKS, "toy", Toy)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: command(bench, *arguments)
@@ -78,7 +76,7 @@ def measure(run):
     return lambda *arguments: run("toy", "--out=docs/results", "--scratch=scratch", *arguments)
 
 
-def test_a_benchmark_prints_its_tables_and_keeps_its_record_and_charts(measure):
+def test_benchmark_prints_tables_and_writes_record_and_charts(measure):
     done = measure("--steps=3", "--label=a b", "--weights=4,5", "--loud")
     assert done.code == 0
     assert "Steps of a toy\nstep  weight\n0        1.0\n" in done.out and "Odd." in done.out
@@ -94,7 +92,7 @@ def test_a_benchmark_prints_its_tables_and_keeps_its_record_and_charts(measure):
     assert [sample["step"] for sample in record.samples] == [0, 1, 2]
 
 
-def test_the_command_in_a_record_takes_the_same_samples_again(measure, run):
+def test_command_of_a_record_takes_the_same_samples(measure, run):
     measure("--steps=3", "--way=down", "--loud", "--nokind", "--ks=1,2")
     first = read_record(Path("docs/results/toy.json"))
     again = run(*shlex.split(first.command)[1:], "--out=again", "--scratch=scratch", "--name=other")
@@ -102,14 +100,14 @@ def test_the_command_in_a_record_takes_the_same_samples_again(measure, run):
     assert read_record(Path("again/other.json")).settings == first.settings
 
 
-def test_void_figures_end_with_1_and_are_not_shown(measure):
+def test_void_record_ends_with_1_and_prints_no_tables(measure):
     done = measure("--steps=4")
     assert done.code == 1 and done.out == ""
     assert "void: a three. The samples are in docs/results/toy.json" in done.err
     assert read_record(Path("docs/results/toy.json")).void == "a three"
 
 
-def test_an_error_ends_with_its_code_and_keeps_what_came_before(measure):
+def test_error_ends_with_its_code_and_keeps_earlier_samples(measure):
     done = measure("--steps=3", "--broken=1")
     assert done.code == GridMiss.exit_code and "the toy broke" in done.err
     record = read_record(Path("docs/results/toy.json"))
@@ -121,7 +119,7 @@ def test_an_error_ends_with_its_code_and_keeps_what_came_before(measure):
     [
         ((), "nothing: no such command"),
         (("--steps=1",), "steps"),
-        (("dance",), "dance: no such command; it comes first, and there are decode, load, startup"),
+        (("dance",), "dance: no such command; there are decode, load, startup"),
         (("toy", "--steps=0"), "--steps 0: at least 1"),
         (("toy", "--weights=1,0.25"), "--weights 1.0,0.25: at least 0.5"),
         (("toy", "--weights="), "at least 0.5"),
@@ -135,15 +133,15 @@ def test_an_error_ends_with_its_code_and_keeps_what_came_before(measure):
         (("data", "--target=nowhere"), "nowhere: no such directory"),
         (("render",), "render takes one directory"),
         (("render", "a", "b"), "given: a b"),
-        (("render", "a"), "a holds no records"),
+        (("render", "a"), "a has no records"),
     ],
 )
-def test_what_cannot_be_done_ends_with_2_and_says_why(run, arguments, complaint):
+def test_wrong_arguments_end_with_2_and_a_message(run, arguments, complaint):
     done = run(*arguments)
     assert done.code == 2 and complaint in done.err and done.out == ""
 
 
-def test_help_lists_the_flags_of_the_command_that_it_is_asked_of(run):
+def test_help_lists_the_flags_of_its_command(run):
     assert "--steps: how far it counts" in run("toy", "--help").out
     general = run("--help")
     assert general.code == 0 and "--steps" not in general.out and "dflash-bench render DIR" in general.out
@@ -155,7 +153,7 @@ def test_every_command_has_its_flags(run):
         assert done.code == 0 and done.err == ""
 
 
-def test_data_says_what_would_be_asked_and_writes_it(run):
+def test_data_prints_and_writes_the_questions(run):
     done = run("data", "--count=3", "--jsonl=asked.jsonl")
     assert done.code == 0
     assert done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")
@@ -164,14 +162,14 @@ def test_data_says_what_would_be_asked_and_writes_it(run):
     assert load_questions("asked.jsonl") == questions
 
 
-def test_turns_survive_being_written(run):
+def test_turns_are_written_and_read_unchanged(run):
     Path("chat.jsonl").write_text(json.dumps({"turns": ["Hé?", "And?"]}) + "\n")
     done = run("data", "--data=chat.jsonl", "--jsonl=copy.jsonl")
     assert "1 prompts of 2 turns" in done.out and "user\nHé?" in done.out
     assert load_questions("copy.jsonl") == load_questions("chat.jsonl")
 
 
-def test_a_published_set_without_a_network_is_refused_with_the_way_out(tmp_path):
+def test_published_set_without_a_network_is_refused_with_a_remedy(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "dflash_aot.bin.bench", "data", "--data=mt-bench"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -182,46 +180,47 @@ def test_a_published_set_without_a_network_is_refused_with_the_way_out(tmp_path)
 
 @pytest.fixture
 def rendered(measure, run):
-    """A directory whose pages say what its record says."""
+    """A directory whose pages are up to date with its record."""
     measure("--steps=2")
-    Path("README.md").write_text("At most <!-- dflash-bench: toy/most --><!-- end -->.\n")
+    Path("README.md").write_text("<!-- dflash-bench: toy/steps --><!-- end -->\n")
     assert run("render", "docs/results").code == 0
 
 
-def test_render_writes_the_pages_and_then_nothing(rendered, run):
-    assert Path("README.md").read_text() == "At most <!-- dflash-bench: toy/most -->1.00<!-- end -->.\n"
+def test_second_render_writes_nothing(rendered, run):
+    table = "| step | weight |\n| --- | --- |\n| 0 | 1.0 |\n| 1 | 1.0 |"
+    assert Path("README.md").read_text() == f"<!-- dflash-bench: toy/steps -->\n{table}\n<!-- end -->\n"
     assert "Steps of a toy" in Path("docs/results.md").read_text()
     assert run("render", "docs/results").err == ""
     assert run("render", "docs/results", "--check").code == 0
 
 
-def test_a_directory_may_be_named_from_within(rendered, run, monkeypatch):
+def test_directory_may_be_a_relative_path(rendered, run, monkeypatch):
     monkeypatch.chdir("docs/results")
     assert run("render", ".", "--check").code == 0
 
 
-def test_check_writes_nothing_and_says_what_differs(rendered, run):
-    Path("README.md").write_text(Path("README.md").read_text().replace("1.00", "9.00"))
+def test_check_names_changed_files_and_writes_nothing(rendered, run):
+    Path("README.md").write_text(Path("README.md").read_text().replace("| 1 |", "| 9 |"))
     done = run("render", "docs/results", "--check")
     assert done.code == 2 and "README.md" in done.err and "dflash-bench render docs/results" in done.err
-    assert "9.00" in Path("README.md").read_text()
+    assert "| 9 |" in Path("README.md").read_text()
 
 
-def test_a_void_record_is_not_rendered(rendered, measure, run):
+def test_void_record_is_not_rendered(rendered, measure, run):
     measure("--steps=4")
     done = run("render", "docs/results")
     assert done.code == 2 and "is void: a three" in done.err
 
 
-def test_a_record_whose_samples_say_that_it_is_void_is_not_rendered(rendered, run):
+def test_record_with_faulty_samples_is_not_rendered(rendered, run):
     path = Path("docs/results/toy.json")
     path.write_text(path.read_text().replace('"step":1', '"step":3'))
     done = run("render", "docs/results")
     assert done.code == 2 and "is void: a three" in done.err
 
 
-def test_the_pages_say_what_the_committed_records_say(command, monkeypatch):
-    """Until there are records no page may ask for any."""
+def test_committed_pages_are_up_to_date_with_the_records(command, monkeypatch):
+    """Without records, no page may have a mark."""
     monkeypatch.chdir(REPOSITORY)
     if Path("docs/results").is_dir():
         assert command(bench, "render", "docs/results", "--check").code == 0

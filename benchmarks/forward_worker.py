@@ -1,4 +1,4 @@
-"""A bundle's verify and prefill, one pass at a time, as a peer: python -m dflash_aot.benchmarks.peer_bundle_forward"""
+"""Worker with the verify and prefill executables of a bundle, one forward pass at a time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.benchmarks.forward import BundleForward, Forward, Forwarded, Peaked, Peaks
-from dflash_aot.benchmarks.peaks import READ_BYTES, SQUARE, measure_peaks
-from dflash_aot.benchmarks.peer import Handlers, run_peer
+from dflash_aot.benchmarks import messages
+from dflash_aot.benchmarks.machine import READ_BYTES, SQUARE, measure_peaks
+from dflash_aot.benchmarks.worker import Handlers, run_worker
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import Bucket, Chunk
@@ -21,8 +21,18 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 
-class Passes:
-    """A bundle whose first slot holds the kv of a text. Every pass writes again what is there."""
+@contextmanager
+def open_bundle_passes(spec: messages.BundleForwardSpec) -> Iterator[Handlers]:
+    """Raises what opening a bundle raises."""
+    manifest = read_manifest(Path(spec.bundle))
+    select_jax_platforms(manifest.environment.platform)
+    parts = load_engine_parts(Path(spec.bundle), spec.target, spec.draft, manifest.grid.k[-1])
+    passes = BundlePasses(parts.bundle, parts.state, spec.text)
+    yield {messages.RunForward: passes.run, messages.MeasurePeaks: partial(measure_xla_peaks, manifest.dtype)}
+
+
+class BundlePasses:
+    """A bundle whose first slot holds the kv of a text. Every pass writes the same kv again."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState, text: Sequence[int]):
         self._bundle, self._state, self._text = bundle, state, text
@@ -34,8 +44,8 @@ class Passes:
             start += count
         state.wait()
 
-    def forward(self, question: Forward) -> Forwarded:
-        """By the executable of the smallest length that holds it. Raises GridMiss, KeyError for rows that none has."""
+    def run(self, question: messages.RunForward) -> messages.ForwardSeconds:
+        """Calls the executable of the shortest length that fits. Raises GridMiss, KeyError for other row counts."""
         start, length = question.length - question.rows, self._grid.fit(1, question.length, 0).length
         rows = self._text[start : question.length]
         if question.program == "prefill":
@@ -50,7 +60,7 @@ class Passes:
             found.block_until_ready()
             self._state.wait()
             seconds.append(time.perf_counter() - began)
-        return Forwarded(seconds, np.asarray(found).ravel()[chosen].tolist())
+        return messages.ForwardSeconds(seconds, np.asarray(found).ravel()[chosen].tolist())
 
     def _prefill(self, chunk: Chunk, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         tokens = np.zeros((1, chunk.prefill), np.int32)
@@ -60,7 +70,7 @@ class Passes:
         return lambda: executable(self._state, *given)[1]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
-        """The first row is the anchor. No slot is active: what is verified stays where it is."""
+        """The first row is the anchor. No slot is active, so that no length advances."""
         place, at = self._state.to_device, {"lengths": start, "anchors": rows[0]}
         self._state.replace([*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()])
         executable = self._bundle.verify(bucket)
@@ -72,24 +82,14 @@ class Passes:
         return self._state.to_device(np.array([number], np.int32))
 
 
-def find_peaks(dtype: str, question: Peaks) -> Peaked:
-    """By XLA."""
+def measure_xla_peaks(dtype: str, question: messages.MeasurePeaks) -> messages.PeakRates:
+    """Peak rates of XLA."""
     words, square = jnp.ones(READ_BYTES // 4, jnp.float32), jnp.full((SQUARE, SQUARE), 1e-3, dtype)
     add, multiply = jax.jit(jnp.sum), jax.jit(partial(jnp.matmul, preferred_element_type=dtype))
     return measure_peaks(
-        lambda: add(words).block_until_ready(), lambda: multiply(square, square).block_until_ready(), question
+        lambda: add(words).block_until_ready(), lambda: multiply(square, square).block_until_ready(), question.calls
     )
 
 
-@contextmanager
-def open_way(order: BundleForward) -> Iterator[Handlers]:
-    """Raises as `open_bundle` does."""
-    manifest = read_manifest(Path(order.bundle))
-    select_jax_platforms(manifest.environment.platform)
-    opened = load_engine_parts(Path(order.bundle), order.target, order.draft, manifest.grid.k[-1])
-    passes = Passes(opened.bundle, opened.state, order.text)
-    yield {Forward: passes.forward, Peaks: partial(find_peaks, manifest.dtype)}
-
-
 if __name__ == "__main__":
-    run_peer(BundleForward, open_way)
+    run_worker(messages.BundleForwardSpec, open_bundle_passes)

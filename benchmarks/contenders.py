@@ -1,0 +1,249 @@
+"""Contenders of a benchmark: the engine at each K, the plain `jax.jit` loop, PyTorch; their pair, bundle and prompts.
+
+Each contender is a worker process.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from dflash_aot.benchmarks.messages import (
+    EngineSpec,
+    JitSpec,
+    PromptIds,
+    ServeClosed,
+    ServedClosed,
+    ServingWork,
+    TorchSpec,
+)
+from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
+from dflash_aot.benchmarks.record import ProgressNote, setting
+from dflash_aot.benchmarks.worker import Worker
+from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
+
+CHOSEN: Literal["auto"] = "auto"
+LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the one with the fewest passes on held-out texts
+EARLY_EXIT = 0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
+RANDOM_PROMPT_SEED = 7
+LAST_LINES = 5
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """Flags that choose the checkpoint pair."""
+
+    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large")
+    target: str | None = setting(None, "your own target instead: directory or hub id; needs --draft")
+    draft: str | None = setting(None, "your own draft")
+
+
+@dataclass(frozen=True)
+class PromptSettings(PairSettings):
+    """Flags that choose the pair, the grid and the prompts."""
+
+    buckets: str = setting("batch=1 length=256 k=0,3,7,15 prefill=64", "the grid, as dflash-precompile takes it")
+    data: str = setting(HELD_OUT, "the prompts, see dflash-bench data; a pair of random weights gets random tokens")
+    prompts: int = setting(24, "number of questions; each turn of a conversation is a prompt", least=1)
+    prompt_tokens: int = setting(64, "of a text the first so many tokens; of a conversation all", least=1)
+    max_tokens: int = setting(128, "new tokens per prompt", least=2)
+
+
+@dataclass(frozen=True)
+class BenchmarkPair:
+    """The directories of two checkpoints. invented: random weights, no tokenizer."""
+
+    name: str
+    target: Path
+    draft: Path
+    invented: bool = False
+
+
+def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
+    """--target and --draft, or else --pair; random weights are written to `scratch`, once.
+
+    Raises BadInput, BadCheckpoint.
+    """
+    name, target, draft = settings.pair, settings.target, settings.draft
+    if (target is None) != (draft is None):
+        raise BadInput("--target and --draft: a pair needs both")
+    if target and draft:
+        return BenchmarkPair("given", locate_checkpoint(target, "target"), locate_checkpoint(draft, "draft"))
+    if name == EMBEDDED:
+        return BenchmarkPair(name, locate_checkpoint(EMBEDDED, "target"), locate_checkpoint(EMBEDDED, "draft"))
+    from dflash_aot.benchmarks.random_pair import ensure_pair  # noqa: PLC0415  imports the models
+
+    places = ensure_pair(name, scratch / "pairs")
+    return BenchmarkPair(name, places["target"], places["draft"], invented=True)
+
+
+def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
+    """A bundle of greedy executables for this machine in `scratch`; one of an earlier run is used again.
+
+    Raises BuildFailed.
+    """
+    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype))
+    path = scratch / f"{pair.name}-{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    note(f"bundle of {buckets}, {dtype}: {path}")
+    flags = {"target": pair.target, "draft": pair.draft, "bundle": path, "buckets": buckets, "dtype": dtype}
+    command = [sys.executable, "-P", "-m", "dflash_aot.bin.precompile"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    # In a process of its own: a benchmark must not hold an accelerator that its workers need.
+    done = subprocess.run([*command, "--sampling=greedy", "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise BuildFailed("\n".join(done.stderr.strip().splitlines()[-LAST_LINES:]))
+    return path
+
+
+def choose_prompts(
+    data: str, count: int, width: int, pair: BenchmarkPair, answer: Callable[[PromptIds], list[int]] | None = None
+) -> list[PromptIds]:
+    """Prompts of the data, see `load_prompts`; random tokens for an invented pair.
+
+    Raises BadInput, BadCheckpoint, and what `answer` raises.
+    """
+    if pair.invented:
+        vocab = read_target(read_config(pair.target)).decoder.vocab
+        return np.random.default_rng(RANDOM_PROMPT_SEED).integers(0, vocab, (count, width)).tolist()
+    return load_prompts(data, count, pair.target, width, answer)
+
+
+def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) -> list[PromptIds]:
+    """Like `choose_prompts`, with all turns of a conversation; the target answers the earlier turns.
+
+    Raises BadInput, BadCheckpoint, PeerFailed.
+    """
+    ends = read_end_tokens(pair.target)
+    with ExitStack() as stack:
+
+        @functools.cache
+        def open_plain() -> Worker:
+            return stack.enter_context(engine_contender(bundle, pair, 0).open())
+
+        def answer(prompt: PromptIds) -> list[int]:
+            ((found,),) = open_plain().ask(ServeClosed([[prompt]], settings.max_tokens), ServedClosed).answers
+            return [*itertools.takewhile(lambda token: token not in ends, found.token_ids)]
+
+        return choose_prompts(settings.data, settings.prompts, settings.prompt_tokens, pair, answer)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One contender."""
+
+    name: str  # in samples and tables
+    module: str  # of its worker
+    spec: msgspec.Struct  # first message to the worker
+    exact: bool = True  # its tokens must equal those of all other exact contenders
+    k: int | None = None  # fixed K of the engine and the loop
+    dtype: str = ""  # where a benchmark compares several
+
+    def open(self) -> Worker:
+        """Starts the worker. Raises PeerFailed."""
+        return Worker(f"{self.name} {self.dtype}".strip(), f"dflash_aot.benchmarks.{self.module}", self.spec)
+
+
+Workers = Sequence[tuple[Contender, Worker]]
+
+
+def engine_contender(
+    bundle: Path, pair: BenchmarkPair, k: int | Literal["auto"], dtype: str = "float32", max_waiting: int | None = None
+) -> Contender:
+    """The engine on a bundle of that dtype."""
+    spec = EngineSpec(str(bundle), str(pair.target), str(pair.draft), k, max_waiting)
+    engine = "engine" if dtype == "float32" else f"engine, {dtype}"
+    fixed = None if k == CHOSEN else k
+    name = f"{engine}, K {'chosen' if fixed is None else f'= {k}'}"
+    return Contender(name, "engine_worker", spec, dtype == "float32", fixed)
+
+
+def jit_contender(bundle: Path, pair: BenchmarkPair, k: int, longest: int) -> Contender:
+    """The plain loop on the same programs."""
+    spec = JitSpec(str(bundle), str(pair.target), str(pair.draft), k, longest)
+    return Contender(f"jax.jit loop, K = {k}", "jit_loop", spec, k=k)
+
+
+def torch_contenders(pair: BenchmarkPair, assisted: bool) -> list[Contender]:
+    """Greedy `generate` of PyTorch; with `assisted` also its speculation without other weights. Raises BadInput."""
+    check_torch()
+    target = str(pair.target)
+    specs = {"float32": TorchSpec(target, "float32"), "bfloat16": TorchSpec(target, "bfloat16")}
+    if assisted:
+        layers = read_target(read_config(pair.target)).decoder.layers
+        specs["float32, prompt lookup"] = TorchSpec(target, "float32", lookup_tokens=LOOKUP_TOKENS)
+        specs["float32, early exit"] = TorchSpec(target, "float32", exit_layer=max(1, int(EARLY_EXIT * layers)))
+        specs["bfloat16, prompt lookup"] = TorchSpec(target, "bfloat16", lookup_tokens=LOOKUP_TOKENS)
+    return [Contender(f"PyTorch {name}", "torch_worker", one, one.dtype == "float32") for name, one in specs.items()]
+
+
+def check_torch() -> None:
+    """Raises BadInput where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise BadInput("PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch")
+
+
+def open_contenders(contenders: Sequence[Contender], stack: ExitStack, note: ProgressNote) -> Workers:
+    """Contenders with their workers, which end with the stack. Raises PeerFailed."""
+    workers = []
+    for one in contenders:
+        note(f"opening {one.name}")
+        workers.append((one, stack.enter_context(one.open())))
+    return workers
+
+
+def take_turns(workers: Workers, turn: int) -> Iterator[tuple[Contender, Worker]]:
+    """All workers once; another one is first in each turn."""
+    first = turn % len(workers)
+    yield from (*workers[first:], *workers[:first])
+
+
+def hash_tokens(token_ids: Sequence[int]) -> str:
+    """A short hash: equal for equal tokens."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
+
+
+def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Names the exact contenders whose tokens differ from those of the first one, "" if none do.
+
+    samples: with "way", "exact", "prompt" and "tokens".
+    """
+    exact = [one for one in samples if one["exact"]]
+    chosen = exact[0]["way"] if exact else ""  # the reference, whichever contender was first for a prompt
+    first: dict[int, Mapping[str, Any]] = {}
+    wrong: dict[tuple[str, str], set[int]] = {}
+    for one in sorted(exact, key=lambda one: one["way"] != chosen):
+        reference = first.setdefault(one["prompt"], one)
+        if one["tokens"] != reference["tokens"]:
+            wrong.setdefault((one["way"], reference["way"]), set()).add(one["prompt"])
+    return "; ".join(
+        f"{name} gives other tokens than {reference} for prompts {', '.join(map(str, sorted(prompts)))}"
+        for (name, reference), prompts in wrong.items()
+    )
+
+
+def find_faults(answers: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Disagreements of the answers, and compilations of the served samples (default: the answers); "" if none."""
+    if not answers:
+        return "no contender answered"
+    compiled = sorted({one["way"] for one in served or answers if one.get("compile_events")})
+    faults = [find_disagreement(answers), f"{', '.join(compiled)} compiled while serving" if compiled else ""]
+    return "; ".join(filter(None, faults))
+
+
+def list_host_us(work: ServingWork) -> dict[str, int]:
+    """Microseconds of the thread that dispatches."""
+    return {"host_us": round(1e6 * work.host_seconds), "host_wall_us": round(1e6 * work.host_wall_seconds)}

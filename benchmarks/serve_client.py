@@ -1,0 +1,71 @@
+"""dflash-bench serve: load on a running dflash-serve, by the published client `aiperf`, in its own environment."""
+
+import json
+import shutil
+import subprocess
+import urllib.request
+from dataclasses import dataclass
+
+from dflash_aot.benchmarks.record import ProgressNote, setting
+from dflash_aot.cache.errors import BadInput, PeerFailed
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Flags of `dflash-bench serve`."""
+
+    url: str = setting("http://127.0.0.1:8000", "the running server")
+    aiperf: str = setting(
+        "aiperf", "the client's command, a path or a name; see docs/benchmarks.md for its installation"
+    )
+    target: str = setting(EMBEDDED, "the target whose tokenizer makes the prompts: directory or hub id")
+    connections: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), "requests at a time; one run for each", least=1)
+    prompts: int = setting(32, "requests of each run", least=1)
+    prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
+    max_tokens: int = setting(32, "new tokens of each answer", least=1)
+    rate: float | None = setting(None, "requests per second at independent times; default: as fast as possible")
+    seed: int = setting(1, "of the prompts and the times")
+
+
+def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> None:
+    """One run for each number of connections; the client prints its own tables and writes to `artifacts`.
+
+    Raises BadInput without a client or a server, PeerFailed where the client fails.
+    """
+    if shutil.which(settings.aiperf) is None:
+        raise BadInput(
+            f"--aiperf {settings.aiperf}: not found. Install it in an environment of its own, because its pins differ: "
+            "python -m venv aiperf && aiperf/bin/pip install aiperf, then --aiperf aiperf/bin/aiperf"
+        )
+    try:
+        with urllib.request.urlopen(f"{settings.url}/v1/models", timeout=10) as response:
+            model = json.load(response)["data"][0]["id"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise BadInput(f"--url {settings.url}: no model is served there: {error}") from error
+    for connections in settings.connections:
+        note(f"{connections} connections")
+        done = subprocess.run(make_command(settings, model, connections, f"{artifacts}/serve-{connections}"))
+        if done.returncode:
+            raise PeerFailed(f"{settings.aiperf} ended with {done.returncode}; its messages are above")
+
+
+def make_command(settings: ServeSettings, model: str, connections: int, artifacts: str) -> list[str]:
+    """The client's command. It sends only fields that dflash-serve accepts, and reads token counts from `usage`."""
+    options = {
+        "model": model,
+        "url": settings.url,
+        "endpoint-type": "completions",
+        "tokenizer": locate_checkpoint(settings.target, "target"),
+        "concurrency": connections,
+        "request-count": settings.prompts,
+        "prompt-input-tokens-mean": settings.prompt_tokens,
+        "prompt-output-tokens-mean": settings.max_tokens,
+        "random-seed": settings.seed,
+        "extra-inputs": "temperature:0",
+        "artifact-dir": artifacts,
+        "ui": "none",
+        **({} if settings.rate is None else {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}),
+    }
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [settings.aiperf, "profile", "--streaming", "--use-legacy-max-tokens", "--use-server-token-count", *flags]

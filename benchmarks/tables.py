@@ -1,0 +1,170 @@
+"""Tables and charts as data: columns are declared by header, sample key, unit and reduction.
+
+A row of a table is a group of samples. `make_table` computes the cells, `Column` says how.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from dflash_aot.benchmarks.estimates import Estimate, Samples, choose, estimate_median, median, percentile
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Cells as they are shown. note: what a reader needs to understand them."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One line, or one group of bars. low, high: the ends of each point's range."""
+
+    label: str
+    x: tuple[float | str, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+
+
+class Chart(msgspec.Struct, frozen=True):
+    """kind: "line", "bar" (side by side at each x) or "stack" (on top of each other)."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    kind: str = "line"
+    log_x: bool = False
+    log_y: bool = False
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What a record shows. Tables and charts share one name space: pages refer to RECORD/NAME."""
+
+    tables: tuple[Table, ...] = ()
+    charts: tuple[Chart, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [table.name for table in self.tables] + [chart.name for chart in self.charts]
+        assert len(set(names)) == len(names), f"a name is used twice: {sorted(names)}"
+        for table in self.tables:
+            assert all(len(row) == len(table.header) for row in table.rows), f"{table.name}: rows of other lengths"
+
+
+def format_figure(value: float) -> str:
+    """At least three significant digits and no exponent: 0.0123, 2.28, 543, 12345."""
+    exponent = int(f"{value:.2e}".partition("e")[2])
+    return f"{value:.{max(0, 2 - exponent)}f}"
+
+
+def format_range(low: float, high: float) -> str:
+    return f"{format_figure(low)}-{format_figure(high)}"
+
+
+def format_estimate(one: Estimate) -> str:
+    """The value, and its interval in brackets."""
+    return f"{format_figure(one.value)} ({format_range(one.low, one.high)})"
+
+
+def first(values: Sequence[Any]) -> Any:
+    """Reduction for values that all samples of a row share."""
+    return values[0]
+
+
+def at_percent(percent: float) -> Callable[[Sequence[float]], float]:
+    """Reduction to a percentile."""
+    return partial(percentile, percent=percent)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table. A cell without values is empty."""
+
+    header: str  # with the unit
+    value: str | Callable[[Samples], Sequence[Any]]  # key of the samples, see `collect`; or from them to the values
+    reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the one that is shown
+    scale: float | None = None  # from the unit of the samples to that of the column
+    show: Callable[[Any], str] = format_figure  # from the reduced value to text
+
+    def format_cell(self, samples: Samples) -> str:
+        """The cell of a row."""
+        values = collect(samples, self.value) if isinstance(self.value, str) else list(self.value(samples))
+        if self.scale is not None:
+            values = [one * self.scale for one in values]
+        return self.show(self.reduce(values)) if values else ""
+
+
+def label(header: str, key: str, show: Callable[[Any], str] = str) -> Column:
+    """A column whose value all samples of a row share."""
+    return Column(header, key, first, show=show)
+
+
+def range_column(header: str, key: str, scale: float | None = None) -> Column:
+    """The least and the largest value."""
+    return Column(header, key, lambda values: (min(values), max(values)), scale, lambda ends: format_range(*ends))
+
+
+def percentile_columns(
+    header: str,
+    value: str | Callable[[Samples], Sequence[float]],
+    percents: Sequence[float],
+    scale: float | None = None,
+    name_median: bool = True,
+) -> list[Column]:
+    """A column for each percentile; the first one has the whole header, the others only "p95"."""
+    names = [f"p{percent:g}" for percent in percents]
+    names[0] = f"{header} {names[0]}" if name_median else header
+    return [Column(name, value, at_percent(one), scale) for name, one in zip(names, percents, strict=True)]
+
+
+def ratio_column(header: str, compare_row: Callable[[Samples], Estimate | None]) -> Column:
+    """An estimate per row, in the form "1.24 (1.20-1.31)"; None for an empty cell."""
+    return Column(header, lambda samples: [*filter(None, [compare_row(samples)])], first, show=format_estimate)
+
+
+def collect(samples: Samples, key: str) -> list[Any]:
+    """All values of a key, lists joined, None left out."""
+    found = [one[key] for one in samples if key in one]
+    flat = [value for one in found for value in (one if isinstance(one, list | tuple) else [one])]
+    return [value for value in flat if value is not None]
+
+
+def pick(key: str, **wanted: Any) -> Callable[[Samples], list[Any]]:
+    """Values of a key, of the samples of a row that have all the wanted values."""
+    return lambda samples: collect(choose(samples, **wanted), key)
+
+
+def make_table(
+    name: str, title: str, rows: Iterable[Samples], columns: Sequence[Column], note: str = "", extra: Sequence = ()
+) -> Table:
+    """A row for each group of samples. extra: finished rows below."""
+    header = tuple(column.header for column in columns)
+    cells = [tuple(column.format_cell(samples) for column in columns) for samples in rows]
+    return Table(name, title, header, (*cells, *extra), note)
+
+
+def make_series(label: str, points: Mapping[Any, Sequence[float]], ends: str = "") -> Series:
+    """Medians of the values at each x. ends: "interval" for confidence intervals, "range" for least and largest."""
+    estimates = [estimate_median(values) for values in points.values()]
+    y = tuple(one.value for one in estimates)
+    if ends == "range":
+        return Series(label, tuple(points), y, tuple(map(min, points.values())), tuple(map(max, points.values())))
+    if ends == "interval":
+        return Series(
+            label, tuple(points), y, tuple(one.low for one in estimates), tuple(one.high for one in estimates)
+        )
+    return Series(label, tuple(points), y)
+
+
+def format_markdown(table: Table) -> str:
+    """The table as Markdown."""
+    rows = (table.header, ("---",) * len(table.header), *table.rows)
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)

@@ -1,0 +1,60 @@
+"""dflash-bench serve: the load client's command, and what is refused."""
+
+import stat
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.benchmarks.serve_client import ServeSettings, run_client
+from dflash_aot.cache.errors import BadInput, PeerFailed
+
+
+class Models(BaseHTTPRequestHandler):
+    """A server of one model."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "toy"}]}')
+
+    def log_message(self, *_: object) -> None:
+        """No-op: writes no log."""
+
+
+@pytest.fixture
+def url():
+    with HTTPServer(("127.0.0.1", 0), Models) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def make_client(directory: Path, code: int = 0) -> str:
+    """A client that writes down its arguments."""
+    path = directory / "aiperf"
+    path.write_text(f'#!/bin/sh\necho "$@" >> {directory}/asked\nexit {code}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_client_runs_once_for_each_number_of_connections(url, tmp_path):
+    settings = ServeSettings(url=url, aiperf=make_client(tmp_path), connections=(1, 4), rate=2.5)
+    run_client(settings, "out", lambda words: None)
+    first, second = (tmp_path / "asked").read_text().splitlines()
+    assert first.startswith("profile --streaming") and f"--model toy --url {url}" in first
+    assert "--concurrency 1 " in first and "--artifact-dir out/serve-1 " in first
+    assert "--concurrency 4 " in second and "--request-rate 2.5 --arrival-pattern poisson" in second
+
+
+def test_failed_client_is_reported(url, tmp_path):
+    with pytest.raises(PeerFailed, match="ended with 3"):
+        run_client(ServeSettings(url=url, aiperf=make_client(tmp_path, 3)), "out", lambda words: None)
+
+
+def test_missing_client_or_server_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="pip install aiperf"):
+        run_client(ServeSettings(aiperf=str(tmp_path / "none")), "out", lambda words: None)
+    with pytest.raises(BadInput, match="--url http://127.0.0.1:9: no model is served there"):
+        run_client(ServeSettings(url="http://127.0.0.1:9", aiperf=make_client(tmp_path)), "out", lambda words: None)

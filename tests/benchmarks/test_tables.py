@@ -1,0 +1,78 @@
+"""Tables from samples by declared columns, and numbers as text."""
+
+import pytest
+
+from dflash_aot.benchmarks.tables import (
+    Chart,
+    Column,
+    Findings,
+    Table,
+    first,
+    format_figure,
+    format_range,
+    label,
+    make_series,
+    make_table,
+    percentile_columns,
+    pick,
+    range_column,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.01234, "0.0123"), (2.276, "2.28"), (9.999, "10.0"), (54.26, "54.3"), (543.4, "543"), (12345.6, "12346")]
+    + [(0.0, "0.00"), (-1.5, "-1.50")],
+)
+def test_figures_have_three_digits_and_no_exponent(value, shown):
+    assert format_figure(value) == shown
+
+
+def test_range_is_two_figures():
+    assert format_range(1.0, 22.22) == "1.00-22.2"
+
+
+def test_name_of_two_things_is_refused():
+    table, chart = Table("speed", "", ("K",), ()), Chart("speed", "", "", "", ())
+    with pytest.raises(AssertionError, match="twice"):
+        Findings((table,), (chart,))
+
+
+def test_row_of_another_length_is_refused():
+    with pytest.raises(AssertionError, match="speed: rows of other lengths"):
+        Findings(tables=(Table("speed", "", ("K", "tokens/s"), (("0", "249"), ("3",))),))
+
+
+SAMPLES = [
+    {"way": "a", "k": 3, "us": [1000, 3000], "seconds": 2.0, "end": None},
+    {"way": "a", "k": 3, "us": [5000], "seconds": 4.0, "end": 7.0},
+]
+
+
+def test_columns_reduce_the_values_of_a_row():
+    columns = [
+        label("contender", "way"),
+        Column("ms", "us", scale=1e-3),
+        *percentile_columns("time", "us", (50, 100), 1e-3),
+        range_column("least-most", "seconds"),
+        Column("rounds", "us", len, show=str),
+        Column("end", "end", first, show="{:.0f}".format),
+        Column("nothing", "missing"),
+        Column("of 4 s", pick("us", seconds=4.0)),
+    ]
+    table = make_table("t", "A title", [SAMPLES, SAMPLES[:1]], columns, "A note", [("x",) * 9])
+    assert table.header == ("contender", "ms", "time p50", "p100", "least-most", "rounds", "end", "nothing", "of 4 s")
+    assert table.rows == (
+        ("a", "3.00", "3.00", "5.00", "2.00-4.00", "3", "7", "", "5000"),
+        ("a", "2.00", "2.00", "3.00", "2.00-2.00", "2", "", "", ""),
+        ("x",) * 9,
+    )
+
+
+def test_series_has_medians_with_ranges_or_intervals():
+    points = {1: [1.0, 2.0, 6.0], 2: [4.0]}
+    ranged, plain = make_series("s", points, "range"), make_series("s", points)
+    assert (ranged.x, ranged.y, ranged.low, ranged.high) == ((1, 2), (2.0, 4.0), (1.0, 4.0), (6.0, 4.0))
+    assert plain.low is None and plain.y == (2.0, 4.0)
+    interval = make_series("s", points, "interval")
+    assert interval.low == (1.0, 4.0) and interval.high == (6.0, 4.0)

@@ -1,0 +1,72 @@
+"""A worker whose answers can be worked out by hand; run as a subprocess, not collected by pytest."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from dflash_aot.benchmarks.messages import ServeClosed, ServedClosed, ServingWork, TimedAnswer
+from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.cache.errors import BadInput
+
+
+class ToySpec(msgspec.Struct, frozen=True):
+    """Faults of the toy."""
+
+    lies: bool = False
+    refuses: bool = False
+    compile_events: int = 0
+
+
+class Die(msgspec.Struct, frozen=True, tag=True):
+    """Ends the process, by a signal or by an exception."""
+
+    signal: int | None = None
+
+
+class AskPid(msgspec.Struct, frozen=True, tag=True):
+    """Answered by Pid."""
+
+
+class Pid(msgspec.Struct, frozen=True):
+    pid: int
+
+
+def say(prompt: list[int], tokens: int) -> list[int]:
+    """The toy's answer: each token is one more than the last."""
+    return [prompt[-1] + place for place in range(1, tokens + 1)]
+
+
+@contextmanager
+def open_toy(spec: ToySpec) -> Iterator[Handlers]:
+    if spec.refuses:
+        raise BadInput("no such toy")
+
+    def serve(question: ServeClosed) -> ServedClosed:
+        print("this is no answer")
+        answers = [[answer(prompt, question.max_tokens) for prompt in prompts] for prompts in question.lists]
+        rounds = sum(len(one.accepted) for row in answers for one in row)
+        work = ServingWork(rounds=rounds, rows=rounds, row_rounds=rounds, compile_events=spec.compile_events)
+        return ServedClosed(answers, 0.5 * question.max_tokens, work)
+
+    def answer(prompt: list[int], tokens: int) -> TimedAnswer:
+        found = say(prompt, tokens)
+        if spec.lies and prompt[-1] == 5:
+            found[-1] = 0
+        return TimedAnswer(found, [0.5 * place for place in range(1, tokens + 1)], [0] * (tokens - 1))
+
+    yield {ServeClosed: serve, Die: die, AskPid: lambda question: Pid(os.getpid())}
+
+
+def die(question: Die) -> None:
+    print("first\n\nsecond", file=sys.stderr, flush=True)
+    if question.signal is not None:
+        signal.raise_signal(question.signal)
+    raise RuntimeError("the toy is broken")
+
+
+if __name__ == "__main__":
+    run_worker(ToySpec, open_toy)
