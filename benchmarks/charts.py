@@ -87,8 +87,6 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     texts = [name if isinstance(name, str) else f"{name:g}" for name in names]
     rotated = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if len("".join(texts)) > FLAT_LETTERS else {}
     axes.set_xticks(range(len(names)), texts, **rotated)
-    if chart.log_y:
-        axes.set_yscale("log")
 
 
 def _list_x(chart: Chart) -> list[float | str]:

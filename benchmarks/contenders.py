@@ -1,15 +1,12 @@
-"""Contenders of a benchmark: the engine at each K, the plain `jax.jit` loop, PyTorch; their pair, bundle and prompts.
-
-Each contender is a worker process.
-"""
+"""Contenders of a benchmark: the engine at each K, the `jax.jit` loop, PyTorch; their pair, bundle and prompts."""
 
 import functools
 import hashlib
 import importlib.util
 import itertools
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,7 @@ from dflash_aot.benchmarks.messages import (
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.benchmarks.worker import Worker
-from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.target import read_target
@@ -40,7 +37,6 @@ CHOSEN: Literal["auto"] = "auto"
 LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the one with the fewest passes on held-out texts
 EARLY_EXIT = 0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
 RANDOM_PROMPT_SEED = 7
-LAST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -94,18 +90,17 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
 def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
     """A bundle of greedy executables for this machine in `scratch`; one of an earlier run is used again.
 
-    Raises BuildFailed.
+    Raises what `precompile` raises.
     """
     facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype))
     path = scratch / f"{pair.name}-{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     note(f"bundle of {buckets}, {dtype}: {path}")
-    flags = {"target": pair.target, "draft": pair.draft, "bundle": path, "buckets": buckets, "dtype": dtype}
-    command = [sys.executable, "-P", "-m", "dflash_aot.bin.precompile"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
-    # In a process of its own: a benchmark must not hold an accelerator that its workers need.
-    done = subprocess.run([*command, "--sampling=greedy", "--json"], capture_output=True, text=True)
-    if done.returncode:
-        raise BuildFailed("\n".join(done.stderr.strip().splitlines()[-LAST_LINES:]))
+    from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
+
+    # In a process of its own: this one must not hold an accelerator that the workers need.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        places = (pair.target, pair.draft, path)
+        pool.submit(precompile, *places, grid=buckets, dtype=dtype, sampling=("greedy",)).result()
     return path
 
 

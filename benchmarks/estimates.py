@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 DRAWS = 2000
-CONFIDENCE = 95  # percent of the draws that lie between `low` and `high`
 Samples = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its confidence interval."""
+    """A median and its interval: 95 % of the draws lie between `low` and `high`."""
 
     value: float
     low: float
@@ -37,8 +36,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def estimate_median(values: Sequence[float]) -> Estimate:
     """Deterministic: the draws are seeded."""
     draws = np.random.default_rng(0).choice(np.asarray(values, np.float64), (DRAWS, len(values)))
-    edge = (100 - CONFIDENCE) / 2
-    low, high = np.percentile(np.median(draws, axis=1), [edge, 100 - edge])
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return Estimate(median(values), float(low), float(high))
 
 

@@ -34,9 +34,9 @@ def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> N
     Raises BadInput without a client or a server, PeerFailed where the client fails.
     """
     if shutil.which(settings.aiperf) is None:
+        install = "python -m venv aiperf && aiperf/bin/pip install aiperf, then --aiperf aiperf/bin/aiperf"
         raise BadInput(
-            f"--aiperf {settings.aiperf}: not found. Install it in an environment of its own, because its pins differ: "
-            "python -m venv aiperf && aiperf/bin/pip install aiperf, then --aiperf aiperf/bin/aiperf"
+            f"--aiperf {settings.aiperf}: not found. Its pins differ, so it needs its own environment: {install}"
         )
     try:
         with urllib.request.urlopen(f"{settings.url}/v1/models", timeout=10) as response:

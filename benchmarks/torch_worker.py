@@ -14,14 +14,12 @@ from dflash_aot.benchmarks import messages
 from dflash_aot.benchmarks.machine import READ_BYTES, SQUARE, count_cores, measure_peaks
 from dflash_aot.benchmarks.worker import Handlers, run_worker
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @contextmanager
 def open_torch(spec: messages.TorchSpec | messages.TorchForwardSpec) -> Iterator[Handlers]:
     """Scaled dot product attention, which transformers chooses; one thread per core."""
     torch.set_num_threads(count_cores())
-    dtype = DTYPES[spec.dtype]
+    dtype = getattr(torch, spec.dtype)
     model = AutoModelForCausalLM.from_pretrained(spec.target, dtype=dtype, local_files_only=True).eval()
     if isinstance(spec, messages.TorchSpec):
         model.generation_config.eos_token_id = None  # no stop token ends an answer early
