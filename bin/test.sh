@@ -63,6 +63,8 @@ build_wheel
 check_wheel
 
 say "tests"
+# Hundreds of processes import the same modules: they share the bytecode in __pycache__.
+unset PYTHONDONTWRITEBYTECODE
 # A file's tests run on one worker, because they share fixtures. Files run in the order of their paths, because xdist's
 # own order starts some of the longest files last.
 .venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
