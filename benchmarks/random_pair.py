@@ -33,8 +33,8 @@ COMMON = {
 
 
 @dataclass(frozen=True)
-class PairShapes:
-    """The shapes of Qwen3-0.6B, unless given; two query heads share each kv head."""
+class PairSize:
+    """Sizes of a random pair; by default those of Qwen3-0.6B. Two query heads share each kv head."""
 
     layers: int
     draft_layers: int
@@ -48,9 +48,9 @@ class PairShapes:
 # Millions of weights in target and draft: 596 and 84; 95 and 34, which keep two cores busy for tens of milliseconds;
 # almost none, for tests.
 PAIRS = {
-    "qwen3-0.6b": PairShapes(28, 5, 151936, 40960),
-    "large": PairShapes(6, 2, 1024, 2048),
-    "tiny": PairShapes(6, 2, 512, 2048, hidden=64, kv_heads=1, mlp=128),
+    "qwen3-0.6b": PairSize(28, 5, 151936, 40960),
+    "large": PairSize(6, 2, 1024, 2048),
+    "tiny": PairSize(6, 2, 512, 2048, hidden=64, kv_heads=1, mlp=128),
 }
 SEEDS: dict[CheckpointRole, int] = {"target": 8, "draft": 9}
 
@@ -70,7 +70,7 @@ def ensure_pair(name: str, cache: Path) -> dict[CheckpointRole, Path]:
     return places
 
 
-def make_configs(shapes: PairShapes, block: int) -> dict[CheckpointRole, dict]:
+def make_configs(shapes: PairSize, block: int) -> dict[CheckpointRole, dict]:
     """Contents of both `config.json`."""
     common = {
         **COMMON,

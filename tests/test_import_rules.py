@@ -40,10 +40,7 @@ EXTRAS = (
     "torch",
     "transformers",
 )  # imported inside functions, since they may not be installed
-WORKERS = (
-    "benchmarks/peer_torch.py",
-    "benchmarks/peer_torch_forward.py",
-)  # run as subprocesses, which need torch at once
+WORKERS = ("benchmarks/torch_worker.py",)  # run as a subprocess, which needs torch at once
 BUILDING = ("bin/precompile.py", "bin/precompile_report.py")  # one command
 EXCEPTIONS = {
     *((module, "dflash_aot.compile") for module in BUILDING),
@@ -141,7 +138,7 @@ def test_module_keeps_the_import_rules(module):
         ("bin/thing.py", "def lazy():\n    from dflash_aot.benchmarks import record"),
         ("runtime/thing.py", "from dflash_aot.benchmarks import record"),
         ("benchmarks/thing.py", "from dflash_aot.bin.command_line import format_table"),
-        ("benchmarks/pictures.py", "import matplotlib"),
+        ("benchmarks/charts.py", "import matplotlib"),
     ],
 )
 def test_forbidden_import_is_found(module, source):
@@ -159,7 +156,7 @@ def test_forbidden_import_is_found(module, source):
         ("bin/run.py", "from dflash_aot.runtime.engine import Engine"),
         ("bin/bench.py", "from dflash_aot.benchmarks.record import Record"),
         ("benchmarks/thing.py", "import flax.nnx\nfrom dflash_aot.compile.programs.programs import Programs"),
-        ("benchmarks/pictures.py", "def lazy():\n    import matplotlib"),
+        ("benchmarks/charts.py", "def lazy():\n    import matplotlib"),
         ("runtime/thing.py", "NAMES = ('jax._src.core', 'flax')"),
     ],
 )

@@ -20,12 +20,6 @@ SHORT_MODULES = {  # and why each is a file of its own
     "server/demo_page.py": "a part of the server that nothing else needs",
 }
 SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}
-# Modules and names that are about to go. To be removed with them.
-REPLACED = {
-    *("benchmarks/bundle_start.py", "benchmarks/laps.py", "benchmarks/peaks.py", "benchmarks/peer_engine.py"),
-    *("benchmarks/peer_jit.py", "benchmarks/peer_watched.py", "benchmarks/settings.py", "cache/remote/retry.py"),
-    *("Source", "Result", "Passes", "PairShapes", "Way"),
-}
 
 
 def find_modules(root: Path, folders: tuple[str, ...] = PACKAGES) -> list[Path]:
@@ -61,7 +55,7 @@ def find_short_modules(root: Path) -> Iterator[str]:
 
 def check_exceptions(found: set[str], allowed: Mapping[str, str]) -> None:
     """Fails for what is found without being allowed, and for what is allowed without need."""
-    assert sorted(found - allowed.keys() - REPLACED) == []
+    assert sorted(found - allowed.keys()) == []
     assert sorted(allowed.keys() - found) == []
 
 
