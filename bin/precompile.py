@@ -3,10 +3,10 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
-    [--sampling greedy,sample] [--canaries] [--check_reproducible] [--store URL]
+    [--sampling greedy,sample] [--nocanaries] [--check_reproducible] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
-dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--canaries] [--store URL]
+dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
 """
 

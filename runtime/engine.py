@@ -196,7 +196,7 @@ class Engine:
         check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._compile_guard.events
-        copied.executables, copied.loaded = self.executables, len(self._bundle.executables)
+        copied.executables, copied.loaded = self.executables, len(self._bundle.executables.list_loaded())
         return copied
 
     def decisions(self) -> tuple[Decision, ...]:

@@ -169,9 +169,9 @@ def _make_params(model: ServedModel, body: SampledRequest, max_tokens: int, logp
 
 def _check_built(model: ServedModel, params: SamplingParams) -> None:
     """Raises ApiError for what was not precompiled; clients cannot use the command in the engine's own message."""
-    if params.shaped_by and not model.can_sample:
-        message = f"this server has greedy decoding only; not supported: {', '.join(params.shaped_by)}"
-        raise ApiError(400, message, "not_built", params.shaped_by[0])
+    if params.sampled_fields and not model.can_sample:
+        message = f"this server has greedy decoding only; not supported: {', '.join(params.sampled_fields)}"
+        raise ApiError(400, message, "not_built", params.sampled_fields[0])
     if params.k not in (None, *model.ks):
         raise ApiError(400, f"k is {params.k}: this server has {', '.join(map(str, model.ks))}", "not_built", "k")
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from dflash_aot.cache.errors import CorruptBundle, DflashError
@@ -46,17 +46,12 @@ class LazyLoader:
         executable = self._loaded.get(name)
         return self._load_on_demand(name) if executable is None else executable
 
-    def __contains__(self, name: ExecutableId) -> bool:
-        """Whether the executable is loaded."""
+    def is_loaded(self, name: ExecutableId) -> bool:
         return name in self._loaded
 
-    def __iter__(self) -> Iterator[Executable]:
-        """Iterates over the loaded executables."""
-        return iter([*self._loaded.values()])
-
-    def __len__(self) -> int:
-        """The number of loaded executables."""
-        return len(self._loaded)
+    def list_loaded(self) -> list[Executable]:
+        """The executables that are loaded so far."""
+        return [*self._loaded.values()]
 
     def prefetch(self, names: Sequence[ExecutableId]) -> bool:
         """Lets the thread load these executables next. Returns whether all of them are loaded already."""

@@ -72,18 +72,18 @@ class LoadedBundle:
 
     def holds(self, shape: RoundShape) -> bool:
         """Whether all executables of such a round are loaded."""
-        return all(name in self.executables for name in self._list_executables(shape))
+        return all(self.executables.is_loaded(name) for name in self._list_executables(shape))
 
     def prepare(self, shape: RoundShape) -> None:
         """Loads the executables of such a round in the background."""
         self.executables.prefetch(self._list_executables(shape))
 
-    def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
-        """Whether all executables of such a round have been called. alone: as a multi-round step, where possible."""
+    def has_run(self, bucket: Bucket, sampled: bool, multi_round: bool) -> bool:
+        """Whether all executables of such a round were called before. multi_round: as a multi-round step, if any."""
         shape = (bucket, sampled)
-        return (*shape, alone) in self._run or self._check_run(
-            (*shape, alone),
-            self._list_executables(shape) if alone else list_round_executables(bucket, sampled, self._drafts),
+        return (*shape, multi_round) in self._run or self._check_run(
+            (*shape, multi_round),
+            self._list_executables(shape) if multi_round else list_round_executables(bucket, sampled, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
@@ -92,7 +92,7 @@ class LoadedBundle:
 
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
         """Remembers under `key` that all of these executables have been called, once they have."""
-        if has_run := all(name in self.executables and self.executables[name].called for name in names):
+        if has_run := all(self.executables.is_loaded(name) and self.executables[name].called for name in names):
             self._run.add(key)
         return has_run
 

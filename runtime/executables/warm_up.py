@@ -26,7 +26,7 @@ class WarmUp:
 
     def step(self) -> bool:
         """Calls one executable, or times one round shape. Returns False if nothing is left to do for now."""
-        for executable in self._bundle.executables:
+        for executable in self._bundle.executables.list_loaded():
             if not executable.called and executable not in self._broken:
                 self._call(executable)
                 return True
@@ -45,7 +45,7 @@ class WarmUp:
         """Times one round shape of which all executables were called. Returns whether there was one."""
         self._unmeasured = [shape for shape in self._unmeasured if not controller.is_measured(shape)]
         for shape in self._unmeasured:
-            if self._bundle.has_run(*shape, alone=False):
+            if self._bundle.has_run(*shape, multi_round=False):
                 controller.set_measured_time(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
                 self._timer.clear()
                 return True

@@ -138,11 +138,11 @@ class RequestBuilder:
     def _check_executables(self, params: SamplingParams) -> None:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
         bundle, manifest = self._bundle, self._bundle.manifest
-        if not params.plain and "sample" not in manifest.sampling:
+        if not params.is_greedy and "sample" not in manifest.sampling:
             command = msgspec.structs.replace(manifest, sampling=SAMPLING_MODES).build_command(bundle.path)
             raise GridMiss(
-                f"the bundle has greedy executables only, and this takes sampled ones: {', '.join(params.shaped_by)}. "
-                f"Precompile them: {command}"
+                "the bundle has greedy executables only, and this takes sampled ones: "
+                f"{', '.join(params.sampled_fields)}. Precompile them: {command}"
             )
         ks = manifest.grid.k
         if params.k is not None and params.k not in ks:

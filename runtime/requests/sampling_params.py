@@ -133,12 +133,12 @@ class SamplingParams:
                 raise BadInput(f"{name} is {reprlib.repr(value)}: {parameter.needed} is needed")
 
     @property
-    def plain(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the greedy executables are enough."""
-        return not self.shaped_by
+        return not self.sampled_fields
 
     @property
-    def shaped_by(self) -> tuple[str, ...]:
+    def sampled_fields(self) -> tuple[str, ...]:
         """The given parameters that need sampled executables; top_k, top_p and min_p never change a greedy choice."""
         given = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.needs_sampling}
         return tuple(name for name, value in given.items() if value not in (PARAMETERS[name].default, {}))

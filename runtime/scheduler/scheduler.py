@@ -258,7 +258,7 @@ class Scheduler:
         """Gives free slots to waiting requests. Returns those that got one."""
         started = []
         while not self.slots.is_full and (request := self._queue.take()):
-            sampled = not request.params.plain or not self._greedy_exists
+            sampled = not request.params.is_greedy or not self._greedy_exists
             self.slots.add(RunningRequest(request, self._controller.start_request(), sampled))
             started.append(request)
         return started

@@ -129,7 +129,7 @@ def test_detokenizer_failure_ends_one_request(engine, cases):
 
 
 def break_weights(engine: Engine) -> None:
-    for executable in engine._bundle.executables:
+    for executable in engine._bundle.executables.list_loaded():
         for weight in executable._weights:
             weight.delete()
 

@@ -66,7 +66,7 @@ def test_look_up_loads_the_executable_once(make_loader):
     recorded = make_loader(3)
     assert [recorded.loader[name(2)], recorded.loader[name(2)]] == ["executable 2"] * 2
     assert recorded.log == [2]
-    assert (len(recorded.loader), name(2) in recorded.loader, name(1) in recorded.loader) == (1, True, False)
+    assert (len(recorded.loader.list_loaded()), recorded.loader.is_loaded(name(2)), recorded.loader.is_loaded(name(1))) == (1, True, False)
     assert [*recorded.loader] == ["executable 2"]
     with pytest.raises(KeyError):
         recorded.loader[name(3)]
@@ -89,7 +89,7 @@ def test_thread_loads_everything_in_order(make_loader):
     recorded.loader.start()
     recorded.await_loaded(4)
     assert recorded.log == [3, 0, 1, 2, 4]
-    assert len(recorded.loader) == 5
+    assert len(recorded.loader.list_loaded()) == 5
 
 
 def test_prefetched_executables_come_next_and_look_ups_do_not_wait(make_loader):
@@ -137,7 +137,7 @@ def test_corrupt_executable_raises_in_each_look_up_and_the_rest_is_loaded(make_l
         errors.append(error.value)
     assert errors[0] is not errors[1]  # an exception that is raised again keeps the frames of all callers
     assert recorded.log == [0, 1, 2]
-    assert (len(recorded.loader), name(1) in recorded.loader, recorded.loader.prefetch([name(1)])) == (2, False, False)
+    assert (len(recorded.loader.list_loaded()), recorded.loader.is_loaded(name(1)), recorded.loader.prefetch([name(1)])) == (2, False, False)
 
 
 @pytest.mark.parametrize("error", [IncompatibleBundle("no memory is free"), MemoryError("none")])
@@ -159,7 +159,7 @@ def test_close_waits_for_the_load_in_progress_and_starts_no_other(make_loader):
         closing = pool.submit(recorded.loader.close)
         recorded.permit(3)
         closing.result(LONG)
-    assert recorded.log[0] == 0 and len(recorded.log) == len(recorded.loader)
+    assert recorded.log[0] == 0 and len(recorded.log) == len(recorded.loader.list_loaded())
     assert not recorded.loader._thread.is_alive()
     assert recorded.loader[name(2)] == "executable 2"  # look-ups still work
     recorded.loader.close()  # a second call is harmless

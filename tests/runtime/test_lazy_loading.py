@@ -32,7 +32,7 @@ def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
         answer = engine.generate(cases["len5"].prompt, limit_tokens(20))
         assert answer.token_ids == cases["len5"].answer[:20]
         wait_until(lambda: engine.stats().loaded == engine.executables)
-        wait_until(lambda: all(one.called for one in engine._bundle.executables))
+        wait_until(lambda: all(one.called for one in engine._bundle.executables.list_loaded()))
         manifest = engine.manifest
         kinds = list_round_shapes(manifest.grid, manifest.sampling, engine.k)
         wait_until(lambda: all(map(engine._controller.is_measured, kinds)))
@@ -45,7 +45,7 @@ def test_preload_loads_and_calls_everything_before_open_returns(bundle):
     with Engine.open(bundle("tiny"), preload=True) as engine:
         assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
         assert engine.stats().loaded == engine.stats().executables == engine.executables
-        assert all(one.called for one in engine._bundle.executables)
+        assert all(one.called for one in engine._bundle.executables.list_loaded())
 
 
 def test_closed_or_failed_engine_leaves_no_loader_thread(bundle, tied, tmp_path):

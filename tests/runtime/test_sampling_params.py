@@ -79,7 +79,7 @@ def test_all_parameters_are_covered_by_these_tests():
     ids=str,
 )
 def test_parameters_that_keep_the_greedy_choice_are_plain(given):
-    assert SamplingParams(**given).plain
+    assert SamplingParams(**given).is_greedy
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_parameters_that_keep_the_greedy_choice_are_plain(given):
 )
 def test_parameters_that_need_sampled_executables_are_named(given):
     params = SamplingParams(**given)
-    assert not params.plain
-    assert params.shaped_by == tuple(given)
+    assert not params.is_greedy
+    assert params.sampled_fields == tuple(given)
 
 
 def test_each_parameter_is_declared_with_meaning_and_default():

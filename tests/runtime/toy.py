@@ -262,8 +262,8 @@ class ToyBundle:
         """Makes the next calls of `program` fail; "read verify" makes reading its results fail."""
         self._faults[program] += times
 
-    def has_run(self, bucket: Bucket, sampled: bool, alone: bool) -> bool:
-        return self._has_called("rounds" if alone else "sampled_verify" if sampled else "verify", bucket)
+    def has_run(self, bucket: Bucket, sampled: bool, multi_round: bool) -> bool:
+        return self._has_called("rounds" if multi_round else "sampled_verify" if sampled else "verify", bucket)
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
         return self._has_called("prefill", chunk)
