@@ -6,8 +6,8 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--sampling greedy,sample] [--nocanaries] [--check_reproducible] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
-dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries] [--store URL]
-    [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
+dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries]
+    [--store URL] [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
 """
 
 import os

@@ -66,8 +66,9 @@ def test_look_up_loads_the_executable_once(make_loader):
     recorded = make_loader(3)
     assert [recorded.loader[name(2)], recorded.loader[name(2)]] == ["executable 2"] * 2
     assert recorded.log == [2]
-    assert (len(recorded.loader.list_loaded()), recorded.loader.is_loaded(name(2)), recorded.loader.is_loaded(name(1))) == (1, True, False)
-    assert [*recorded.loader] == ["executable 2"]
+    loader = recorded.loader
+    assert (len(loader.list_loaded()), loader.is_loaded(name(2)), loader.is_loaded(name(1))) == (1, True, False)
+    assert loader.list_loaded() == ["executable 2"]
     with pytest.raises(KeyError):
         recorded.loader[name(3)]
 
@@ -137,7 +138,8 @@ def test_corrupt_executable_raises_in_each_look_up_and_the_rest_is_loaded(make_l
         errors.append(error.value)
     assert errors[0] is not errors[1]  # an exception that is raised again keeps the frames of all callers
     assert recorded.log == [0, 1, 2]
-    assert (len(recorded.loader.list_loaded()), recorded.loader.is_loaded(name(1)), recorded.loader.prefetch([name(1)])) == (2, False, False)
+    loader = recorded.loader
+    assert (len(loader.list_loaded()), loader.is_loaded(name(1)), loader.prefetch([name(1)])) == (2, False, False)
 
 
 @pytest.mark.parametrize("error", [IncompatibleBundle("no memory is free"), MemoryError("none")])
