@@ -208,7 +208,7 @@ class Engine:
 
         model_name: the label of the metrics; by default the target as the bundle names it.
         """
-        from dflash_aot.runtime.metrics.prometheus import make_registry  # noqa: PLC0415  loaded only where somebody watches
+        from dflash_aot.runtime.metrics.prometheus import make_registry  # noqa: PLC0415  only services with metrics load it
 
         return make_registry(self.stats, model_name or self.manifest.target.reference)
 

@@ -66,7 +66,7 @@ class Roofline:
         self._item = ITEM_BYTES[dtype]
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
-        """The bound of a round in a bucket. With K = 0 the engine writes no draft context either."""
+        """The bound of a round in a bucket. K = 0 counts no kv_write, as in an engine opened with k=0."""
         B, S, K = bucket.batch, bucket.length, bucket.k
         verify = self.verify(B, S, K).bound_seconds(chip)
         if not K:

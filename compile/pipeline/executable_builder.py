@@ -90,7 +90,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
 def jax_cache_disabled() -> Iterator[None]:
     """Inside, JAX's own cache of executables is off, in all threads.
 
-    Nobody verifies an executable from there, and on a CPU it cannot be serialized again.
+    Such an executable would be unverified, and on a CPU it cannot be serialized again.
     """
     before = jax.config.values["jax_enable_compilation_cache"]
     _enable_jax_cache(False)

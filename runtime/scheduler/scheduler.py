@@ -239,7 +239,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, and no slot is taken."""
+        """No request waits, and no slot is taken."""
         return not self._queue and not self.slots
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:

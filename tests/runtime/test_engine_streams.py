@@ -194,7 +194,7 @@ def test_closed_event_loop_affects_no_other_request(serve, cases):
 
     async def leave() -> None:
         stream = engine.astream(cases["len1"].prompt, EVERYTHING)
-        kept.append(stream)  # nobody closes it: its deltas go to a loop that is closed
+        kept.append(stream)  # not closed: its deltas go to a closed event loop
         await anext(stream)
 
     loop = asyncio.new_event_loop()
@@ -384,7 +384,7 @@ def test_slow_thread_delays_no_other_request(serve, cases):
     engine = serve("tied", 0)
     unread = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
     for stream in unread:
-        next(iter(stream))  # and whoever drops the iterator leaves
+        next(iter(stream))  # dropping the iterator closes the stream
     unread = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS)]
     read = engine.generate(cases["len5"].prompt, up_to(30))
     assert read.token_ids == cases["len5"].answer[:30]

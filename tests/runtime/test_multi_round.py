@@ -141,7 +141,7 @@ def test_random_multi_round_schedules_give_each_its_own_text():
 
 def test_burst_length_follows_round_times():
     pace, bucket = BurstLength(max_rounds=8, burst_seconds=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
-    assert pace.choose(bucket, room=9) == 1, "nobody knows yet how long they take"
+    assert pace.choose(bucket, room=9) == 1, "no time is known yet"
     pace.note_round_time(bucket, 0.01)
     assert pace.choose(bucket, room=9) == 5
     assert pace.choose(bucket, room=2) == 2

@@ -83,7 +83,7 @@ def test_toy_detects_a_round_beyond_its_bucket():
 
 def test_toy_detects_a_missing_sampling_state():
     bundle, state, *_ = prefilled()
-    with pytest.raises(Misuse, match="nobody has admitted"):
+    with pytest.raises(Misuse, match="without a sampling state"):
         bundle.sampled_verify(Bucket(1, 16, 0))(state, *place([True]))
 
 

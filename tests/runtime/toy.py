@@ -424,7 +424,7 @@ def _verify_row(
         write(slot.target, start, [STALE] * width)
         return (STALE,) * width, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
     text = slot.text
-    require(sampling is not None, "a row is sampled that nobody has admitted")
+    require(sampling is not None, "a row is sampled without a sampling state")
     require(start + width <= bucket.length, f"{width} positions behind {start} are not in {bucket}")
     require(STALE not in block, f"the draft of {block} has read what was never written")
     assert sampling is not None
