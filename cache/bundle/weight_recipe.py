@@ -69,7 +69,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
-    """Returns why a recipe is invalid (slices outside, wrong shapes, a wrong number of elements), None if it is valid."""
+    """Returns why a recipe is invalid (slices outside, wrong shapes, a wrong element count), None if it is valid."""
     for placement in recipe.placements:
         place = (placement.offset, placement.extent)
         if any(len(part) != len(recipe.shape) for part in place):
