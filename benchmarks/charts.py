@@ -19,7 +19,7 @@ STYLE = {
     "font.size": 10,
     "hatch.linewidth": 0.5,
 }
-SIZE = (7.0, 4.2)  # inches
+FIGURE_INCHES = (7.0, 4.2)
 FLAT_LETTERS = 70  # of tick labels that fit without rotation
 # Without date and version, which would change the file.
 METADATA = {"Date": None, "Creator": None}
@@ -44,7 +44,7 @@ def draw_chart(chart: Chart) -> bytes:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(SIZE, layout="constrained", facecolor="white")
+        figure = Figure(FIGURE_INCHES, layout="constrained", facecolor="white")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         (_draw_lines if chart.kind == "line" else _draw_bars)(axes, chart)

@@ -19,7 +19,7 @@ from dflash_aot.cache.errors import BadInput
 
 MARK = re.compile(r"(<!-- dflash-bench: (?P<name>\S+) -->)(?P<content>.*?)(<!-- end -->)", re.DOTALL)
 OPENING = "<!-- dflash-bench:"
-HEAD = """# Results
+PAGE_HEAD = """# Results
 
 <!-- Written by dflash-bench render from the records beside it. -->
 
@@ -105,7 +105,7 @@ def format_item(name: str, results: Mapping[str, NamedRecord], page: Path, chart
 
 def format_page(results: Mapping[str, NamedRecord], charts: str) -> str:
     """The page with everything. charts: their directory, relative to the page."""
-    parts = [HEAD]
+    parts = [PAGE_HEAD]
     for result in results.values():
         parts += [f"## {result.name}\n", f"{format_provenance(result)}\n"]
         for table in result.findings.tables:

@@ -18,7 +18,7 @@ from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, DflashError
 
-SCHEMA = 1
+RECORD_SCHEMA = 1
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
 ProgressNote = Callable[[str], None]
 Sample = dict[str, Any]  # flat; "way" names the contender
@@ -45,7 +45,7 @@ def read_record(path: Path) -> Record:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
-    if record.schema != SCHEMA:
+    if record.schema != RECORD_SCHEMA:
         raise BadInput(f"{path} has schema {record.schema}; this version reads {SCHEMA}: take the samples again")
     return record
 
@@ -116,7 +116,7 @@ def take_record(
     except DflashError as caught:
         error = caught
     record = Record(
-        schema=SCHEMA,
+        schema=RECORD_SCHEMA,
         benchmark=name,
         command=command,
         commit=read_commit(),

@@ -32,7 +32,7 @@ GRIDS = {
     50: "batch=1 length=256,512,768,1024 k=0,1,3,5,7 prefill=64,256",
     200: "batch=1 length=256,320,384,512,640,768,896,1024 k=0,1,2,3,4,5,7,9,11,13,15 prefill=64,256",
 }
-TOLERANCE = 1e-3  # seconds between the sum of the phases and the whole
+PHASE_TOLERANCE = 1e-3  # seconds between the sum of the phases and the whole
 BUNDLE, CACHED, COLD = NAMES = ("bundle", "jax.jit, cache warm", "jax.jit, cold")
 SCOPES = {"grid": "whole grid", "request": "first request"}  # what is ready at the first token
 MOST_PHASES = 7  # in a chart; the other phases are "rest"
@@ -128,7 +128,7 @@ def find_fault(samples: Sequence[Sample]) -> str:
         return f"the contenders do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
     for one in samples:
         phases = one["phases"]
-        if abs(sum(phases.values()) - one["seconds"]) > TOLERANCE or min(phases.values()) < -TOLERANCE:
+        if abs(sum(phases.values()) - one["seconds"]) > PHASE_TOLERANCE or min(phases.values()) < -PHASE_TOLERANCE:
             return f"a start of {one['way']} took {one['seconds']} s, and its phases do not add up to that: {phases}"
     return ""
 

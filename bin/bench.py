@@ -26,7 +26,7 @@ from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.charts import check_matplotlib, draw_charts
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
 from dflash_aot.benchmarks.tables import Findings
-from dflash_aot.bin.bench_flags import define_settings, read_settings, spell_command
+from dflash_aot.bin.bench_flags import define_settings, format_arguments, read_settings
 from dflash_aot.bin.command_line import format_table, run_with_arguments
 from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, VoidRecord
@@ -155,7 +155,7 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     directory, record_name = Path(output.out), output.name or name
     for place in (directory, scratch):
         place.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["dflash-bench", *spell_command(name, settings)])
+    command = shlex.join(["dflash-bench", *format_arguments(name, settings)])
     record, error = take_record(name, benchmark, settings, command, scratch, print_progress)
     path = directory / f"{record_name}.json"
     write_record(record, path)

@@ -6,7 +6,7 @@ from dflash_aot.benchmarks import decode_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
 from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.messages import ServedClosed, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.record import SCHEMA, Record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.tables import Findings
 from tests.benchmarks.toy_worker import ToySpec, say
 
@@ -106,7 +106,9 @@ def make_samples() -> list[dict]:
 @pytest.fixture(scope="module")
 def findings() -> Findings:
     samples = make_samples()
-    record = Record(SCHEMA, "decode", "", "", "", 1.0, read_machine(0.0), {}, samples, decode_bench.find_fault(samples))
+    record = Record(
+        RECORD_SCHEMA, "decode", "", "", "", 1.0, read_machine(0.0), {}, samples, decode_bench.find_fault(samples)
+    )
     assert record.void == ""
     return decode_bench.make_findings(record)
 

@@ -6,7 +6,7 @@ from dflash_aot.benchmarks import load_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
 from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.record import SCHEMA, Record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
@@ -143,7 +143,9 @@ def findings() -> Findings:
     samples += [opened("engine, K = 7", rate) for rate in (4.0, 2.0)]
     assert load_bench.find_fault(samples) == ""
     settings = {"max_tokens": 5}
-    return load_bench.make_findings(Record(SCHEMA, "load", "", "", "", 1.0, read_machine(0.0), settings, samples, ""))
+    return load_bench.make_findings(
+        Record(RECORD_SCHEMA, "load", "", "", "", 1.0, read_machine(0.0), settings, samples, "")
+    )
 
 
 def test_callers_have_a_row_for_each_contender(findings):

@@ -6,7 +6,7 @@ import pytest
 
 from dflash_aot.benchmarks.machine import MachineFacts
 from dflash_aot.benchmarks.pages import find_changed, read_results, render
-from dflash_aot.benchmarks.record import SCHEMA, Record, write_record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, write_record
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
 from dflash_aot.cache.errors import BadInput
 
@@ -41,7 +41,7 @@ def house(tmp_path) -> Path:
     results.mkdir(parents=True)
     samples = [{"rate": 100}, {"rate": 250}]
     command = "dflash-bench decode --prompts=2"
-    record = Record(SCHEMA, "decode", command, COMMIT, STARTED, 1.0, MACHINE, {"prompts": 2}, samples, "")
+    record = Record(RECORD_SCHEMA, "decode", command, COMMIT, STARTED, 1.0, MACHINE, {"prompts": 2}, samples, "")
     write_record(record, results / "decode.json")
     (tmp_path / "README.md").write_text(README)
     (tmp_path / "docs/other.md").write_text("# Nothing is marked here\n")

@@ -126,7 +126,7 @@ def test_line_without_a_question_is_refused(lines, line):
 
 
 def test_unknown_name_is_refused():
-    with pytest.raises(BadInput, match="gsm9k: no such file, and no name of held-out, gsm8k"):
+    with pytest.raises(BadInput, match="gsm9k: no such file, and none of held-out, gsm8k"):
         load_questions("gsm9k")
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from dflash_aot.benchmarks import record as record_module
 from dflash_aot.benchmarks.machine import count_cores, read_machine
-from dflash_aot.benchmarks.record import SCHEMA, Record, read_record, setting, take_record, write_record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_record, setting, take_record, write_record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.errors import BadInput, EngineFailed
 
@@ -24,7 +24,9 @@ SAMPLES = [{"way": "ours", "repeat": 0, "seconds": 0.1, "token_ids": [1, 2]}, {"
 @pytest.fixture
 def record() -> Record:
     site = read_machine(0.5)
-    return Record(SCHEMA, "toy", "dflash-bench toy", "", "2026-01-01T00:00:00+00:00", 1.5, site, {"k": 7}, SAMPLES, "")
+    return Record(
+        RECORD_SCHEMA, "toy", "dflash-bench toy", "", "2026-01-01T00:00:00+00:00", 1.5, site, {"k": 7}, SAMPLES, ""
+    )
 
 
 def test_written_record_is_read_unchanged(record, tmp_path):
@@ -43,7 +45,7 @@ def test_each_sample_is_one_line(record, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+        ({"schema": RECORD_SCHEMA + 1}, f"schema {SCHEMA + 1}"),
         ({"colour": "blue"}, "colour"),
         ({"samples": {}}, "array"),
         ({"seconds": "long"}, "float"),
