@@ -46,7 +46,7 @@ def read_record(path: Path) -> Record:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != RECORD_SCHEMA:
-        raise BadInput(f"{path} has schema {record.schema}; this version reads {SCHEMA}: take the samples again")
+        raise BadInput(f"{path} has schema {record.schema}; this version reads {RECORD_SCHEMA}: take the samples again")
     return record
 
 

@@ -45,7 +45,7 @@ def test_each_sample_is_one_line(record, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"schema": RECORD_SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+        ({"schema": RECORD_SCHEMA + 1}, f"schema {RECORD_SCHEMA + 1}"),
         ({"colour": "blue"}, "colour"),
         ({"samples": {}}, "array"),
         ({"seconds": "long"}, "float"),
