@@ -153,7 +153,7 @@ def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> 
 def format_verification(report: VerificationReport) -> str:
     """The report of `verify` as text."""
     lines = [
-        f"{flaw.path} ({flaw.label}): {flaw.field} is {flaw.found}, the manifest says {flaw.promised}"
+        f"{flaw.path} ({flaw.label}): {flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
         + (f"; moved to {report.quarantined[str(flaw.path)]}" if str(flaw.path) in report.quarantined else "")
         for flaw in report.flaws
     ]

@@ -1,1 +1,1 @@
-"""The contract between building and serving: grid, signatures, manifest, store. No model code."""
+"""The contract between building and serving: model facts, grid, signatures, bundle, stores. Contains no model code."""

@@ -20,13 +20,13 @@ class BrokenBlob(ValueError):
 
     Attributes:
         field: what differs: bytes, sha256, serialized_bytes or pickle.
-        promised, found: the value in the manifest and the value found.
+        expected, found: the value in the manifest and the value found.
         content: whether the bytes themselves are wrong; False if they could not be checked.
     """
 
-    def __init__(self, words: str, field: str, promised: object, found: object, content: bool = True):
+    def __init__(self, words: str, field: str, expected: object, found: object, content: bool = True):
         super().__init__(words)
-        self.field, self.promised, self.found, self.content = field, str(promised), str(found), content
+        self.field, self.expected, self.found, self.content = field, str(expected), str(found), content
 
 
 def pack_blob(serialized: bytes) -> tuple[Blob, bytes]:

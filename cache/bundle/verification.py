@@ -13,7 +13,7 @@ from dflash_aot.cache.bundle.atomic_files import file_kind, is_temporary_file, r
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, find_blob_flaw
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, quarantine_file
-from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.store import LOCK_FILE, Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
@@ -47,7 +47,7 @@ class FileFlaw(msgspec.Struct, frozen=True):
     path: the file.
     label: the executable or program that it should hold.
     field: what differs.
-    promised: the value in the manifest.
+    expected: the value in the manifest.
     found: the value found.
     content: whether the bytes themselves are wrong; such a file is useless.
     """
@@ -55,7 +55,7 @@ class FileFlaw(msgspec.Struct, frozen=True):
     path: Path
     label: str
     field: str
-    promised: str
+    expected: str = msgspec.field(name="promised")  # the name in JSON reports
     found: str
     content: bool
 
@@ -111,8 +111,8 @@ def check_file(expected: ExpectedFile) -> FileFlaw | None:
     """Returns the flaw of one file: its kind, its content (see `unpack_blob`); None if it has none."""
     blob, path = expected.blob, expected.path
 
-    def flaw(promised: str, found: str, content: bool) -> FileFlaw:
-        return FileFlaw(path, expected.label, "file", promised, found, content)
+    def flaw(wanted: str, found: str, content: bool) -> FileFlaw:
+        return FileFlaw(path, expected.label, "file", wanted, found, content)
 
     if path.parent.is_symlink():
         return flaw("a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
@@ -124,7 +124,7 @@ def check_file(expected: ExpectedFile) -> FileFlaw | None:
         # A link or a fifo is certainly wrong; a read error or a missing permission does not prove the file corrupt.
         return flaw(f"a file of {blob.bytes} bytes", str(error.strerror), content=_is_special(path))
     if broken := find_blob_flaw(blob, content):
-        return FileFlaw(path, expected.label, broken.field, broken.promised, broken.found, broken.content)
+        return FileFlaw(path, expected.label, broken.field, broken.expected, broken.found, broken.content)
     return None
 
 
@@ -138,7 +138,7 @@ def quarantine_flaws(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) ->
     def find_still_broken() -> Iterator[tuple[Path, FaultKind, str]]:
         for expected in list_expected_files(bundle, manifest):
             if expected.path in broken and (flaw := check_file(expected)) and flaw.content:
-                yield expected.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest says {flaw.promised}"
+                yield expected.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
 
     return quarantine_files(bundle, find_still_broken()) if broken else ({}, None)
 
@@ -161,12 +161,12 @@ def quarantine_files(bundle: Path, found: Iterable[tuple[Path, FaultKind, str]])
 
 def find_unexpected_files(bundle: Path, manifest: Manifest) -> list[UnexpectedFile]:
     """Returns all files of the bundle that the manifest does not name, sorted by name; links are not followed."""
-    promised = {expected.path for expected in list_expected_files(bundle, manifest)}
+    known = {expected.path for expected in list_expected_files(bundle, manifest)}
     keys = {f"{entry.key}.json" for entry in manifest.entries}
-    own = {bundle / MANIFEST_FILE, bundle / SIGNATURE_FILE, bundle / ".lock"}
+    own = {bundle / MANIFEST_FILE, bundle / SIGNATURE_FILE, bundle / LOCK_FILE}
     found = []
     for path in list_files(bundle):
-        if path in promised or path in own or (path.parent == bundle / "entries" and path.name in keys):
+        if path in known or path in own or (path.parent == bundle / "entries" and path.name in keys):
             continue
         with suppress(FileNotFoundError):  # a running build has just renamed it
             status = path.lstat()

@@ -75,7 +75,7 @@ def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
         if any(len(part) != len(recipe.shape) for part in place):
             return f"{placement.tensor} has another number of dimensions than {list(recipe.shape)}"
         if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*place, recipe.shape, strict=True)):
-            return f"{placement.tensor} lies outside {list(recipe.shape)}"
+            return f"{placement.tensor} is outside {list(recipe.shape)}"
         stored, extent = placement.stored, placement.extent
         if not _is_split(stored, extent):
             return f"{placement.tensor} is stored as {list(stored)}, which does not fill {list(extent)}"

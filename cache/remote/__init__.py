@@ -1,1 +1,1 @@
-"""Object stores behind directories and URLs: shared executables, and bundles that are pushed and fetched."""
+"""Object stores in directories and behind URLs: the shared store, and bundles that are pushed and fetched."""

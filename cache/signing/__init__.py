@@ -1,1 +1,1 @@
-"""Signatures over bundle manifests: Ed25519 keys in DSSE envelopes."""
+"""Signing of bundles: Ed25519 signatures over manifests, in DSSE envelopes."""

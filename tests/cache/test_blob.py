@@ -58,7 +58,7 @@ def test_flaw_has_field_and_both_values(change, field, words):
     blob, content = pack_blob(b"serialized")
     flaw = find_blob_flaw(blob, change(content))
     assert flaw.field == field and words in str(flaw) and flaw.content
-    assert flaw.promised == str(getattr(blob, field)) != flaw.found
+    assert flaw.expected == str(getattr(blob, field)) != flaw.found
 
 
 @pytest.mark.parametrize("size", [MAX_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])

@@ -73,7 +73,7 @@ def test_flaw_has_both_values_and_the_label_of_the_file(bundle, manifest, paths)
     entry = manifest.entries[0]
     cut(paths[0])
     (flaw,) = find_file_flaws(bundle, manifest)
-    assert (flaw.promised, flaw.found) == (str(entry.bytes), str(entry.bytes - 1))
+    assert (flaw.expected, flaw.found) == (str(entry.bytes), str(entry.bytes - 1))
     assert flaw.label == entry.signature.label
 
 
@@ -97,7 +97,7 @@ def test_forged_blob_with_a_valid_hash_is_found_by_its_unpacked_size(bundle, man
     forged, packed = forge_entry(manifest, bytes(10**6), 100)
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
-    assert (flaw.field, flaw.promised) == ("serialized_bytes", "100")
+    assert (flaw.field, flaw.expected) == ("serialized_bytes", "100")
 
 
 def test_forged_blob_with_a_valid_hash_is_found_by_its_pickle(bundle, manifest, store):

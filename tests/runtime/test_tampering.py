@@ -159,7 +159,7 @@ def test_permuted_weights_are_found_by_the_key(copy, content):
     facts["entries"][0]["signature"]["weights"].reverse()
     write(copy, encode_with_digest(facts))
     (flaw,) = find_file_flaws(copy, read_manifest(copy))
-    assert (flaw.field, flaw.promised) == ("key", facts["entries"][0]["key"])
+    assert (flaw.field, flaw.expected) == ("key", facts["entries"][0]["key"])
 
 
 def duplicate_field(content: str) -> str:
