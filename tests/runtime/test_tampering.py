@@ -184,7 +184,7 @@ def with_seconds(before: str) -> Callable[[str], str]:
         (with_seconds("Infinity"), "JSON is malformed"),
         (with_seconds("1e999"), "out of range"),
         (with_seconds("[" * 100_000), "ecursion"),
-        (duplicate_field, "'dtype' stands twice"),
+        (duplicate_field, "'dtype' is in an object twice"),
         (lambda text: "[]", "Expected `object`"),
         (lambda text: "\ufeff" + text, "malformed"),
         (lambda text: text.replace("\n", "\n ", 1), "its content has"),
