@@ -222,7 +222,7 @@ def test_target_defaults_to_the_one_that_the_draft_names(command, tied, tmp_path
 
 def test_exchanged_target_and_draft_are_refused(command, tied):
     done = command(precompile, f"--target={tied.draft}", f"--draft={tied.target}", "--plan")
-    assert done.code == 2 and "wrong way round" in done.err
+    assert done.code == 2 and "swapped" in done.err
 
 
 def test_draft_of_another_target_is_refused(command, tied, untied):
