@@ -76,7 +76,7 @@ class TokenComparison(msgspec.Struct, frozen=True):
         return ""
 
 
-class AcceptanceComparison(msgspec.Struct, frozen=True):
+class AcceptedTokensComparison(msgspec.Struct, frozen=True):
     """Mean number of drafted tokens accepted per round."""
 
     name: str
@@ -92,7 +92,7 @@ class AcceptanceComparison(msgspec.Struct, frozen=True):
 
 
 class GoldenOptions(msgspec.Struct, frozen=True):
-    """Flags of the acceptance test."""
+    """Flags of the golden check."""
 
     golden: Path | None = None  # file to compare with
     record: Path | None = None  # file to write
@@ -116,20 +116,20 @@ class DecodeTiming(msgspec.Struct, frozen=True):
 
 
 class AnswerReport(msgspec.Struct, frozen=True):
-    """The result of the acceptance test; `failures` is empty if the bundle passed."""
+    """The result of the golden check; `failures` is empty if the bundle passed."""
 
     golden: str | None
     recorded: str | None  # the file that was written
     comparisons: list[TokenComparison]
-    acceptance: list[AcceptanceComparison]
+    acceptance: list[AcceptedTokensComparison]
     timings: list[DecodeTiming]
     compile_events: int  # traces and compilations while serving
     failures: list[str]
 
 
-def compare_acceptance(name: str, expected: Sequence[int], found: Sequence[int]) -> AcceptanceComparison:
+def compare_acceptance(name: str, expected: Sequence[int], found: Sequence[int]) -> AcceptedTokensComparison:
     """Of drafted tokens accepted in each round."""
-    return AcceptanceComparison(name, statistics.mean(expected), statistics.mean(found))
+    return AcceptedTokensComparison(name, statistics.mean(expected), statistics.mean(found))
 
 
 def read_golden(path: Path) -> GoldenFile:

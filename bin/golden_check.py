@@ -1,4 +1,4 @@
-"""Acceptance test of a bundle on this machine, by the answers that it gives: `dflash-bundle verify --golden`.
+"""Golden check: compares the answers of a bundle on this machine with recorded ones, `dflash-bundle verify --golden`.
 
 The bundle is opened as serving opens it, once at each K. Its answers are compared across Ks, across batch sizes, and
 with the answers of another machine. docs/tpu.md says what counts as wrong.
@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from dflash_aot.bin.golden import (
-    AcceptanceComparison,
+    AcceptedTokensComparison,
     AnswerReport,
     DecodeTiming,
     GoldenFile,
@@ -41,7 +41,7 @@ RANDOM_TOKENS = 1 << 16
 
 
 def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> AnswerReport:
-    """Runs the acceptance test. Raises BadInput, and what `Engine.open` raises."""
+    """Runs the golden check. Raises BadInput, and what `Engine.open` raises."""
     golden = read_golden(options.golden) if options.golden else None
     if golden and options.golden:
         check_golden(golden, manifest, options.golden)
@@ -49,7 +49,7 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
         check_writable(options.record)
     select_jax_platforms(manifest.environment.platform)
     prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])
-    test = AcceptanceTest(manifest, prompts, golden)
+    test = GoldenCheck(manifest, prompts, golden)
     for k in manifest.grid.k:  # 0 is the first
         with Engine.open(bundle, options.target, options.draft, k, preload=True) as engine:
             test.run(engine, k)
@@ -66,7 +66,7 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
     )
 
 
-class AcceptanceTest:
+class GoldenCheck:
     """Comparisons and timings, collected while one engine after the other runs, each at its own K."""
 
     def __init__(self, manifest: Manifest, prompts: Sequence[TokenIds], golden: GoldenFile | None):
@@ -74,7 +74,7 @@ class AcceptanceTest:
         self._tokens = count_new_tokens(manifest)
         self._here_exact = is_exact(manifest.environment.platform, manifest.dtype)
         self.comparisons: list[TokenComparison] = []
-        self.acceptance: list[AcceptanceComparison] = []
+        self.acceptance: list[AcceptedTokensComparison] = []
         self.timings: list[DecodeTiming] = []
         self.compile_events = 0
         self.answers: list[tuple[TokenIds, TokenIds]] = []  # prompts and answers at K = 0, one request at a time

@@ -1,4 +1,4 @@
-"""Statistics of a dflash-run: times, rounds per K, acceptance, padding; as JSON fields and as text."""
+"""Statistics of a dflash-run: times, rounds per K, accepted tokens, padding; as JSON fields and as text."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Diagnostics: warnings about a checkpoint pair, a prompt, or low acceptance, where nothing fails."""
+"""Diagnostics: warnings about a checkpoint pair, a prompt, or drafts that are rarely accepted."""
 
 from collections.abc import Iterator
 from pathlib import Path

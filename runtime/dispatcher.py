@@ -1,4 +1,4 @@
-"""The dispatcher: turns plans of the scheduler into calls of executables on the device state. Never waits."""
+"""The dispatcher: turns planned prefills and rounds into calls of executables. Never waits."""
 
 import functools
 import secrets

@@ -1,4 +1,4 @@
-"""The engine that other services embed: a bundle and its weights behind a request queue, served by one thread."""
+"""The engine that other services embed: a bundle and its weights served by one thread."""
 
 import asyncio
 import atexit

@@ -1,4 +1,4 @@
-"""Weight recipes: which checkpoint tensors make each weight argument, so that weight loading needs no model code."""
+"""Weight recipes: which checkpoint tensors make each weight argument, so that the runtime needs no model code."""
 
 import math
 from collections.abc import Sequence
