@@ -26,7 +26,7 @@ METADATA = {"Date": None, "Creator": None}
 
 
 def check_matplotlib() -> None:
-    """Raises BadInput where it is not installed."""
+    """Checks that matplotlib is installed. Raises BadInput."""
     if find_spec("matplotlib") is None:
         raise BadInput("charts need the package matplotlib: pip install 'dflash-aot[bench]'")
 

@@ -1,4 +1,4 @@
-"""dflash-bench kflat: time of one forward pass of the target against its rows, beside PyTorch and the roofline.
+"""dflash-bench kflat: does the time of a target forward pass stay flat as K grows? Beside PyTorch and the roofline.
 
 A pass is a verification of K + 1 rows or a chunk of a prompt. The roofline is computed from the best bandwidth and
 arithmetic that any contender reached in the same run. Contenders take turns, each in a process of its own, on the same

@@ -130,7 +130,7 @@ def make_open(contender: contenders.Contender, served: messages.ServedOpen, due:
 
 
 def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
-    """None for a refused prompt."""
+    """Tokens and times of each answer, by prompt; None for a refused prompt."""
     return {
         "tokens": [one and contenders.hash_tokens(one.token_ids) for one in answers],
         "first_us": [one and round(1e6 * one.arrivals[0]) for one in answers],

@@ -1,4 +1,4 @@
-"""CheckpointRole pairs with random weights, in the shapes of real ones: for times that do not depend on the weights.
+"""Checkpoint pairs with random weights, in the shapes of real ones: for times that do not depend on the weights.
 
 Their text makes no sense, and their drafts are never accepted.
 """
@@ -115,7 +115,7 @@ def _write_checkpoint(role: CheckpointRole, place: Path, configs: dict[Checkpoin
 
 
 def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Norms are 1; matrices keep the size of activations."""
+    """Draws one tensor: norms are 1, matrices keep the size of activations."""
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     return rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)

@@ -17,7 +17,7 @@ from dflash_aot.benchmarks.worker import Handlers, run_worker
 
 @contextmanager
 def open_torch(spec: messages.TorchSpec | messages.TorchForwardSpec) -> Iterator[Handlers]:
-    """Scaled dot product attention, which transformers chooses; one thread per core."""
+    """Loads the model with scaled dot product attention, one thread per core."""
     torch.set_num_threads(count_cores())
     dtype = getattr(torch, spec.dtype)
     model = AutoModelForCausalLM.from_pretrained(spec.target, dtype=dtype, local_files_only=True).eval()

@@ -65,7 +65,7 @@ def ask_process(process: JsonProcess, question: msgspec.Struct, kind: type[T], n
     except msgspec.DecodeError as error:
         raise PeerFailed(f"{name} sent an invalid reply: {error}") from error
     except ProcessEnded as ended:
-        hint = ": unless a person did that, memory was short" if ended.was_killed else ""
+        hint = ", probably because memory ran out" if ended.was_killed else ""
         words = "".join(f"\n  {line}" for line in ended.last_lines(LAST_LINES))
         log = f"Its last lines:{words}" if words else "It wrote nothing"
         raise PeerFailed(f"the process of {name} {ended.how}{hint}. {log}") from ended

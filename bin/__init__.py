@@ -1,1 +1,1 @@
-"""The command lines: the only package that reads flags and the environment."""
+"""The command lines: the only package that defines flags."""

@@ -111,7 +111,7 @@ def format_self_tests(report: SelfTestReport) -> str:
     if report.not_quarantined:
         lines.append(f"the others stay in place: {report.not_quarantined}")
     if report.faults:
-        wrong = f"{len(report.faults)} of {report.called} executables do not compute what they should"
+        wrong = f"{len(report.faults)} of {report.called} executables failed their self-test"
         return "\n".join([*lines, f"{wrong}. Rebuild them: {report.rebuild}"])
     unknown = report.called - report.compared - report.recorded
     recorded = f", the outputs of {report.recorded} are recorded now" if report.recorded else ""

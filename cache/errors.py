@@ -26,7 +26,7 @@ class StoreRefused(StoreFailed):
 
 
 class CorruptBundle(DflashError):
-    """The bytes of a bundle differ from its manifest, or its manifest is invalid."""
+    """The files of a bundle differ from its manifest, or the manifest is invalid or not signed as required."""
 
     exit_code = 3
 
@@ -38,13 +38,13 @@ class MissingBundle(CorruptBundle):
 
 
 class IncompatibleBundle(DflashError):
-    """A sound bundle was built for another environment or for other weights."""
+    """A sound bundle cannot be served here: another environment, other weights, or too little memory."""
 
     exit_code = 4
 
 
 class BuildFailed(DflashError):
-    """At least one executable could not be built; the message lists all of them."""
+    """A build, or another change of a bundle, could not be completed; the message gives every reason."""
 
     exit_code = 5
 

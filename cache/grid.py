@@ -49,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, order=True):
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All combinations of the sizes on four axes, so that the grid covers its own maximum.
+    """The precompiled sizes: batch, length and k combine to buckets, prefill and length to chunks.
 
     batch, length, k, prefill: sizes in ascending order, without repeats.
     rounds: rounds per dispatch of a multi-round step for a single row; 1 means that no such step is built.
@@ -106,9 +106,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def miss(self, batch: int, length: int, k: int) -> GridMiss:
         """Returns the error for a request outside the grid, with the command that builds a wider grid."""
         return GridMiss(
-            f"no executable holds batch={batch}, length={length}, k={k}: the grid ends at "
+            f"outside the grid: batch={batch}, length={length}, k={k} is needed, and the grid ends at "
             f"batch={self.batch[-1]}, length={self.length[-1]}, k={self.k[-1]}. "
-            f"Precompile it: dflash-precompile --buckets '{self.widened(batch, length, k)}'"
+            f"Precompile a wider grid: dflash-precompile --buckets '{self.widened(batch, length, k)}'"
         )
 
     def widened(self, batch: int, length: int, k: int) -> "Grid":

@@ -94,8 +94,8 @@ class SelfTests:
             self._end_worker()
             if end.was_killed:  # not by the executable: a system that is short of memory kills so
                 raise IncompatibleBundle(
-                    f"{entry.signature.label} cannot be called here: the process that called it was killed. Unless a "
-                    "person did that, memory was short"
+                    f"{entry.signature.label} cannot be called here: the process that called it was killed, "
+                    "probably because memory ran out"
                 ) from end
             return SelfTestResult(None, "crash", f"the process that called it {end.how}{_quote_log(end)}")
         if result.record is None and result.fault is None:

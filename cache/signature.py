@@ -1,7 +1,7 @@
 """Program signatures: inputs and outputs of every program at every bucket, declared once, as data.
 
 Lowering, allocation, checks, cache keys and the manifest are derived from these declarations.
-L layers · N slots · G kv heads · C capacity + slack · D head width · F feature width · V the target's vocabulary
+B rows · K drafted tokens · P prompt tokens of a chunk
 """
 
 import math

@@ -128,7 +128,7 @@ class Committer:
             self._add_tokens(running, chosen, tokens_logprobs, [_read_outcome(running, k, outcome)])
 
     def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
-        """outcomes [n, 2K+2] of the rounds that ran, whose tokens are told of together."""
+        """outcomes [R, 2K+2] of the rounds that ran, whose tokens are sent together."""
         plan, k = in_flight.plan, in_flight.plan.bucket.k
         (running,) = plan.batch.requests
         rows = outcomes.tolist()

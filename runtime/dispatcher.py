@@ -33,7 +33,7 @@ class RoundInFlight:
 
     outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted ones, the target's K+1 choices.
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
-        [N, 2K+2], a row per round, -1 where a round was not needed.
+        [R, 2K+2], a row per round, -1 where a round was not needed.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
     follows_round: nothing was dispatched between the previous round and this one.
     """
@@ -164,7 +164,7 @@ class SamplingStateWriter:
         self._no_mask = state.to_device(np.zeros((1, vocab), np.bool_))
 
     def write(self, running: RunningRequest, slot: int) -> None:
-        """Dispatches the write. A sampled request then starts at the last token of its prompt; others stay."""
+        """Dispatches the write. A sampled request starts at the last token of its prompt; others keep theirs."""
         params, prompt = running.request.params, running.request.prompt
         anchor = prompt[-1] if running.sampled else KEEP_ANCHOR
         to_device = self._state.to_device

@@ -45,7 +45,7 @@ class EngineLoop:
         return self._scheduler.is_idle and self._committer.is_idle
 
     def step(self) -> None:
-        """One prefill chunk, one round, and what the step before has decided.
+        """Dispatches at most one prefill chunk and one round, then commits the outcomes of the previous step.
 
         Raises EngineFailed when programs keep failing; a single failure ends the requests that were in a slot.
         """
@@ -70,7 +70,7 @@ class EngineLoop:
         committer.send_deltas()
 
     def stats(self) -> Counters:
-        """From any thread: a copy of the counters between two commits, with all that any caller was told of."""
+        """A consistent copy of the counters, for any thread: includes everything that was already sent to a caller."""
         with self._committer.lock:
             copied, slots = self._committer.counters.copy(), self._scheduler.slots
             copied.running, copied.slots = len(slots), slots.count
@@ -149,5 +149,5 @@ class EngineLoop:
                 committer.finish(request, "error", message)
         committer.send_deltas()
         if self._failures >= MAX_FAILURES:
-            raise EngineFailed(f"{self._failures} rounds failed in a row; the last error: {message}") from error
+            raise EngineFailed(f"{self._failures} engine steps failed in a row; the last error: {message}") from error
         self._dispatcher.reset()

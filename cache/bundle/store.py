@@ -26,7 +26,7 @@ from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.signing.manifest_signature import remove_outdated
 
 LOCK_FILE = ".lock"
-OTHER_PROGRAM = "the build record of an executable that was compiled from another program"
+OTHER_PROGRAM_FLAW = "the build record of an executable that was compiled from another program"
 
 
 class Store:
@@ -119,7 +119,7 @@ class Store:
         if executable is None or found is None:
             return None
         if found != program:
-            quarantine_file(self.bundle, record, "bytes", OTHER_PROGRAM)
+            quarantine_file(self.bundle, record, "bytes", OTHER_PROGRAM_FLAW)
             return None
         return entry
 
@@ -181,7 +181,7 @@ class Store:
         if quarantined := find_quarantine_record(self.bundle, entry.sha256):
             path, record = quarantined
             raise BuildFailed(
-                f"the compiler produced the same executable that is quarantined ({record.kind}): {record.words}. "
+                f"the compiler produced an executable that was quarantined here ({record.kind}): {record.words}. "
                 f"Another compiler or other flags may help; if the machine was at fault, remove {path} and build again"
             )
         write_atomically(self.program_path(entry), program)
@@ -248,11 +248,11 @@ def find_build_record(content: bytes, key: str, signature: Signature, program: b
     """Parses a build record and checks that it is of this key, signature and program size. Raises ValueError."""
     entry = decode_build_record(content)
     if entry.key != key:
-        raise ValueError(f"the build record of {entry.key}")
+        raise ValueError(f"the build record of another key, {entry.key}")
     if entry.signature != signature:
         raise ValueError(f"the build record of {entry.signature.label} with a signature other than the requested one")
     if entry.program.serialized_bytes != len(program):  # before anything is decompressed to a size that may be forged
-        raise ValueError(OTHER_PROGRAM)
+        raise ValueError(OTHER_PROGRAM_FLAW)
     return entry
 
 

@@ -89,17 +89,17 @@ def list_expected_files(bundle: Path, manifest: Manifest) -> list[ExpectedFile]:
 
 def find_file_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
     """Returns the first flaw of each file, in the manifest's order, then cache keys that do not match their entry."""
-    flaws = [flaw for expected in list_expected_files(bundle, manifest) if (flaw := check_file(expected))]
+    flaws = [flaw for expected in list_expected_files(bundle, manifest) if (flaw := find_file_flaw(expected))]
     broken = {flaw.path for flaw in flaws}
     store = Store(bundle)
     for entry in manifest.entries:
-        if store.program_path(entry) not in broken and (flaw := check_key(store, entry, manifest.environment)):
+        if store.program_path(entry) not in broken and (flaw := find_key_flaw(store, entry, manifest.environment)):
             flaws.append(flaw)
     return flaws
 
 
-def check_key(store: Store, entry: Entry, environment: Environment) -> FileFlaw | None:
-    """Recomputes the cache key of an entry, which a signature that was changed by hand would not match."""
+def find_key_flaw(store: Store, entry: Entry, environment: Environment) -> FileFlaw | None:
+    """Returns the flaw of an entry whose key is not the recomputed one, as after an edit of its signature."""
     key = executable_key(store.read_program(entry), entry.signature, environment)
     if key == entry.key:
         return None
@@ -107,7 +107,7 @@ def check_key(store: Store, entry: Entry, environment: Environment) -> FileFlaw 
     return FileFlaw(store.program_path(entry), label, "key", entry.key, key, content=False)
 
 
-def check_file(expected: ExpectedFile) -> FileFlaw | None:
+def find_file_flaw(expected: ExpectedFile) -> FileFlaw | None:
     """Returns the flaw of one file: its kind, its content (see `unpack_blob`); None if it has none."""
     blob, path = expected.blob, expected.path
 
@@ -137,7 +137,7 @@ def quarantine_flaws(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) ->
 
     def find_still_broken() -> Iterator[tuple[Path, FaultKind, str]]:
         for expected in list_expected_files(bundle, manifest):
-            if expected.path in broken and (flaw := check_file(expected)) and flaw.content:
+            if expected.path in broken and (flaw := find_file_flaw(expected)) and flaw.content:
                 yield expected.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
 
     return quarantine_files(bundle, find_still_broken()) if broken else ({}, None)

@@ -14,7 +14,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.blob import read_blob_file
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.bundle.store import OTHER_PROGRAM, Store, find_build_record
+from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
 from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.remote.object_store import ObjectStore, read_blob
 from dflash_aot.cache.signature import Signature
@@ -176,7 +176,7 @@ def _read_once(objects: ObjectStore, key: str, signature: Signature, program: by
         raise CorruptBundle(f"{where}: {flaw}") from flaw
     packed, unpacked = read_blob(objects, f"programs/{entry.program.sha256}", entry.program)
     if unpacked != program:
-        raise CorruptBundle(f"{where}: {OTHER_PROGRAM}")
+        raise CorruptBundle(f"{where}: {OTHER_PROGRAM_FLAW}")
     return SharedExecutable(entry, read_blob(objects, f"executables/{entry.sha256}", entry)[0], packed)
 
 

@@ -23,7 +23,7 @@ class Compilation(msgspec.Struct, frozen=True):
 
     Attributes:
         entries: all, in the grid's order.
-        compiled: keys of those that this build compiled; the others were found.
+        compiled: keys of those that this build compiled; the others were reused.
         seconds: how long the build took.
     """
 

@@ -17,7 +17,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.bundle.store import OTHER_PROGRAM, Store, find_build_record
+from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
 from dflash_aot.cache.environment import Environment, read_flags, read_host_environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.topology import Topology
@@ -110,7 +110,7 @@ def check_result(job: CompileJob, result: bytes, executable: bytes, program: byt
         entry = find_build_record(msgspec.json.encode(compiled.entry), job.key, job.signature, job.program)
         unpack_blob(entry, executable)
         if unpack_blob(entry.program, program) != job.program:
-            raise BuildFailed(f"a node of the cluster returned {OTHER_PROGRAM}")
+            raise BuildFailed(f"a node of the cluster returned {OTHER_PROGRAM_FLAW}")
     except (BrokenBlob, ValueError) as flaw:
         raise BuildFailed(f"a node of the cluster returned an invalid executable: {flaw}") from flaw
     return entry
@@ -160,12 +160,12 @@ class Cluster:
     def _explain(self, error: Exception) -> str:
         kinds = self._ray.exceptions
         if isinstance(error, kinds.OutOfMemoryError):
-            return f"Ray ended the process because memory on its node was short: fewer --jobs need less. {LOGS}"
+            return f"Ray ended the process because its node ran out of memory: use fewer --jobs. {LOGS}"
         if isinstance(error, kinds.WorkerCrashedError | kinds.NodeDiedError):
-            return f"{ATTEMPTS} processes crashed, one after the other: the compiler, or the memory of a node. {LOGS}"
+            return f"{ATTEMPTS} processes crashed in a row: the compiler crashed, or a node ran out of memory. {LOGS}"
         if isinstance(error, kinds.RayTaskError):
             last = str(error.cause).strip().splitlines()[-1:]
-            return f"a node of the cluster could not start: {''.join(last)}. All nodes need the same dflash-aot[ray]"
+            return f"a task could not start on a node: {''.join(last)}. All nodes need the same dflash-aot[ray]"
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -97,7 +97,7 @@ def _test_all(store: Store, manifest: Manifest, entries: list[Entry], observer: 
     if failures:
         lines = "\n".join(failures)
         raise BuildFailed(
-            f"{len(failures)} of {len(entries)} executables do not compute what they should, nothing is published; "
-            f"they are in {store.bundle / 'set-aside'}:\n{lines}"
+            f"{len(failures)} of {len(entries)} executables failed their self-test. Nothing is published; they are "
+            f"quarantined in {store.bundle / 'set-aside'}:\n{lines}"
         )
     return tested

@@ -106,7 +106,8 @@ class WorkerPool:
         """Call it with the lock held. Raises BuildFailed."""
         if self._crashes and len(self._crashes) == MAX_EARLY_CRASHES:
             raise BuildFailed(
-                f"given up: the first {MAX_EARLY_CRASHES} compiler processes crashed, see {self._crashes[0]}"
+                f"not tried: the first {MAX_EARLY_CRASHES} compiler processes crashed. The reason is given at "
+                f"{self._crashes[0]}"
             )
 
 
@@ -143,7 +144,7 @@ class _Worker:
         self._process.close()
 
     def _explain_end(self, end: ProcessEnded) -> str:
-        hint = ": unless a person did that, memory was short, and --jobs 1 needs less" if end.was_killed else ""
+        hint = ", probably because memory ran out: try --jobs 1" if end.was_killed else ""
         words = "" if end.was_killed else find_last_words(end.log)  # a killed process cannot log why
         return f"the compiler process {end.how}{hint}. " + (f"{self.log}: {words}" if words else f"Log: {self.log}")
 

@@ -43,7 +43,7 @@ class LoadedBundle:
         self.path, self.manifest, self.k = path, manifest, k
         self.executables = executables
         self._drafts = k > 0  # without drafts the draft's kv cache is not written
-        self._run: set[Hashable] = set()
+        self._called: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk) -> Executable:
         return self.executables["prefill", (chunk.prefill, chunk.length)]
@@ -81,19 +81,19 @@ class LoadedBundle:
     def has_run(self, bucket: Bucket, sampled: bool, multi_round: bool) -> bool:
         """Whether all executables of such a round were called before. multi_round: as a multi-round step, if any."""
         shape = (bucket, sampled)
-        return (*shape, multi_round) in self._run or self._check_run(
+        return (*shape, multi_round) in self._called or self._check_run(
             (*shape, multi_round),
             self._list_executables(shape) if multi_round else list_round_executables(bucket, sampled, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
         """Whether all executables of such a prefill chunk have been called."""
-        return chunk in self._run or self._check_run(chunk, list_chunk_executables(chunk, self._drafts))
+        return chunk in self._called or self._check_run(chunk, list_chunk_executables(chunk, self._drafts))
 
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
         """Remembers under `key` that all of these executables have been called, once they have."""
         if has_run := all(self.executables.is_loaded(name) and self.executables[name].called for name in names):
-            self._run.add(key)
+            self._called.add(key)
         return has_run
 
     def _list_executables(self, shape: RoundShape) -> Sequence[ExecutableId]:

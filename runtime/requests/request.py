@@ -263,7 +263,7 @@ class Stream:
         self.close()
 
     def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed for an answer that ends in an error, from our error behind it."""
+        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
         while not self._ended:
             self._next()
         return _finish(self._request)
@@ -293,7 +293,7 @@ class AsyncStream:
         self._request.cancel()
 
     async def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed for an answer that ends in an error, from our error behind it."""
+        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
         async for _ in self:
             pass
         return _finish(self._request)

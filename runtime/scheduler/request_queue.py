@@ -98,7 +98,7 @@ class RequestQueue:
             if not self._heap:
                 return None
             _, _, request = heapq.heappop(self._heap)
-            self._admit_overflow()
+            self._fill_from_overflow()
             return request
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:
@@ -112,7 +112,7 @@ class RequestQueue:
             heapq.heapify(self._heap)
             deadlines = (entry[2].deadline for entry in self._heap)
             self._earliest_deadline = min((one for one in deadlines if one is not None), default=math.inf)
-            self._admit_overflow()
+            self._fill_from_overflow()
         return [(entry[2], reason) for entry, reason in ends if reason is not None]
 
     # -- the end
@@ -147,7 +147,7 @@ class RequestQueue:
             self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         self._changed.notify()
 
-    def _admit_overflow(self) -> None:
+    def _fill_from_overflow(self) -> None:
         while self._overflow and len(self._heap) < self.limit:
             request, place = self._overflow.popleft()
             if place.set_running_or_notify_cancel():
@@ -159,4 +159,4 @@ class RequestQueue:
             raise self._refusal()
 
     def _refusal(self) -> EngineFailed:
-        return EngineFailed(f"no request is taken any more: {self._closed}")
+        return EngineFailed(f"the engine accepts no more requests: {self._closed}")

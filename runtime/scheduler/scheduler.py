@@ -87,7 +87,7 @@ class RunningRequest:
 
 
 class Slots:
-    """Slots 0 … N-1. Occupied slots are kept a prefix where that makes the batch bucket smaller."""
+    """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all."""
 
     def __init__(self, count: int):
         self._slots: list[RunningRequest | None] = [None] * count

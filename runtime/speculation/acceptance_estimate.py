@@ -49,7 +49,7 @@ class AcceptanceEstimate:
             self._rescale()
 
     def expected_tokens(self, k: int) -> list[float]:
-        """Tokens that a round is expected to commit, 1 … K+1, for each K up to `k`: 1 + Σ_i Π_{j≤i} rates[j]."""
+        """Tokens that a round is expected to commit, for each K from 0 to at least `k`: 1 + Σ_i Π_{j≤i} rates[j]."""
         self._widen(k)
         return [*accumulate(accumulate(self.rates, mul), initial=1.0)]
 

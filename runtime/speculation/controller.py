@@ -138,8 +138,8 @@ class _Plan(NamedTuple):
     seconds_per_token: at the chosen K.
     credit_per_round: what one round of it adds to the credit for trials.
     trial: the bucket of a larger K to try; None where there is none.
-    trial_price: what a round of the trial costs above one token per request at the chosen K's rate.
-    trial_loss: what it costs above the tokens expected of it.
+    trial_price: seconds of a trial round, less the time in which the chosen K yields one token per request.
+    trial_loss: seconds of a trial round, less the time in which the chosen K yields the tokens expected of the trial.
     """
 
     bucket: Bucket
@@ -160,8 +160,9 @@ class AdaptiveK:
        buckets change. K stays unless another K is better by SWITCH_MARGIN.
     2. Verifying K tokens shows the acceptance of smaller Ks, and nothing of larger ones. So single rounds, the trials,
        run with a larger K: the one that is expected to lose the least time.
-    3. Free trials come at once for a new request, then after FREE_TRIAL_INTERVAL rounds and at doubling intervals, as
-       after each fall of K. Paid trials come whenever TRIAL_SHARE of the time since the last one has paid for one.
+    3. Free trials: one at once for a new request, the next after FREE_TRIAL_INTERVAL rounds, then at doubling
+       intervals. When K falls, the intervals start over, without the immediate trial. Paid trials: whenever
+       TRIAL_SHARE of the time since the last one has paid for one.
     4. The time budget of trials (`credit`) may go into debt by at most MAX_TRIAL_DEBT free trials; a new request clears
        the debt. Time that a trial gains is added to the budget, and a trial that paid for itself is repeated at once.
     """
@@ -172,7 +173,7 @@ class AdaptiveK:
         estimates: Mapping[RoundShape, float] = NO_TIMES,
         loaded: LoadedShapes | None = None,
     ):
-        """times: seconds of a whole round, as measured at load; rounds that are served correct them.
+        """times: measured seconds of whole rounds; empty if nothing was timed yet. Served rounds correct them.
 
         estimates: for shapes that were not measured, see `CostModel`. loaded: which shapes are loaded; where the best
         K is not, the best loaded one takes its place meanwhile.

@@ -7,10 +7,10 @@ from math import exp, log, log2
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
-SPEED_ROUNDS = 16  # rounds that the machine's speed is a mean of
+SLOWDOWN_ROUNDS = 16  # rounds that the machine's slowdown is a mean of
 FACTOR_ROUNDS = 128  # rounds that a shape's own factor is a mean of, at most
 MAX_SURPRISE = log(2.0)  # a larger difference from the expected time has another cause
-OTHER_PROGRAM = 4.0  # doublings of distance between shapes that draft, or sample, and shapes that do not
+OTHER_PROGRAM_DISTANCE = 4.0  # doublings of distance between shapes that draft, or sample, and shapes that do not
 BURST_SECONDS = 0.05  # between two deltas at most; a request that arrives meanwhile waits for two bursts at most
 NEW_TIME_WEIGHT = 0.25  # of the latest time in the running mean
 NO_TIMES: Mapping[RoundShape, float] = {}
@@ -18,7 +18,9 @@ NO_TIMES: Mapping[RoundShape, float] = {}
 
 @dataclass(slots=True)
 class _MeasuredShape:
-    """seconds: at load. log_factor: logarithm of the shape's own factor, after so many served `rounds`."""
+    """seconds: as first measured, corrected for the machine's slowdown then. log_factor: logarithm of the shape's own
+    factor, after so many served `rounds`.
+    """
 
     seconds: float
     log_factor: float = 0.0
@@ -28,10 +30,10 @@ class _MeasuredShape:
 class CostModel:
     """Round times of all shapes, from those measured at load and from the rounds that are served.
 
-    A shape's time is its time at load × a factor of its own × the machine's speed, which all shapes share. A round
-    that took other than expected moves both: the speed at a constant rate, the own factor by less the more rounds it
-    has seen. So a busy machine also slows shapes that do not run just then, and a wrong time at load is corrected as
-    soon as the shape runs.
+    A shape's time is its first measured time × a factor of its own × the machine's slowdown, which all shapes share. A
+    round that took other than expected moves both: the slowdown at a constant rate, the own factor by less the more
+    rounds it has seen. So a busy machine also slows shapes that do not run just then, and a wrong first measurement is
+    corrected as soon as the shape runs.
 
     A shape that was not measured has an estimate, right in ratios at most. Such a shape takes as much longer than the
     nearest measured one as the estimates say, until it is measured, or served twice: the first round may be an
@@ -44,7 +46,7 @@ class CostModel:
         self._estimates = estimates
         self._nearest: dict[RoundShape, RoundShape | None] = {}
         self._served_once: set[RoundShape] = set()
-        self._log_speed = 0.0
+        self._log_slowdown = 0.0
 
     def __iter__(self) -> Iterator[RoundShape]:
         return iter(self._measured.keys() | self._estimates.keys())
@@ -57,16 +59,16 @@ class CostModel:
             self._served_once.add(shape)
             return
         measured = self._measured[shape]
-        surprise = log(seconds / measured.seconds) - self._log_speed - measured.log_factor
+        surprise = log(seconds / measured.seconds) - self._log_slowdown - measured.log_factor
         surprise = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
         measured.rounds = min(measured.rounds + 1, FACTOR_ROUNDS)
         measured.log_factor += surprise / (1 + measured.rounds)
-        self._log_speed += surprise / SPEED_ROUNDS
+        self._log_slowdown += surprise / SLOWDOWN_ROUNDS
 
     def set_measured(self, shape: RoundShape, seconds: float) -> None:
-        """An estimated shape was measured: `seconds`, at the machine's present speed. Ignored for a measured shape."""
+        """An estimated shape was measured, under the machine's present slowdown. Ignored for a measured shape."""
         if shape not in self._measured:
-            self._measured[shape] = _MeasuredShape(seconds * exp(-self._log_speed))
+            self._measured[shape] = _MeasuredShape(seconds * exp(-self._log_slowdown))
             self._nearest.clear()
 
     def is_measured(self, shape: RoundShape) -> bool:
@@ -83,7 +85,7 @@ class CostModel:
         """Seconds of a round. KeyError for a shape without times."""
         measured = self._measured.get(shape)
         if measured is not None:
-            return measured.seconds * exp(self._log_speed + measured.log_factor)
+            return measured.seconds * exp(self._log_slowdown + measured.log_factor)
         estimate, near = self._estimates[shape], self._find_nearest(shape)
         return estimate if near is None else self[near] * estimate / self._estimates[near]
 
@@ -104,7 +106,7 @@ def _find_distance(one: RoundShape, other: RoundShape) -> float:
         (bucket.k + 1, other_bucket.k + 1),
     )
     doublings = sum(abs(log2(size / other_size)) for size, other_size in sizes)
-    return doublings + OTHER_PROGRAM * ((sampled != other_sampled) + (bool(bucket.k) != bool(other_bucket.k)))
+    return doublings + OTHER_PROGRAM_DISTANCE * ((sampled != other_sampled) + (bool(bucket.k) != bool(other_bucket.k)))
 
 
 class BurstLength:

@@ -28,11 +28,11 @@ def test_figures_have_three_digits_and_no_exponent(value, shown):
     assert format_figure(value) == shown
 
 
-def test_range_is_two_figures():
+def test_range_is_formatted_as_least_and_largest():
     assert format_range(1.0, 22.22) == "1.00-22.2"
 
 
-def test_name_of_two_things_is_refused():
+def test_table_and_chart_of_the_same_name_are_refused():
     table, chart = Table("speed", "", ("K",), ()), Chart("speed", "", "", "", ())
     with pytest.raises(AssertionError, match="twice"):
         Findings((table,), (chart,))

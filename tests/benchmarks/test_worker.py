@@ -32,7 +32,7 @@ def test_crashed_worker_is_reported_with_its_last_lines(open_toy):
     ("number", "words"),
     [
         (signal.SIGTERM, "was ended by SIGTERM. Its last lines:\n  first\n  second"),
-        (signal.SIGKILL, "was ended by SIGKILL: unless a person did that, memory was short. Its last lines"),
+        (signal.SIGKILL, "was ended by SIGKILL, probably because memory ran out. Its last lines"),
     ],
 )
 def test_worker_ended_by_a_signal_is_reported(open_toy, number, words):

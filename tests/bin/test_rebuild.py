@@ -78,7 +78,7 @@ def test_rebuild_that_computes_something_else_is_not_published(copy, tmp_path):
     rewrite(copy, entries=(*rest, structs.replace(last, self_test=structs.replace(last.self_test, outputs=outputs))))
     done = precompile("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
     assert done.returncode == 5
-    assert f"1 of {LABELS} executables do not compute what they should, nothing is published" in done.stderr
+    assert f"1 of {LABELS} executables failed their self-test. Nothing is published" in done.stderr
     assert f"{last.signature.label}: draft_k: the mean is" in done.stderr
     assert not (tmp_path / "new" / "manifest.json").exists()
     (record,) = (tmp_path / "new" / "set-aside").glob("*.json")

@@ -43,7 +43,7 @@ def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
         read_plain(tmp_path / "strange")
 
 
-def test_device_raises():
+def test_device_file_is_not_read():
     with pytest.raises(OSError, match="a device, where a file should be"):
         read_plain(os.path.devnull)
 

@@ -17,7 +17,7 @@ from dflash_aot.cache.bundle.atomic_files import list_temporary_files
 from dflash_aot.cache.bundle.blob import find_blob_flaw, pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.verification import FileFlaw, check_file, list_expected_files
+from dflash_aot.cache.bundle.verification import FileFlaw, find_file_flaw, list_expected_files
 from tests.cache.toy_builder import Order, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def find_temporaries(bundle: Path) -> list[Path]:
 
 
 def find_executable_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
-    return [flaw for promise in list_expected_files(bundle, manifest) if (flaw := check_file(promise))]
+    return [flaw for promise in list_expected_files(bundle, manifest) if (flaw := find_file_flaw(promise))]
 
 
 def assert_whole(bundle: Path) -> None:

@@ -172,7 +172,7 @@ def test_fit_chunk_covers_every_prompt_up_to_the_capacity(grid, data):
 
 
 def test_prompt_longer_than_the_grid_raises_grid_miss():
-    with pytest.raises(GridMiss, match="no executable holds batch=1, length=129, k=0"):
+    with pytest.raises(GridMiss, match="outside the grid: batch=1, length=129, k=0"):
         parse_grid(TEXT, BLOCK).fit_chunk(120, 9)
 
 
@@ -190,7 +190,8 @@ def test_grid_miss_names_request_edge_and_remedy():
     with pytest.raises(GridMiss) as miss:
         parse_grid(TEXT, BLOCK).fit(5, 200, 7)
     assert str(miss.value) == (
-        "no executable holds batch=5, length=200, k=7: the grid ends at batch=4, length=128, k=7. Precompile it: "
+        "outside the grid: batch=5, length=200, k=7 is needed, and the grid ends at batch=4, length=128, k=7. "
+        "Precompile a wider grid: "
         "dflash-precompile --buckets 'batch=1,4,5 length=32,128,200 k=0,3,7 prefill=8,32'"
     )
 

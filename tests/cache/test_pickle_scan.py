@@ -116,13 +116,13 @@ def test_refusal_names_the_class_and_says_that_nothing_was_loaded():
         scan_pickle(pickle.dumps(os.system, 4))
 
 
-def test_name_from_the_memo_is_refused():
+def test_name_from_the_memo_is_checked_like_a_literal_one():
     assert passes(PROTO + text("jax") + MEMOIZE + text("P") + MEMOIZE + STACK_GLOBAL + STOP)
     assert passes(PROTO + text("P") + MEMOIZE + POP + text("jax") + b"h\x00" + STACK_GLOBAL + STOP)
     assert not passes(PROTO + text("system") + MEMOIZE + POP + text("os") + b"h\x00" + STACK_GLOBAL + STOP)
 
 
-def test_frame_between_the_texts_of_a_name_is_refused():
+def test_name_with_a_frame_between_its_texts_is_still_checked():
     """Large pickles are written in frames, and a frame may start there."""
 
     def framed(module: str, name: str) -> bytes:

@@ -135,12 +135,12 @@ def test_rope_parameters_take_precedence_over_rope_theta():
     assert read(rope_parameters={"rope_theta": 500.0}).theta == 500.0
 
 
-def test_two_places_may_agree():
+def test_rope_settings_may_be_repeated_in_both_keys():
     both = {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN}
     assert read(**both) == read(rope_theta=1e6, rope_scaling=YARN)
 
 
-def test_two_places_that_differ_are_refused(refusal):
+def test_contradicting_rope_keys_are_refused(refusal):
     message = refusal(read, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=LINEAR)
     found = "{'factor': 4.0, 'rope_type': 'linear'}"
     assert message == f"{FILE}: rope_scaling is {found}: rope_parameters has another scaling"

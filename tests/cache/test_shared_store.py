@@ -123,7 +123,7 @@ def test_build_record_of_another_executable_is_rejected(directory, local, built,
     other = manifest.entries[3]
     add(SharedStore(DirectoryStore(directory)), local, other)
     for entry, words in (
-        (structs.replace(built, key=other.key), f"the build record of {other.key}"),
+        (structs.replace(built, key=other.key), f"the build record of another key, {other.key}"),
         (structs.replace(built, signature=other.signature), "with a signature other than the requested one"),
         (structs.replace(built, program=other.program), "compiled from another program"),
     ):

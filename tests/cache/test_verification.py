@@ -10,7 +10,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import (
-    check_file,
+    find_file_flaw,
     find_file_flaws,
     find_unexpected_files,
     list_expected_files,
@@ -185,7 +185,7 @@ def test_file_that_was_rebuilt_meanwhile_stays(bundle, manifest, paths):
     flaws = find_file_flaws(bundle, manifest)
     paths[0].write_bytes(whole)
     assert quarantine_flaws(bundle, manifest, flaws) == ({}, None)
-    assert check_file(list_expected_files(bundle, manifest)[0]) is None
+    assert find_file_flaw(list_expected_files(bundle, manifest)[0]) is None
 
 
 def test_nothing_is_quarantined_through_a_link(bundle, manifest, paths, tmp_path):

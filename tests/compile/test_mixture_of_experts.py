@@ -58,7 +58,7 @@ def test_routed_mlp_equals_a_loop_over_tokens(weights, tokens, normalized, count
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_rows_and_positions_are_treated_alike(weights, tokens):
+def test_batched_tokens_give_the_same_as_flat_tokens(weights, tokens):
     np.testing.assert_array_equal(
         run(weights, tokens.reshape(4, 8, HIDDEN)), run(weights, tokens).reshape(4, 8, HIDDEN)
     )

@@ -86,7 +86,7 @@ def test_call_fails_after_three_crashed_processes(cluster):
 
 
 def test_node_that_cannot_start_a_task_says_why_in_one_line(cluster):
-    with pytest.raises(BuildFailed, match=r"^a node of the cluster could not start: Expecting .* dflash-aot\[ray\]$"):
+    with pytest.raises(BuildFailed, match=r"^a task could not start on a node: Expecting .* dflash-aot\[ray\]$"):
         cluster.call(json.loads, "{")
 
 

@@ -79,7 +79,7 @@ def test_sampled_verify_reads_sampling_state_and_writes_counts():
     assert costs["sampled_verify"] == sampled and costs["admit"] == roofline().admit()
 
 
-def test_devices_share_everything_but_the_features():
+def test_two_devices_halve_all_work_except_reading_features():
     whole, half, features = roofline().verify(3, 32, 3), roofline(2).verify(3, 32, 3), 2 * 3 * 4 * 2 * H
     assert half == RooflineCost((whole.bytes - features) / 2 + features, whole.flops / 2)
 

@@ -118,7 +118,7 @@ def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jo
     ("number", "words"),
     [
         (signal.SIGUSR1, "SIGUSR1. Log: "),
-        (signal.SIGKILL, "SIGKILL: unless a person did that, memory was short, and --jobs 1 needs less. Log: "),
+        (signal.SIGKILL, "SIGKILL, probably because memory ran out: try --jobs 1. Log: "),
     ],
 )
 def test_log_of_a_workers_start_is_not_quoted_after_a_crash(compile_jobs, bundle, logs, monkeypatch, number, words):
@@ -138,7 +138,7 @@ def test_pool_gives_up_after_two_workers_crash_before_any_answers(compile_jobs, 
     with WorkerPool(SLICE, bundle, 1) as pool:
         failures = [str(pool.start(job).exception()) for job in compile_jobs[:4]]
     assert all("xla_nonsense" in failure for failure in failures[:2])
-    assert failures[2].startswith("given up: ") and failures[2].endswith(f"see {compile_jobs[0].signature.label}")
+    assert failures[2].startswith("not tried: ") and failures[2].endswith(f"at {compile_jobs[0].signature.label}")
     assert failures[3] == failures[2]
     assert len(list(logs.glob(LOGS))) == 2
 

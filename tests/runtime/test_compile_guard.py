@@ -80,7 +80,7 @@ def test_two_guards_count_their_own_threads():
     assert (outer.events > 0, inner.events) == (True, counted)
 
 
-def test_guard_ends_with_an_error():
+def test_tracing_is_allowed_again_after_an_exception():
     guard = CompileGuard()
     with pytest.raises(ZeroDivisionError), guard.forbid_tracing():
         raise ZeroDivisionError

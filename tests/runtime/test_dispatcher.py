@@ -72,7 +72,7 @@ def test_seed_is_split_into_high_and_low_half(seed, halves):
 
 
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
-def test_halves_join_to_the_seed(seed):
+def test_split_seed_halves_rejoin_to_the_seed(seed):
     high, low = (int(half) & 0xFFFFFFFF for half in split_seed(seed)[0])
     assert high << 32 | low == seed % (1 << 64)
 

@@ -147,18 +147,18 @@ def test_permanent_fault_ends_the_engine_and_every_request(bundle, cases):
         for stream in waiting[:2]:
             with pytest.raises(EngineFailed, match=FAILED):
                 finish(stream.result)
-        last = r"the engine's loop failed: 3 rounds failed in a row; the last error: " + FAILED
+        last = r"the engine's loop failed: 3 engine steps failed in a row; the last error: " + FAILED
         for ask in (waiting[2].result, *(one.result for one in outside), lambda: engine.generate(prompt)):
             with pytest.raises(EngineFailed, match=last):
                 finish(ask)
     with pytest.raises(EngineFailed, match=last):
         finish(lambda: engine.generate(prompt, wait=True))
-    assert engine.failure is not None and "3 rounds failed in a row" in engine.failure
+    assert engine.failure is not None and "3 engine steps failed in a row" in engine.failure
     stats = engine.stats()
     assert (stats.failures, stats.running, stats.waiting, stats.compile_events) == (3, 0, 0, 0)
     assert sum(stats.finished.values()) == stats.finished["error"]
     finish(engine.close)
-    assert "3 rounds failed in a row" in engine.failure  # closing hides no cause
+    assert "3 engine steps failed in a row" in engine.failure  # closing hides no cause
 
 
 def test_failed_engine_does_not_affect_another_one(bundle, serve, cases):

@@ -64,7 +64,7 @@ def test_draining_answers_running_and_waiting_requests(bundle, case):
         streams = [engine.stream(case.prompt, up_to(5)) for _ in range(6)]
         closing = pool.submit(engine.close, drain_seconds=LONG)
         wait_until(lambda: engine.failure is not None)
-        with pytest.raises(EngineFailed, match="no request is taken any more: the engine was closed"):
+        with pytest.raises(EngineFailed, match="the engine accepts no more requests: the engine was closed"):
             engine.generate(case.prompt)
         stepper.advance(3)  # it goes on
         assert not closing.done()

@@ -57,7 +57,7 @@ def test_three_failures_in_a_row_end_the_loop():
     engine.bundle.fail("verify", 3)
     engine.step()
     engine.step()
-    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last error: .*verify was told to fail"):
+    with pytest.raises(EngineFailed, match="3 engine steps failed in a row; the last error: .*verify was told to fail"):
         engine.step()
     assert [request.finish_reason for request in requests] == ["error"] * 3 + [None] * 2
     engine.loop.end_all("the engine's loop failed")
@@ -72,7 +72,7 @@ def test_prefill_between_failed_rounds_is_no_success():
     for number in range(20):
         engine.submit([number], 9)
     engine.bundle.fail("read verify", 1000)
-    with pytest.raises(EngineFailed, match="3 rounds failed in a row; the last error: .*read verify was told to fail"):
+    with pytest.raises(EngineFailed, match="3 engine steps failed in a row; the last error: .*read verify was told"):
         engine.run()
     assert engine.counters.failures == 3
 

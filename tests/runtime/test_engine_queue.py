@@ -202,7 +202,7 @@ def test_close_refuses_callers_waiting_for_a_place(bundle, case):
             wait_until(lambda: count_outside(engine) == 2)
             closing = pool.submit(engine.close)
             for one in outside:
-                with pytest.raises(EngineFailed, match="no request is taken any more: the engine was closed"):
+                with pytest.raises(EngineFailed, match="the engine accepts no more requests: the engine was closed"):
                     one.result(timeout=60)
             stepper.let_go()
             closing.result(timeout=60)

@@ -256,7 +256,7 @@ def test_closed_queue_refuses_with_the_reason():
     line.close("something else")
     assert line.closed == "the engine was closed"
     for refused in (lambda: outside.result(0), lambda: line.put(request()), lambda: line.put_when_free(request())):
-        with pytest.raises(EngineFailed, match="no request is taken any more: the engine was closed"):
+        with pytest.raises(EngineFailed, match="the engine accepts no more requests: the engine was closed"):
             refused()
     assert one.cancelled
     assert line.refused == 0  # there is no place to wait for
@@ -422,7 +422,7 @@ def test_close_wakes_every_waiting_caller():
     ready.wait(LONG)
     line.close("the engine was closed")
     finish(threads)
-    assert refused == ["no request is taken any more: the engine was closed"] * 8
+    assert refused == ["the engine accepts no more requests: the engine was closed"] * 8
 
 
 CALLERS, EACH = 8, 500
