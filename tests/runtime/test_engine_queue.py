@@ -317,7 +317,7 @@ def test_deadline_during_prefill_ends_one_request(serve, cases):
         stream = engine.stream(long.prompt, up_to(10), deadline=1.0)
         stepper.advance(2)  # a chunk each
         row = next(row for row in engine._loop._scheduler.slots if row.request is stream._request)
-        assert 0 < row.written < len(long.prompt)
+        assert 0 < row.prefilled_tokens < len(long.prompt)
         time.sleep(max(stream._request.deadline - time.monotonic(), 0))
         stepper.advance(2)
         assert row not in list(engine._loop._scheduler.slots)
