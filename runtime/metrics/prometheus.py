@@ -160,7 +160,7 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     HistogramMetric("vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued),
     HistogramMetric("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency),
     # -- metrics of dflash-aot
-    CounterMetric("dflash:rounds", "Rounds: calls of a verify executable.", lambda c: c.rounds),
+    CounterMetric("dflash:rounds", "Verification rounds; a multi-round step counts each.", lambda c: c.rounds),
     LabelledCounterMetric(
         "dflash:bucket_rounds",
         "Rounds by bucket and whether they sampled.",

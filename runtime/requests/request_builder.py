@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-MAX_DEADLINE_SECONDS = 1e9  # seconds
+MAX_DEADLINE_SECONDS = 1e9
 
 
 class RequestOptions(TypedDict, total=False):
