@@ -2,9 +2,10 @@
 
 import errno
 import os
+import secrets
 import stat
-import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".unfinished"
@@ -13,15 +14,16 @@ TEMPORARY_SUFFIX = ".unfinished"
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file so that readers, and a crash, see the old file or the new one, never a part.
 
-    Writes to a temporary name in the same directory, syncs, renames, and syncs the directory. Raises OSError with the
-    name of `path`.
+    Writes to a temporary name in the same directory, syncs, renames, and syncs the directory. The mode of the file is
+    0666 without the bits of the umask. Raises OSError with the name of `path`.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
     try:
+        # Not tempfile, whose files are 0600. The kernel applies the umask: a thread cannot read it without setting it.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
@@ -33,15 +35,32 @@ def write_atomically(path: Path, content: bytes) -> None:
     _sync_directory(path.parent)
 
 
-def read_plain(path: Path, limit: int | None = None) -> bytes:
-    """Reads a regular file without following a symbolic link, and without blocking on a fifo.
+def read_plain(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
+    """Reads a regular file of at most `limit` bytes, without blocking on a fifo.
 
-    Raises OSError, also for links, fifos and devices, and for more than `limit` bytes (EFBIG).
+    Raises OSError, also for fifos and devices, for links unless `follow_links`, and for more bytes (EFBIG).
+    """
+    with open_plain(path, limit, follow_links=follow_links) as descriptor:
+        size = os.fstat(descriptor).st_size
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(size + 1)
+            while size < len(content) <= limit and (more := file.read(min(len(content), limit + 1 - len(content)))):
+                content += more
+        if len(content) > limit:  # the file grows, or its file system gives no size
+            raise OSError(errno.EFBIG, f"more than {limit} bytes, where at most {limit} are read", str(path))
+        return content
+
+
+@contextmanager
+def open_plain(path: Path, limit: int | None = None, *, follow_links: bool = False) -> Iterator[int]:
+    """Opens a regular file for reading, and yields its descriptor. Raises OSError as `read_plain` does.
+
+    The kind is checked on the open file, so that nobody can replace the file between check and use.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and not follow_links:
             raise OSError(errno.ELOOP, "a symbolic link, where a regular file should be", str(path)) from error
         raise
     try:
@@ -50,8 +69,7 @@ def read_plain(path: Path, limit: int | None = None) -> bytes:
             raise OSError(errno.EINVAL, f"a {file_kind(status.st_mode)}, where a file should be", str(path))
         if limit is not None and status.st_size > limit:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, where at most {limit} are read", str(path))
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -11,7 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from dflash_aot.cache.bundle.atomic_files import read_plain
+
 QUARANTINE_DIRECTORY = "set-aside"
+MAX_QUARANTINE_RECORD_BYTES = 1 << 20
 FaultKind = Literal["bytes", "canary", "crash"]  # values in the records; "canary" is a failed self-test
 
 
@@ -55,7 +58,7 @@ def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineR
     """
     for path in sorted((bundle / QUARANTINE_DIRECTORY).glob(f"{sha256}.*.json")):
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=QuarantineRecord)
+            record = msgspec.json.decode(read_plain(path, MAX_QUARANTINE_RECORD_BYTES), type=QuarantineRecord)
         except (OSError, msgspec.DecodeError):
             continue  # a damaged record proves nothing
         if record.kind != "bytes":

@@ -7,25 +7,25 @@ entries/<key>.json       build records: a killed build continues from them, a bu
 set-aside/               quarantined files, with the reason
 """
 
-import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
+from dflash_aot.cache.bundle.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest, encode_manifest, rebuild_command
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.signing.manifest_signature import remove_outdated
 
-LOCK_FILE = ".lock"
+MAX_RECORD_BYTES = 1 << 22  # a build record takes some 10 KB
 OTHER_PROGRAM_FLAW = "the build record of an executable that was compiled from another program"
 
 
@@ -61,15 +61,11 @@ class Store:
 
         Raises BadInput if the bundle cannot be written, BuildFailed if another process holds the lock.
         """
-        with self._writing(self.bundle):
-            lock = os.open(self.bundle / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
+        with ExitStack() as held:
             with self._writing(self.bundle):
-                self._take_lock(lock)
+                self._enter_lock(held)
                 _probe_writing(self.bundle)
             yield
-        finally:
-            os.close(lock)
 
     @contextmanager
     def _writing(self, directory: Path) -> Iterator[None]:
@@ -86,13 +82,13 @@ class Store:
         except OSError as error:
             raise BadInput(f"cannot write to {directory}: {error.strerror}") from error
 
-    def _take_lock(self, lock: int) -> None:
+    def _enter_lock(self, held: ExitStack) -> None:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            held.enter_context(hold_directory_lock(self.bundle))
+        except LockHeld as error:
             raise BuildFailed(
-                f"{self.bundle}: another dflash-precompile or dflash-bundle is at work here. Wait for it, or name "
-                "another bundle"
+                f"{self.bundle}: another dflash-precompile or dflash-bundle is at work here: {error.holder}. Wait for "
+                "it, or name another bundle"
             ) from error
 
     def _remove_temporary_files(self) -> None:
@@ -171,7 +167,7 @@ class Store:
         """Yields the records that can be read."""
         for record in self._entries.glob("*.json"):
             with suppress(OSError, ValueError):
-                yield decode_build_record(read_plain(record))
+                yield decode_build_record(read_plain(record, MAX_RECORD_BYTES))
 
     def add(self, entry: Entry, executable: bytes, program: bytes) -> None:
         """Writes both blobs, as `pack_blob` makes them, then the build record: a record never names a missing blob.

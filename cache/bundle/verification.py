@@ -11,9 +11,10 @@ import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import file_kind, is_temporary_file, read_plain
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, find_blob_flaw
+from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, quarantine_file
-from dflash_aot.cache.bundle.store import LOCK_FILE, Store
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key

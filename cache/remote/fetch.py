@@ -3,20 +3,20 @@
 fetched/<hash of the URL>/<sha256 of manifest.json>/     the copy, a bundle; its manifest is written last
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import read_blob_file
+from dflash_aot.cache.bundle.directory_lock import LockHeld, hold_directory_lock
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from dflash_aot.cache.bundle.manifest_checks import find_contradiction
 from dflash_aot.cache.bundle.verification import ExpectedFile, list_expected_files
@@ -28,6 +28,7 @@ from dflash_aot.cache.signing.manifest_signature import MAX_SIGNATURE_BYTES, SIG
 
 FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched
+LOCK_SECONDS = 1800.0  # for another process that fetches the same bundle: a few GB over a slow line
 ProgressCallback = Callable[[int, int], None]  # bytes done, bytes in all
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _has_manifest_of(copy: Path, remote: RemoteBundle) -> bool:
 
 def _has_content(path: Path, content: bytes) -> bool:
     try:
-        return read_plain(path) == content
+        return read_plain(path, len(content)) == content
     except OSError:
         return False
 
@@ -214,18 +215,21 @@ def _read(objects: ObjectStore, copy: Path, expected: ExpectedFile) -> bytes:
 
 @contextmanager
 def _hold_lock(home: Path, url: str) -> Iterator[None]:
-    """Holds the lock of a URL, so that one process downloads and the others wait. Released when its process dies."""
+    """Holds the lock of a URL, so that one process downloads and the others wait. Raises BadInput, OSError."""
     home.mkdir(parents=True, exist_ok=True)
-    lock = os.open(home / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+
+    def report(holder: str) -> None:
+        logger.warning("waiting up to %.0f s for %s, which is fetching %s", LOCK_SECONDS, holder, url)
+
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("waiting for another process that is fetching %s", url)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(hold_directory_lock(home, LOCK_SECONDS, report))
+        except LockHeld as error:
+            raise BadInput(
+                f"{error.holder} has been fetching {url} for more than {LOCK_SECONDS:.0f} s. End it, or set another "
+                "cache directory with XDG_CACHE_HOME"
+            ) from error
         yield
-    finally:
-        os.close(lock)
 
 
 def _push_remedy(objects: ObjectStore) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import stat
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,34 @@ from dflash_aot.cache.bundle.atomic_files import is_temporary_file, list_tempora
 
 def test_regular_file_is_read(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
-    assert read_plain(tmp_path / "file") == b"content"
     assert read_plain(tmp_path / "file", limit=7) == b"content"
+
+
+def test_link_is_followed_on_request(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "to fifo").symlink_to("fifo")
+    assert read_plain(tmp_path / "link", 7, follow_links=True) == b"content"
+    with pytest.raises(OSError, match="a fifo, where a file should be"):
+        read_plain(tmp_path / "to fifo", 7, follow_links=True)
+
+
+def test_file_without_a_size_is_read_up_to_the_limit():
+    """Files of /proc have size 0 and yet a content."""
+    with pytest.raises(OSError, match="more than 3 bytes, where at most 3 are read"):
+        read_plain(Path("/proc/self/status"), 3)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_mode_of_a_written_file_follows_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "file", b"old")
+        write_atomically(tmp_path / "file", b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
 
 
 def test_file_beyond_the_limit_raises(tmp_path):
@@ -40,12 +68,12 @@ def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
     (tmp_path / "file").write_bytes(b"content")
     make(tmp_path / "strange")
     with pytest.raises(OSError, match=words):
-        read_plain(tmp_path / "strange")
+        read_plain(tmp_path / "strange", 100)
 
 
 def test_device_file_is_not_read():
     with pytest.raises(OSError, match="a device, where a file should be"):
-        read_plain(os.path.devnull)
+        read_plain(os.path.devnull, 100)
 
 
 def test_only_own_temporary_files_are_listed(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
+from dflash_aot.cache.bundle.directory_lock import hold_directory_lock
 from dflash_aot.cache.bundle.manifest import MAX_MANIFEST_BYTES, encode_manifest, read_manifest, read_manifest_bytes
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -332,6 +333,27 @@ def test_full_disk_leaves_no_partial_files(pushed, cache):
     assert "cannot write to" in done.stdout and "File too large" in done.stdout
     files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
     assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)
+
+
+def test_fetched_files_follow_the_umask_and_only_the_owner_can_lock(pushed, cache):
+    before = os.umask(0o077)
+    try:
+        fetch_bundle(pushed.url)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in cache.rglob("*") if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in cache.rglob("*") if path.is_dir()} == {0o700}
+
+
+def test_wait_for_another_download_is_bounded_and_names_its_process(pushed, cache, monkeypatch, caplog):
+    home = fetch_bundle(pushed.url).parent
+    shutil.rmtree(home)
+    home.mkdir()
+    monkeypatch.setattr("dflash_aot.cache.remote.fetch.LOCK_SECONDS", 0.3)
+    refused = pytest.raises(BadInput, match=rf"process {os.getpid()} on .* has been fetching .* for more than 0 s")
+    with hold_directory_lock(home), refused:
+        fetch_bundle(pushed.url)
+    assert f"waiting up to 0 s for process {os.getpid()}" in caplog.text
 
 
 def test_second_download_waits_for_the_first(pushed, manifest, blobs_of):
