@@ -17,8 +17,8 @@ if ! is_installed run; then
 fi
 
 say "precompiling the embedded pair into build/bundle"
-.venv/bin/dflash-precompile --bundle build/bundle --buckets "batch=1 length=256 k=0,7 prefill=64"
+"$VENV"/bin/dflash-precompile --bundle build/bundle --buckets "batch=1 length=256 k=0,7 prefill=64"
 
 say "generating"
 printf '%s' "$prompt"
-.venv/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --stats
+"$VENV"/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --stats

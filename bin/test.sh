@@ -8,8 +8,8 @@ source bin/environment.sh
 build_wheel() {
     # Otherwise setuptools packs the files of an earlier build in build/lib.
     rm -rf build/lib build/bdist.* build/wheel
-    .venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
-    .venv/bin/python - build/wheel/*.whl <<'PYTHON'
+    "$VENV"/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+    "$VENV"/bin/python - build/wheel/*.whl <<'PYTHON'
 import sys
 import zipfile
 from pathlib import Path
@@ -28,13 +28,12 @@ PYTHON
 }
 
 check_wheel() {
-    # Installs the wheel in a fresh environment that finds its dependencies in .venv, by a .pth file. Python does not read
-    # .pth files in a folder that a .pth file names, so the editable install in .venv is not found.
-    .venv/bin/python -m venv --without-pip build/wheel/venv
-    local fresh="$PWD/build/wheel/venv/bin" folder='import sysconfig; print(sysconfig.get_path("purelib"))'
-    .venv/bin/python -c "$folder" >"$("$fresh/python" -c "$folder")/dependencies.pth"
-    .venv/bin/pip --python "$fresh/python" install --quiet --disable-pip-version-check \
-        --no-deps --ignore-installed build/wheel/*.whl
+    # Installs the wheel as a deployment does: nothing but the wheel and the locked packages.
+    "$VENV"/bin/python -m venv --without-pip build/wheel/venv
+    local fresh="$PWD/build/wheel/venv/bin"
+    install_into() { "$VENV"/bin/pip --python "$fresh/python" install --quiet --disable-pip-version-check "$@"; }
+    install_into --require-hashes --requirement requirements/cpu.txt
+    install_into --no-deps build/wheel/*.whl
     (
         cd /
         "$fresh/python" -c 'import dflash_aot.runtime as it; assert "/build/wheel/venv/" in it.__file__, it.__file__'
@@ -48,15 +47,15 @@ check_wheel() {
 bash bin/develop.sh
 
 if (($#)); then
-    exec .venv/bin/pytest "$@"
+    exec "$VENV"/bin/pytest "$@"
 fi
 
 say "format and lint"
-.venv/bin/ruff format --check
-.venv/bin/ruff check
+"$VENV"/bin/ruff format --check
+"$VENV"/bin/ruff check
 
 say "types"
-.venv/bin/mypy
+"$VENV"/bin/mypy
 
 say "the wheel, installed elsewhere"
 build_wheel
@@ -67,4 +66,4 @@ say "tests"
 unset PYTHONDONTWRITEBYTECODE
 # A file's tests run on one worker, because they share fixtures. Files run in the order of their paths, because xdist's
 # own order starts some of the longest files last.
-.venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+"$VENV"/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {"benchmarks", "bin", "cache", "compile", "runtime", "server"}  # directly below dflash_aot
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-PINS = (REPOSITORY / "constraints.txt").read_text().splitlines()
+CONSTRAINTS = (REPOSITORY / "constraints.txt").read_text()
+LOWEST = (REPOSITORY / "requirements/lowest.txt").read_text()
 SCRIPTS = "examples"
 # The extras whose dependencies a folder may import, besides the project's dependencies.
 EXTRAS = {
@@ -25,9 +27,11 @@ EXTRAS = {
     "compile": ("ray",),
     "server": ("ray",),
     SCRIPTS: ("train", "ray"),
-    "tests": ("test", "bench", "ray"),
+    "tests": ("dev", "test", "bench", "ray"),
 }
-TESTED_EXTRAS = ("test", "train", "bench", "dev", "tpu", "s3", "ray")  # not cuda: it cannot be installed everywhere
+THIS_PYTHON = "{}.{}".format(*sys.version_info)
+LOCKS = {"requirements/cpu.txt": (), "requirements/tpu.txt": ("tpu",)}  # the extras whose packages a lock file holds
+ALL_EXTRAS = tuple(PROJECT["project"]["optional-dependencies"])
 
 
 def find_modules(root: Path, folders: Iterable[str] = tuple(EXTRAS)) -> list[Path]:
@@ -86,20 +90,64 @@ def list_requirements(project: Mapping, extras: Iterable[str] = ()) -> list[Requ
     return [requirement for requirement in requirements if requirement.name != project["project"]["name"]]
 
 
-def find_unpinned(requirements: Iterable[Requirement], pins: Iterable[str]) -> list[str]:
+def read_pins(text: str, python: str = THIS_PYTHON) -> dict[str, str]:
+    """The version of each package in a file of pins, by canonical name, where the line's marker holds."""
+    requirements = map(Requirement, re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE))
+    return {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement in requirements
+        if applies(requirement, python=python)
+    }
+
+
+def applies(requirement: Requirement, extras: Iterable[str] = (), python: str = THIS_PYTHON) -> bool:
+    """Whether the requirement's marker holds for a version of Python, with any of the extras."""
+    environments = [
+        {"extra": extra, "python_version": python, "python_full_version": f"{python}.0"} for extra in ("", *extras)
+    ]
+    return requirement.marker is None or any(map(requirement.marker.evaluate, environments))
+
+
+def find_unpinned(requirements: Iterable[Requirement], pins: Mapping[str, str]) -> list[str]:
     """Requirements without a pin, or with a pin outside their range."""
-    versions = dict(pin.split("==") for pin in pins if "==" in pin)
-    versions = {canonicalize_name(name): version for name, version in versions.items()}
     return [
         str(requirement)
         for requirement in requirements
-        if versions.get(canonicalize_name(requirement.name), "none") not in requirement.specifier
+        if applies(requirement) and pins.get(canonicalize_name(requirement.name), "none") not in requirement.specifier
     ]
 
 
-def find_local_pins(pins: Iterable[str]) -> list[str]:
-    """Lines other than comments and name==version: paths, links and local builds, which exist on one machine only."""
-    return [pin for pin in pins if not re.fullmatch(r"#.*|[\w.-]+==[\w.]+", pin)]
+def find_local_pins(text: str) -> list[str]:
+    """Lines other than name==version, markers, hashes and comments: paths, links and local builds of one machine."""
+    allowed = r"\s*#.*|[\w.-]+==[\w.]+( ; [^\\]+)?( \\)?|    --hash=sha256:[0-9a-f]{64}( \\)?"
+    return [line for line in text.splitlines() if not re.fullmatch(allowed, line)]
+
+
+def find_untested_bounds(requirements: Iterable[Requirement], pins: Mapping[str, str]) -> list[str]:
+    """Requirements for Python 3.11 whose lower bound is not the pinned version."""
+    return [
+        f"{requirement.name}{bound}"
+        for requirement in requirements
+        if applies(requirement, python="3.11")
+        for bound in requirement.specifier
+        if bound.operator == ">=" and Version(bound.version) != Version(pins[canonicalize_name(requirement.name)])
+    ]
+
+
+def collect_installed(requirements: Iterable[Requirement]) -> dict[str, str]:
+    """Versions of the installed packages that these requirements need, directly or not, by canonical name."""
+    found: dict[str, str] = {}
+    seen, queue = set(), list(filter(applies, requirements))
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if (key := (name, frozenset(requirement.extras))) in seen:
+            continue
+        seen.add(key)
+        package = importlib.metadata.distribution(requirement.name)
+        found[name] = package.version
+        queue += [needed for needed in map(Requirement, package.requires or ()) if applies(needed, requirement.extras)]
+    return found
 
 
 def test_every_module_is_in_a_package():
@@ -147,31 +195,64 @@ def test_undeclared_import_is_found(tmp_path, text, name):
     assert find_undeclared(tmp_path, PROJECT) == [f"thing.py imports {name}"]
 
 
-@pytest.mark.parametrize("requirement", list_requirements(PROJECT), ids=lambda requirement: requirement.name)
-def test_installed_version_is_in_the_tested_range(requirement):
-    assert requirement.specifier.contains(importlib.metadata.version(requirement.name))
-
-
-def test_jax_has_an_upper_bound():
-    """Serialized executables, `no_tracing` and the ahead-of-time interface may change with every minor version."""
-    (jax,) = (requirement for requirement in list_requirements(PROJECT) if requirement.name == "jax")
-    assert not jax.specifier.contains("0.11.0")
+@pytest.mark.parametrize("requirement", list_requirements(PROJECT), ids=str)
+def test_installed_version_is_in_the_declared_range(requirement):
+    assert not applies(requirement) or requirement.specifier.contains(importlib.metadata.version(requirement.name))
 
 
 def test_every_direct_dependency_is_pinned():
-    assert find_unpinned(list_requirements(PROJECT, TESTED_EXTRAS), PINS) == []
-    assert find_local_pins(PINS) == []
+    assert find_unpinned(list_requirements(PROJECT, ALL_EXTRAS), read_pins(CONSTRAINTS)) == []
 
 
-@pytest.mark.parametrize("pins", [[], ["jax==0.10.1"], ["jaxlib==0.10.2"]])
+@pytest.mark.parametrize("pins", [{}, {"jax": "0.10.1"}, {"jaxlib": "0.10.2"}])
 def test_missing_or_wrong_pin_is_found(pins):
     assert find_unpinned([Requirement("jax>=0.10.2")], pins) == ["jax>=0.10.2"]
-    assert find_unpinned([Requirement("jax>=0.10.2")], [*pins, "JAX==0.10.2"]) == []
+    assert find_unpinned([Requirement("jax>=0.10.2")], {**pins, "jax": "0.10.2"}) == []
+
+
+def test_pin_of_another_python_is_ignored():
+    assert read_pins('jax==1 ; python_version < "3"\nJAX_lib==2 \\\n    --hash=sha256:00\n') == {"jax-lib": "2"}
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", *LOCKS, "requirements/lowest.txt"])
+def test_pins_are_of_a_registry(file):
+    assert find_local_pins((REPOSITORY / file).read_text()) == []
 
 
 @pytest.mark.parametrize("pin", ["torch==2.13.0+cpu", "-e /home/me/dflash", "torch @ file:///wheels/torch.whl", "jax"])
 def test_local_pin_is_found(pin):
-    assert find_local_pins(["# a comment", "jax==0.10.2", pin]) == [pin]
+    assert find_local_pins(f"# a comment\njax==0.10.2\n{pin}") == [pin]
+
+
+def test_lower_bounds_are_the_lowest_tested_versions():
+    assert find_untested_bounds(list_requirements(PROJECT, ALL_EXTRAS), read_pins(LOWEST, "3.11")) == []
+
+
+def test_untested_lower_bound_is_found():
+    assert find_untested_bounds([Requirement("jax>=0.10")], {"jax": "0.10.2"}) == ["jax>=0.10"]
+    assert find_untested_bounds([Requirement("flask>=3")], {"flask": "3.0.0"}) == []
+
+
+def test_every_upper_bound_has_a_reason():
+    bounded = [
+        line for line in (REPOSITORY / "pyproject.toml").read_text().splitlines() if re.search(r"\d,<|==\d", line)
+    ]
+    assert len(bounded) > 5
+    assert [line for line in bounded if "#" not in line] == []
+
+
+@pytest.mark.parametrize("file", LOCKS)
+def test_lock_holds_what_a_deployment_needs(file):
+    """Exactly the packages that are installed for the project's dependencies, in the tested versions, with hashes."""
+    text = (REPOSITORY / file).read_text()
+    pins = read_pins(text)
+    needed = collect_installed(list_requirements(PROJECT, LOCKS[file]))
+    assert sorted(pins) == sorted(needed)
+    tested = read_pins(CONSTRAINTS)
+    assert pins == {name: tested[name] for name in pins}
+    assert len(re.findall(r"^[\w.-]+==.* \\\n    --hash=sha256:", text, re.MULTILINE)) == len(
+        re.findall("==", re.sub(" ; .*", "", text))
+    )
 
 
 @pytest.mark.parametrize("command", PROJECT["project"]["scripts"])

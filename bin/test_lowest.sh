@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# bash bin/test_lowest.sh [PYTEST ARGUMENTS]   Tests the lower bounds in pyproject.toml: Python 3.11, JAX 0.10.
+# Without arguments: golden runs, bundles, the engine and executables for described TPUs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VENV=build/lowest CONSTRAINTS=requirements/lowest.txt SUPPORTED=(3.11)
+source bin/environment.sh
+
+if ! find_python 3.11 >/dev/null; then
+    say "Python 3.11 is not installed: the lower bounds in pyproject.toml were not tested"
+    exit
+fi
+make_environment
+if ! is_installed test; then
+    say "installing the oldest supported versions into $VENV"
+    install --editable ".[test]"
+    note_installed test
+fi
+if ((!$#)); then
+    set -- tests/cache tests/compile/test_golden_programs.py tests/compile/test_tpu_executables.py \
+        tests/runtime/test_golden_runs.py tests/runtime/test_engine_{batches,ends,faults,life,requests}.py tests/bin/test_bundle.py
+fi
+say "tests"
+"$VENV"/bin/pytest -o cache_dir="$VENV/pytest_cache" --numprocesses auto --maxprocesses 4 --dist loadfile -m "not slow" "$@"
