@@ -37,7 +37,8 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     libtpu_init_args: LIBTPU_INIT_ARGS, for TPU only.
 
     Not verified on a TPU: that a described device and a TPU VM with the same libtpu have the same `platform_version`
-    (JAX's sources show the same three lines for both), and that coordinates on a TPU VM start at 0.
+    (JAX compares the two itself before it compiles for a described device; jaxlib 0.10 begins both with a line "PJRT C
+    API", jaxlib 0.12 neither), and that coordinates on a TPU VM start at 0.
     """
 
     jax: str

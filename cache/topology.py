@@ -62,14 +62,15 @@ class Topology(msgspec.Struct, frozen=True):
 
 # HBM, its bandwidth and bf16 flops: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x (2026). v4's page says
 # 1200 GB/s, "TPU v4" (arxiv.org/abs/2304.01433) the same. Pages that say GB mean GiB: /tpu7x says 95 and 32 GiB of v5p
-# and v6e, and the compiler counts 16 GiB for v5e. available_bytes, devices and device_kind: read from libtpu 0.0.42.1,
-# the bytes from its out-of-memory report. v4 and v5p join a chip's two cores to one device, tpu7x does not.
+# and v6e, and the compiler counts 16 GiB for v5e. available_bytes, devices and device_kind: read from libtpu 0.0.42.1
+# and 0.0.52, the bytes from their out-of-memory reports. The newer one keeps 16, 4 and 8 MiB more of v5p, v6e and tpu7x
+# for itself; its figures stand here. v4 and v5p join a chip's two cores to one device, tpu7x does not.
 CHIPS = (
     Chip("v4", "TPU v4", 1, 2, 32 * GIB, 31485 * MIB, 1200e9, 275e12),
     Chip("v5e", "TPU v5 lite", 1, 1, 16 * GIB, 16126 * MIB, 819e9, 197e12),
-    Chip("v5p", "TPU v5", 1, 2, 95 * GIB, 98041 * MIB, 2765e9, 459e12),
-    Chip("v6e", "TPU v6 lite", 1, 1, 32 * GIB, 31996 * MIB, 1638e9, 918e12),
-    Chip("tpu7x", "TPU7x", 2, 2, 192 * GIB, 97020 * MIB, 7380e9, 2307e12),
+    Chip("v5p", "TPU v5", 1, 2, 95 * GIB, 98025 * MIB, 2765e9, 459e12),
+    Chip("v6e", "TPU v6 lite", 1, 1, 32 * GIB, 31992 * MIB, 1638e9, 918e12),
+    Chip("tpu7x", "TPU7x", 2, 2, 192 * GIB, 97012 * MIB, 7380e9, 2307e12),
 )
 ALIASES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 MAX_DEVICES = 8

@@ -1,6 +1,7 @@
 """Build targets: attached devices, and slices that are described to the TPU compiler."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -58,9 +59,12 @@ def test_mesh_order_is_jaxs_ring(described):
     assert described[0]["v5e:2x2"].coordinates == ("0,0,0,0", "1,0,0,0", "1,1,0,0", "0,1,0,0")
 
 
-def test_available_bytes_of_a_chip_are_the_compilers(described):
+def test_available_bytes_of_a_chip_are_at_most_the_compilers(described):
+    """The report is rounded to 0.01 GiB, and compilers differ by up to 0.016 GiB."""
     for chip in CHIPS:
-        assert f"exceeds available HBM ({chip.available_bytes / GIB:.2f}G)" in described[1][chip.name], chip.name
+        reported = re.search(r"exceeds available HBM \(([\d.]+)G\)", described[1][chip.name])
+        assert reported, described[1][chip.name]
+        assert -0.005 <= float(reported[1]) - chip.available_bytes / GIB <= 0.021, chip.name
 
 
 def test_described_environment_holds_compiler_and_flags_but_not_the_building_host(described):
