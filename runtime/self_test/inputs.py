@@ -6,6 +6,7 @@ the call writes, and zeros from there on. Sampling parameters are set, so that e
 A change here changes `cache.self_test.INPUTS_VERSION`.
 """
 
+import functools
 import math
 import zlib
 
@@ -109,10 +110,15 @@ def _make_tokens(array: ArraySpec, vocab: int) -> np.ndarray:
 
 def _fill_with_noise(array: ArraySpec, scale: float) -> np.ndarray:
     """Numbers in [-scale, scale), different for every array name."""
-    noise = (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
-    begin = zlib.crc32(array.name.encode()) % PERIOD
-    values = (np.roll(noise, -begin) * np.float32(scale)).astype(array.dtype)
-    return np.resize(values, array.shape)
+    begin, count = zlib.crc32(array.name.encode()) % PERIOD, min(math.prod(array.shape), PERIOD)
+    values = np.take(_make_noise(), np.arange(begin, begin + count), mode="wrap") * np.float32(scale)
+    return np.resize(values.astype(array.dtype), array.shape)
+
+
+@functools.cache  # hashing takes longer than all else that makes an array
+def _make_noise() -> np.ndarray:
+    """PERIOD numbers in [-1, 1), which repeat in larger arrays."""
+    return (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
