@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from tokenizers import Tokenizer
 
 from dflash_aot.bin.golden import (
     AcceptedTokensComparison,
@@ -34,6 +33,7 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime import Engine, Result, SamplingParams
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 
 MAX_NEW_TOKENS, PROMPTS_PER_LENGTH, REPEATS = 64, 2, 3
@@ -173,7 +173,7 @@ def make_prompts(manifest: Manifest, target: Path) -> list[TokenIds]:
     grid = manifest.grid
     widths = [max(1, length - count_new_tokens(manifest) - 2 * (grid.k[-1] + 1)) for length in grid.length]
     if (target / "tokenizer.json").exists():
-        text = Tokenizer.from_file(str(target / "tokenizer.json")).encode(inspect.getsource(argparse)).ids
+        text = Tokenizer.open(target).encode(inspect.getsource(argparse))
     else:
         text = random.Random(7).choices(range(manifest.target.facts.decoder.vocab), k=RANDOM_TOKENS)
     text *= 1 + PROMPTS_PER_LENGTH * widths[-1] // len(text)

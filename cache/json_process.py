@@ -7,6 +7,7 @@ as one line of JSON. The process ends after its standard input does, so it does 
 
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -30,10 +31,11 @@ class ProcessEnded(Exception):
     Attributes:
         returncode: as `subprocess` has it, negative for a signal.
         log: what the process wrote to standard error since it started, or since `JsonProcess.skip_log`.
+        timed_out: whether its parent ended it because no message came in time.
     """
 
-    def __init__(self, returncode: int, log: str):
-        self.returncode, self.log = returncode, log
+    def __init__(self, returncode: int, log: str, timed_out: bool = False):
+        self.returncode, self.log, self.timed_out = returncode, log, timed_out
         super().__init__(f"the process {self.how}")
 
     @property
@@ -99,18 +101,31 @@ class JsonProcess:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
 
-    def receive(self, kind: type[T]) -> T:
-        """Waits for the next message. Raises ProcessEnded, or msgspec.DecodeError for an invalid message."""
+    def receive(self, kind: type[T], seconds: float | None = None) -> T:
+        """Waits for the next message. Raises ProcessEnded, or msgspec.DecodeError for an invalid message.
+
+        seconds: how long to wait for a message to begin; then the process is killed. Only for a process that sends one
+            message at a time.
+        """
         assert self._process.stdout
+        timed_out = seconds is not None and not self._wait_for_output(seconds)
+        if timed_out:
+            self._process.kill()
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise ProcessEnded(self._process.wait(), self._read_log())
+            raise ProcessEnded(self._process.wait(), self._read_log(), timed_out)
         return msgspec.json.decode(line, type=kind)
 
-    def ask(self, message: msgspec.Struct, kind: type[T]) -> T:
+    def ask(self, message: msgspec.Struct, kind: type[T], seconds: float | None = None) -> T:
         """Sends a message and waits for the answer; raises as `receive` does."""
         self.send(message)
-        return self.receive(kind)
+        return self.receive(kind, seconds)
+
+    def _wait_for_output(self, seconds: float) -> bool:
+        assert self._process.stdout
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def skip_log(self) -> None:
         """Leaves out of ProcessEnded what the process has written to standard error so far."""

@@ -88,12 +88,12 @@ def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
         return prompt
     try:
         tokenizer = model.engine.tokenizer
-        _check_characters(model, len(prompt), "prompt")
-        return tokenizer.encode(prompt)
     except BadCheckpoint as error:
         raise ApiError(
             400, "this model was opened without a tokenizer: give token ids", "no_tokenizer", "prompt"
         ) from error
+    _check_characters(model, len(prompt), "prompt")
+    return tokenizer.encode(prompt)
 
 
 def _render(model: ServedModel, messages: Sequence[Message], variables: TemplateVariables) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Reads a `config.json` key by key; every error names the file, the key and the value found."""
 
-import json
 import reprlib
 import sys
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dflash_aot.cache.checkpoint_files import CONFIG_FILE, read_checkpoint_object
 from dflash_aot.cache.errors import BadCheckpoint
 
 Value = TypeVar("Value")
@@ -127,17 +127,7 @@ class ConfigFile:
 
 def read_config(directory: Path) -> ConfigFile:
     """Reads `config.json` of a checkpoint directory. Raises BadCheckpoint."""
-    path = directory / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadCheckpoint(
-            f"{path} does not exist: expected a checkpoint directory in Hugging Face's layout"
-        ) from error
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
-        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, expected an object")
+    path = directory / CONFIG_FILE
+    if (values := read_checkpoint_object(path)) is None:
+        raise BadCheckpoint(f"{path} does not exist: expected a checkpoint directory in Hugging Face's layout")
     return ConfigFile(path, values)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import tokenizers
 
+from dflash_aot.cache.checkpoint_files import TOKENIZER_FILE, read_checkpoint_file
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.text.byte_fallback import BYTE_LEVEL_LETTERS, ByteFallbackJoiner, read_fallback_tokens
 
-LONG_TEXT_CHARS = 4096  # takes a few milliseconds to tokenize
 PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseException, so `except Exception` misses it
 
 
@@ -20,8 +20,9 @@ class Tokenizer:
         byte_values: token id -> byte of byte-fallback tokens; empty for a vocabulary without byte fallback.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path = Path(TOKENIZER_FILE)) -> None:
+        """path: the file that `backend` was read from, for messages."""
+        self._backend, self._path = backend, path
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
@@ -30,19 +31,21 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
-        """Reads `directory/tokenizer.json`. Raises BadCheckpoint if the file is missing or broken."""
-        path = directory / "tokenizer.json"
+        """Reads `directory/tokenizer.json`. Raises BadCheckpoint if the file is missing, broken or no regular file."""
+        path = directory / TOKENIZER_FILE
         remedy = "Give token ids instead of text, or a directory with the tokenizer.json of the target"
-        if not path.is_file():
+        if (content := read_checkpoint_file(path)) is None:
             raise BadCheckpoint(f"there is no {path}. {remedy}")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises the base class itself
+            backend = tokenizers.Tokenizer.from_buffer(content)
+            # A tokenizer.json may hold truncation and padding of the training: they would silently cut prompts.
+            backend.no_truncation()
+            backend.no_padding()
+            return cls(backend, path)
+        except BaseException as error:
+            if not (_is_failure(error) or isinstance(error, ValueError)):
+                raise
             raise BadCheckpoint(f"{path} cannot be read as a tokenizer: {error}. {remedy}") from error
-        # A tokenizer.json may hold truncation and padding settings of the training: they would silently cut prompts.
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Special tokens that are written out in the text become those tokens.
@@ -50,14 +53,20 @@ class Tokenizer:
         add_special_tokens: whether to add what the tokenizer puts around a text, a BOS token for example. False for a
         rendered chat: the chat template has already written these tokens.
 
-        Raises BadInput if `text` is not valid Unicode.
+        The time has no limit but the length of the text: a regular expression of the checkpoint runs for up to 0.4 s
+        per character, and a thread cannot be interrupted in it. Other threads go on.
+
+        Raises BadInput if `text` is not valid Unicode; BadCheckpoint if the tokenizer fails at the text.
         """
         try:
-            if len(text) > LONG_TEXT_CHARS:  # encoding a batch releases the GIL, so that the engine's thread can run
-                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Encoding a batch releases the GIL, so that the engine's thread can run. Encoding a single text does not.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise BadInput(f"not a text that UTF-8 can hold (a lone surrogate?): {ascii(text[:80])}") from error
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise BadCheckpoint(f"{self._path} fails at a text of {len(text)} characters: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, without special and unknown tokens; invalid bytes are U+FFFD."""
@@ -70,9 +79,9 @@ class Tokenizer:
         try:
             return self._backend.decode(ids, skip_special_tokens=True)
         except BaseException as error:
-            if type(error).__name__ != PANIC:
+            if not _is_failure(error):
                 raise
-            raise BadCheckpoint(f"the decoder of tokenizer.json fails at tokens {list(ids)}: {error}") from error
+            raise BadCheckpoint(f"the decoder of {self._path} fails at tokens {list(ids)}: {error}") from error
 
     @property
     def max_token_chars(self) -> int:
@@ -80,7 +89,7 @@ class Tokenizer:
 
         A normalizer can shorten a text further before it is tokenized.
         """
-        return max(map(len, self._backend.get_vocab()))
+        return max(map(len, self._backend.get_vocab()), default=0)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns what one token adds in the middle of a text: maybe a part of a character.
@@ -94,7 +103,9 @@ class Tokenizer:
         if (token := self._backend.id_to_token(token_id)) is None:
             return b""
         if self._byte_level:
-            return bytes(BYTE_LEVEL_LETTERS[character] for character in token)
+            if BYTE_LEVEL_LETTERS.keys() >= set(token):
+                return bytes(BYTE_LEVEL_LETTERS[character] for character in token)
+            return token.encode()  # as the decoder reads a token of other letters
         # Decoders strip leading spaces of the first token, so take what a second token adds to the first.
         return self.decode_joined([token_id] * 2)[len(self.decode_joined([token_id])) :].encode()
 
@@ -110,3 +121,8 @@ class Tokenizer:
         """Returns the last `count` tokens of `ids` that `decode` does not skip, in order."""
         with_text = (token_id for token_id in reversed(ids) if not self.is_skipped(token_id))
         return list(islice(with_text, count))[::-1]
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the library raised an error of the tokenizer: a panic, or the base class of exceptions itself."""
+    return type(error).__name__ == PANIC or type(error) is Exception

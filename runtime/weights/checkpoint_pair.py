@@ -1,6 +1,5 @@
 """Checkpoint pair of a bundle: where target and draft are, whether they match the bundle, the target's end tokens."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
+from dflash_aot.cache.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG_FILE, read_checkpoint_object
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
 from dflash_aot.cache.locations import locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft
@@ -57,13 +57,8 @@ def read_end_tokens(target: Path) -> frozenset[int]:
 
     transformers looks them up in the same order. Raises BadCheckpoint.
     """
-    for path in (target / "generation_config.json", target / "config.json"):
-        if not path.exists():
-            continue
-        try:
-            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise BadCheckpoint(f"{path} is not a JSON object: {error}") from error
+    for path in (target / GENERATION_CONFIG_FILE, target / CONFIG_FILE):
+        ends = (read_checkpoint_object(path) or {}).get("eos_token_id")
         if ends is not None:
             found = ends if isinstance(ends, list) else [ends]
             if any(type(token) is not int for token in found):

@@ -1,18 +1,18 @@
 """Memory-mapped safetensors: the tensors of a checkpoint directory, in one file or in shards with an index."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  adds to NumPy the bfloat16 dtype that safetensors returns
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflash_aot.cache.bundle.weight_recipe import MaskedMap, Placement
+from dflash_aot.cache.checkpoint_files import INDEX_FILE, SINGLE_FILE, open_weights, read_checkpoint_file
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor, to_numpy_slices
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
 
 
@@ -29,10 +29,11 @@ class CheckpointTensors:
         self._open = {}
         for path, indexed in _list_files(directory):
             try:
-                file = safe_open(path, framework="numpy")
+                with open_weights(path) as name:
+                    file = safe_open(name, framework="numpy")
             except FileNotFoundError as error:
                 raise BadCheckpoint(f"{path} does not exist, but {INDEX_FILE} names it") from error
-            except (SafetensorError, OSError, ValueError) as error:  # ValueError: not a valid file name
+            except (SafetensorError, OSError) as error:
                 raise BadCheckpoint(
                     f"{path} is not a complete safetensors file: {error}. Download or copy it again"
                 ) from error
@@ -90,24 +91,29 @@ def list_some(names: Iterable[str], most: int = 4) -> str:
 
 def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
     """Yields each file of the checkpoint, and the tensors that the index places there (None without an index)."""
-    if (directory / INDEX_FILE).exists():
-        files = _read_index(directory / INDEX_FILE)
-        for name in sorted(set(files.values())):
-            yield directory / name, {tensor for tensor, file in files.items() if file == name}
+    if (content := read_checkpoint_file(directory / INDEX_FILE)) is not None:
+        shards: dict[str, set[str]] = {}
+        for tensor, file in _decode_index(directory / INDEX_FILE, content).items():
+            shards.setdefault(file, set()).add(tensor)
+        for file in sorted(shards):
+            yield directory / file, shards[file]
     elif (directory / SINGLE_FILE).exists():
         yield directory / SINGLE_FILE, None
     else:
         raise BadCheckpoint(f"{directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+class _ShardIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _decode_index(path: Path, content: bytes) -> dict[str, str]:
     """Returns the file name of each tensor. Raises BadCheckpoint, also for a file outside the directory."""
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        valid = all(isinstance(file, str) and Path(file).name == file for file in files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} is not an index of shards: {type(error).__name__}: {error}") from error
-    if not valid:
+        files = msgspec.json.decode(content, type=_ShardIndex).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not an index of shards: {error}") from error
+    if any(Path(file).name != file for file in files.values()):
         raise BadCheckpoint(f"{path}: weight_map names something that is not a file beside it")
     return files
 

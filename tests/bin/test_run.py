@@ -1,11 +1,16 @@
 """The dflash-run command: what it writes to which stream, its flags, refusals and exit codes."""
 
 import json
+import os
+import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tokenizers
 from msgspec import structs
+from tokenizers import Regex, pre_tokenizers
 
 from dflash_aot.bin import run
 from dflash_aot.bin.jsonl import answer_lines
@@ -149,6 +154,37 @@ def test_every_input_line_is_answered_in_order(command, served, tmp_path):
     assert len(by_number[3]["token_ids"]) == 5
     assert len(by_number[20]["token_ids"]) == 30  # to the end of the grid
     assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
+
+
+@pytest.fixture
+def hostile_target(speaking_target, tmp_path) -> Path:
+    """A target whose tokenizer splits texts at a regular expression of exponential time."""
+    target = Path(shutil.copytree(speaking_target, tmp_path / "hostile"))
+    backend = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    backend.save(str(target / "tokenizer.json"))
+    return target
+
+
+def test_text_at_which_the_tokenizer_panics_is_refused(command, served, hostile_target, tmp_path):
+    prompt, refused = "a" * 60 + "b", f"{hostile_target}/tokenizer.json fails at a text of 61 characters: "
+    done = command(run, served[0], f"--target={hostile_target}", f"--prompt={prompt}")
+    assert (done.code, done.out) == (2, "")
+    assert f"dflash-run: {refused}" in done.err and "Traceback" not in done.err
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt_ids": [1, 2], "max_tokens": 2}}\n')
+    done = command(run, served[0], f"--target={hostile_target}", f"--input={tmp_path / 'in.jsonl'}")
+    failed, answered = map(json.loads, done.out.splitlines())
+    assert done.code == 0 and failed["finish_reason"] == "error" and refused in failed["error"]
+    assert len(answered["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_fifo_in_a_checkpoint_is_refused(command, served, speaking_target, tmp_path, name):
+    target = Path(shutil.copytree(speaking_target, tmp_path / "target"))
+    (target / name).unlink(missing_ok=True)
+    os.mkfifo(target / name)
+    done = command(run, served[0], f"--target={target}", "--prompt=a")
+    assert done.code == 2 and f"{target / name}: a fifo, where a file should be" in done.err
 
 
 def test_result_is_returned_before_the_next_line_is_written(bundle):

@@ -13,7 +13,7 @@ def test_missing_file_is_refused_with_the_expected_layout(tmp_path):
 
 def test_unreadable_file_is_refused(tmp_path):
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(BadCheckpoint, match=r"config\.json: Is a directory"):
+    with pytest.raises(BadCheckpoint, match=r"config\.json: a directory, where a file should be"):
         read_config(tmp_path)
 
 

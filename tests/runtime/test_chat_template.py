@@ -90,6 +90,29 @@ def test_unread_and_reserved_variables_raise(checkpoint, name):
         render_chat(checkpoint, MESSAGES, {name: "{{ 1 }}"})
 
 
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{# style #}style{{ messages.style }}{{ 'style' }}", "style"),  # a word of the template, and no variable
+        ("{% set style = 1 %}{{ style }}", "style"),  # the template's own
+        ("{% for style in messages %}{{ style }}{% break %}{% endfor %}", "style"),
+        ("{% generation %}{{ range(3) }}{% endgeneration %}", "range"),
+        ("{{ namespace(a=1) }}{{ strftime_now('%Y') }}", "strftime_now"),
+    ],
+)
+def test_words_that_are_no_variables_of_the_template_raise(checkpoint, template, name):
+    (checkpoint / "chat_template.jinja").write_text(template)
+    render_chat(checkpoint, MESSAGES)
+    with pytest.raises(BadInput, match=f"reads no variable '{name}'"):
+        render_chat(checkpoint, MESSAGES, {name: "x"})
+
+
+def test_text_that_is_no_valid_unicode_passes_unchanged(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}{{ number }}")
+    messages = [{"role": "user", "content": "a\ud83c\n\x00"}]
+    assert render_chat(checkpoint, messages, {"number": 2**70}) == f"a\ud83c\n\x00{2**70}"
+
+
 def test_thinking_can_be_off_without_a_variable_in_the_template(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("hi")
     assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}) == "hi"
@@ -151,7 +174,14 @@ def test_missing_tokenizer_raises(tmp_path):
 
 def test_broken_tokenizer_config_raises(checkpoint):
     (checkpoint / "tokenizer_config.json").write_text("{")
-    with pytest.raises(BadCheckpoint, match="cannot be read"):
+    with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json is not JSON"):
+        render_chat(checkpoint, MESSAGES)
+
+
+def test_tokenizer_that_transformers_cannot_read_raises(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadCheckpoint, match=f"the tokenizer in {checkpoint} cannot be read: "):
         render_chat(checkpoint, MESSAGES)
 
 
@@ -166,7 +196,7 @@ def test_code_in_the_checkpoint_is_not_run(checkpoint):
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
-FRAMEWORKS = {"torch", "flax", "tensorflow"}
+FRAMEWORKS = {"torch", "flax", "tensorflow", "jax"}
 
 
 def imported(code: str) -> set[str]:
@@ -176,11 +206,12 @@ def imported(code: str) -> set[str]:
     return set(listing.stdout.decode().split())
 
 
-def test_transformers_is_imported_only_to_render(checkpoint):
+def test_transformers_is_imported_by_the_subprocess_only(checkpoint):
     configure(checkpoint, chat_template=TEMPLATE)
-    module = "from pathlib import Path; from dflash_aot.runtime.text.chat_template import render_chat"
-    assert "transformers" not in imported(module)
-    modules = imported(f"{module}\nrender_chat(Path({str(checkpoint)!r}), {MESSAGES!r})")
+    here = "from pathlib import Path; from dflash_aot.runtime.text.chat_template import render_chat"
+    assert not imported(f"{here}\nrender_chat(Path({str(checkpoint)!r}), {MESSAGES!r})") & {"transformers", "jinja2"}
+    load = f"import dflash_aot.runtime.text.template_worker as w; w.load_tokenizer({str(checkpoint)!r})"
+    modules = imported(load)
     assert "transformers" in modules
     assert not modules & FRAMEWORKS
     assert not [name for name in modules if ".modeling_" in name]

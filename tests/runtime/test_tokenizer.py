@@ -6,12 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import decoders, processors
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.runtime.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from tests.runtime.tokenizer_kinds import ALPHABET, END, KINDS, byte_fallback, byte_level, list_byte_tokens
 
 BACKEND = byte_level()
@@ -42,26 +43,44 @@ def test_add_special_tokens_controls_the_added_tokens():
     assert framed == [backend.token_to_id(END), *tokenizer.encode("ab", add_special_tokens=False)]
 
 
-@pytest.mark.parametrize("length", [0, LONG_TEXT_CHARS])
-def test_lone_surrogate_raises(length):
+def test_lone_surrogate_raises():
     with pytest.raises(BadInput, match="lone surrogate"):
-        TOKENIZER.encode("a\ud83cb" + "a" * length)
+        TOKENIZER.encode("a\ud83cb")
 
 
 @pytest.mark.parametrize("framed", [True, False])
-def test_long_text_gets_the_same_tokens(framed):
+def test_text_gets_the_tokens_of_the_library(framed):
     backend = byte_level()
     frame = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
     backend.post_processor = frame
-    text = f"ab c\u00e9\n{END}" * LONG_TEXT_CHARS
+    text = f"ab c\u00e9\n{END}" * 100
     whole = backend.encode(text, add_special_tokens=framed).ids
     assert Tokenizer(backend).encode(text, add_special_tokens=framed) == whole
 
 
-def test_encoding_a_long_text_releases_the_gil():
-    """A thread that holds the GIL lets others run only between two texts."""
+def hostile_tokenizer(directory, pattern: str) -> Tokenizer:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.save(str(directory / "tokenizer.json"))
+    return Tokenizer.open(directory)
+
+
+def test_panic_of_the_encoder_raises_bad_checkpoint(tmp_path):
+    """The regular expression gives up after ten million steps, and the library panics."""
+    tokenizer = hostile_tokenizer(tmp_path, r"(a+)+$")
+    with pytest.raises(BadCheckpoint, match=rf"{tmp_path}/tokenizer\.json fails at a text of 61 characters: .*retry"):
+        tokenizer.encode("a" * 60 + "b")
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+@pytest.mark.parametrize("pattern", [r"(a|a){17}b|.", None], ids=["slow expression", "long text"])
+def test_encoding_releases_the_gil(tmp_path, pattern):
+    """A thread that holds the GIL lets others run only between two texts: they would stand still with it."""
+    tokenizer, text = TOKENIZER, "ab c" * 200_000
+    if pattern:
+        tokenizer, text = hostile_tokenizer(tmp_path, pattern), "a" * 50
     with ThreadPoolExecutor() as pool:
-        encodings = [pool.submit(TOKENIZER.encode, "ab c" * 50 * LONG_TEXT_CHARS) for _ in range(3)]
+        encodings = [pool.submit(tokenizer.encode, text) for _ in range(3)]
         switches = 0
         while not all(encoding.done() for encoding in encodings):
             switches += 1
@@ -99,6 +118,12 @@ def test_text_package_imports_no_framework():
     assert "tokenizers" in modules
     assert not modules & {"transformers", "flax", "torch"}
     assert "transformers" in imported("import dflash_aot.runtime.text.tokenizer, transformers")
+
+
+def test_token_outside_the_byte_level_alphabet_has_the_bytes_of_its_letters():
+    backend = tokenizers.Tokenizer(models.BPE({"東a": 0}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert Tokenizer(backend).token_bytes(0).decode() == backend.decode([0]) == "東a"
 
 
 @given(st.text(ALPHABET + END, max_size=12))

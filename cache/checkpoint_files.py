@@ -1,0 +1,98 @@
+"""Opens and reads the files of a checkpoint: regular files only, each up to a size that depends on its name.
+
+Links are followed, because Hugging Face's cache consists of links. Everything else that reads a checkpoint, a library
+too, gets bytes or a descriptor from here, or a directory that `check_text_files` has checked.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_aot.cache.bundle.atomic_files import open_plain, read_plain
+from dflash_aot.cache.errors import BadCheckpoint
+
+MB = 1 << 20
+CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# Some four times the largest files of published checkpoints.
+MAX_FILE_BYTES = {
+    CONFIG_FILE: 4 * MB,
+    GENERATION_CONFIG_FILE: 4 * MB,
+    TOKENIZER_FILE: 128 * MB,
+    TOKENIZER_CONFIG_FILE: 16 * MB,
+    "special_tokens_map.json": 16 * MB,
+    "added_tokens.json": 16 * MB,
+    TEMPLATE_FILE: MB,
+    "chat_template.json": MB,
+    INDEX_FILE: 64 * MB,
+}
+
+
+def read_checkpoint_file(path: Path) -> bytes | None:
+    """Returns the content of a file of MAX_FILE_BYTES; None if it does not exist.
+
+    Raises BadCheckpoint if it is a directory, a fifo or a device, is larger than its limit, or cannot be read.
+    """
+    with _as_bad_checkpoint(path):
+        try:
+            return read_plain(path, MAX_FILE_BYTES[path.name], follow_links=True)
+        except FileNotFoundError:
+            return None
+
+
+def read_checkpoint_object(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file; None if the file does not exist.
+
+    Raises BadCheckpoint, also for a file that is not JSON or holds no object.
+    """
+    if (content := read_checkpoint_file(path)) is None:
+        return None
+    try:
+        values = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
+        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, expected an object")
+    return values
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[str]:
+    """Opens a safetensors file of any size, and yields a name of the open file for libraries that open names.
+
+    Raises BadCheckpoint as `read_checkpoint_file` does; FileNotFoundError.
+    """
+    with ExitStack() as opened:
+        with _as_bad_checkpoint(path):
+            descriptor = opened.enter_context(open_plain(path, follow_links=True))
+        yield f"/dev/fd/{descriptor}"
+
+
+def check_text_files(directory: Path) -> None:
+    """Checks kind and size of all files of a directory that have a limit, for a library that reads the directory.
+
+    Raises BadCheckpoint.
+    """
+    for name, limit in MAX_FILE_BYTES.items():
+        path = directory / name
+        with _as_bad_checkpoint(path):
+            try:
+                with open_plain(path, limit, follow_links=True):
+                    pass
+            except FileNotFoundError:
+                continue
+
+
+@contextmanager
+def _as_bad_checkpoint(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BadCheckpoint(f"{path}: {error}, so no file can have this name") from error
