@@ -78,8 +78,11 @@ def render_chat(
         raise BadInput("a chat needs at least one message")
     chat = _open_chat(directory)
     given = {name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value}
-    fields = {"messages": messages, "variables": {**DEFAULT_VARIABLES, **given}, "given": [*given]}
-    reply = _PROCESS.ask(TemplateRequest(str(directory), chat.template, json.dumps(fields), limits))
+    try:
+        fields = json.dumps({"messages": messages, "variables": {**DEFAULT_VARIABLES, **given}, "given": [*given]})
+    except ValueError as error:  # Python converts no integer of over 4300 digits
+        raise BadInput(f"the variables of the chat template cannot be written as JSON: {error}") from error
+    reply = _PROCESS.ask(TemplateRequest(str(directory), chat.template, fields, limits))
     if reply.text is not None:
         return json.loads(reply.text)
     if reply.unread is not None:

@@ -124,9 +124,11 @@ def hold_limits(limits: TemplateLimits) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        finally:  # the handler may raise in the line above
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _limit_memory(more: int, most: int) -> int:

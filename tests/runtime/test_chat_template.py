@@ -113,6 +113,12 @@ def test_text_that_is_no_valid_unicode_passes_unchanged(checkpoint):
     assert render_chat(checkpoint, messages, {"number": 2**70}) == f"a\ud83c\n\x00{2**70}"
 
 
+def test_integer_that_python_does_not_convert_raises(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ number }}")
+    with pytest.raises(BadInput, match="cannot be written as JSON: .*4300 digits"):
+        render_chat(checkpoint, MESSAGES, {"number": 10**5000})
+
+
 def test_thinking_can_be_off_without_a_variable_in_the_template(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("hi")
     assert render_chat(checkpoint, MESSAGES, {"enable_thinking": False}) == "hi"
