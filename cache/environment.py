@@ -85,7 +85,7 @@ def read_host_environment(platform_name: str) -> HostEnvironment:
     on_tpu = platform_name == "tpu"
     return HostEnvironment(
         jax=_installed_version("jax"),
-        jaxlib=_installed_version("jaxlib"),
+        jaxlib=jaxlib_version(),
         libtpu=libtpu_version() if on_tpu else "",
         machine="" if on_tpu else platform.machine(),  # no part of a TPU executable runs on the host
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
@@ -141,6 +141,11 @@ def read_flags(variable: str, but: str | None = None) -> str:
 def libtpu_version() -> str:
     """Returns the version of libtpu, "" if the package is not installed."""
     return _installed_version("libtpu")
+
+
+def jaxlib_version() -> str:
+    """Returns the version of jaxlib, "" if the package is not installed."""
+    return _installed_version("jaxlib")
 
 
 def _spell(value: str | int | tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
+from dflash_aot.cache.bundle.export_window import ExportWindow, find_window
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, FloatDtype, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
@@ -29,6 +30,7 @@ MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth o
 DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Version = Annotated[str, msgspec.Meta(pattern=r"\A[\w.+]{1,64}\Z")]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # every JSON reader represents such a number exactly
 
 
@@ -184,6 +186,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
+    exporter: version of the jaxlib that exported the programs, if a rebuild compiled them with another one.
     digest: sha256 of the file with an empty digest, in hex.
     """
 
@@ -197,7 +200,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
+    exporter: Version | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
+
+    def export_window(self) -> ExportWindow:
+        """Returns until when the programs can be rebuilt."""
+        return find_window(self.exporter or self.environment.jaxlib)
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""

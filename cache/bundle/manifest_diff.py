@@ -105,5 +105,7 @@ def _by_name(value: Any) -> Any:
 
 
 def _builtins(value: object) -> Any:
-    """Returns a value as JSON represents it."""
+    """Returns a value as JSON represents it, ABSENT for a field that is left out."""
+    if value is msgspec.UNSET:
+        return ABSENT
     return msgspec.json.decode(msgspec.json.encode(value))

@@ -123,4 +123,5 @@ def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compi
         state=job.source.state,
         weights=job.source.recipes,
         entries=compilation.entries,
+        exporter=msgspec.UNSET if job.source.exporter == environment.jaxlib else job.source.exporter,
     )

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import date
 from pathlib import Path
 
-from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel, read_manifest
+from dflash_aot.cache.bundle.export_window import find_rebuild_doubt
+from dflash_aot.cache.bundle.manifest import DraftModel, Manifest, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkpoint
@@ -165,13 +168,16 @@ def rebuild(
     own_store = Store(_choose_bundle(into) if into is not None else directory)
     manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
     check_consistent(directory, manifest)
+    observer = observer or BuildObserver()
+    source = BundledPrograms(manifest, Store(directory))
+    _check_export_window(source, manifest, directory, observer)
     build_target = choose_build_target(*name_target(manifest.environment))
     facts = manifest.target.facts, manifest.draft.facts
     job = BuildJob(
         target=manifest.target,
         draft=manifest.draft,
         deployment=plan_deployment(*facts, manifest.grid, manifest.dtype, manifest.sampling, build_target),
-        source=BundledPrograms(manifest, Store(directory)),
+        source=source,
         build_target=build_target,
         store=own_store,
         jobs=jobs,
@@ -180,7 +186,15 @@ def rebuild(
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         ray_address=ray_address,
     )
-    return _build(job, store, False, tau, observer or BuildObserver())
+    return _build(job, store, False, tau, observer)
+
+
+def _check_export_window(source: BundledPrograms, manifest: Manifest, bundle: Path, observer: BuildObserver) -> None:
+    """Warns if a rebuild is outside of JAX's promise, now or soon. Raises BuildFailed if JAX does not read programs."""
+    source.check_readable()
+    if doubt := find_rebuild_doubt(manifest.export_window(), jaxlib_version(), date.today()):
+        again = manifest.build_command(bundle)
+        observer.on_warning(f"{doubt}. To export them anew, which needs only both config.json: {again}")
 
 
 def _prepare_build(

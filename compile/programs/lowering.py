@@ -95,6 +95,14 @@ def export_program(
     return bytes(exported.serialize())
 
 
+def check_program(program: bytes) -> None:
+    """Raises BuildFailed, with JAX's reason, if the installed JAX does not read a program of `export_program`."""
+    try:
+        export.deserialize(bytearray(program)).mlir_module()  # its StableHLO has a version of its own
+    except Exception as error:  # of any type: JAX reads the fields of an unknown version without checking it first
+        raise BuildFailed(f"{type(error).__name__}: {error}") from error
+
+
 def lower_program(
     program: bytes, signature: Signature, known: Mapping[str, ArraySpec], devices: Sequence[jax.Device]
 ) -> jax.stages.Lowered:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import date, timedelta
 
 import pytest
 from msgspec import structs
@@ -12,6 +13,7 @@ from msgspec import structs
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
 from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -99,6 +101,16 @@ def test_inspect_shows_what_the_manifest_says(manage, copy):
     assert "signed    no" in done.out
 
 
+@pytest.mark.parametrize("days", [0, 300])
+def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(manage, copy, monkeypatch, days):
+    manifest = read_manifest(copy)
+    release = date.today() - PROMISED + timedelta(days)
+    monkeypatch.setitem(RELEASES, manifest.environment.jaxlib, release)
+    text = f"released by {date.today() + timedelta(days)} compile them"
+    soon = f"{text}. Before you install a later version: {manifest.build_command(copy)}"
+    assert (soon if days == 0 else f"{text}\n") in manage("inspect", copy).out
+
+
 def test_inspect_json_has_every_field(report, copy):
     told, code = report("inspect", copy)
     manifest = read_manifest(copy)
@@ -113,6 +125,12 @@ def test_inspect_json_has_every_field(report, copy):
     assert told["memory_per_device"]["temporaries"] == max(one.memory.temporaries for one in manifest.entries)
     assert told["environment"]["cpu_features"] == list(manifest.environment.cpu_features)
     assert told["signers"] is None
+    window = manifest.export_window()
+    assert told["rebuild_window"] == {
+        "exporter": manifest.environment.jaxlib,
+        "until": str(window.until),
+        "ends_soon": window.ends_soon(date.today()),
+    }
     assert told["verdict"] == {
         "fits": True,
         "differences": [],

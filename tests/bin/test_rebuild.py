@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.environment import jaxlib_version, libtpu_version
+from dflash_aot.cache.key import executable_key
 from dflash_aot.runtime import Engine, SamplingParams
 
 OTHER_FLAGS = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=false"}  # another environment, so nothing is found
 LABELS = 7
+EXPORTED = Path(__file__).parent / "exported_programs"
+JAXLIB = tuple(map(int, jaxlib_version().split(".")))
 
 
 def precompile(*flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,6 +106,52 @@ def test_rebuild_refuses_flags_that_describe_another_bundle(copy, flags):
     done = precompile("--rebuild", copy, *flags)
     assert done.returncode == 2
     assert f"{flags[0]}" in done.stderr and "cannot be given with it" in done.stderr
+
+
+def replace_programs(path: Path, exporter: str, files: dict[str, str]) -> None:
+    """As if this jaxlib had exported the bundle: some executables are gone, and their programs are the given files."""
+    manifest, entries = read_manifest(path), []
+    for entry in manifest.entries:
+        if file := files.get(entry.signature.label):
+            content = (EXPORTED / f"jaxlib-{exporter}" / file).read_bytes()
+            blob, packed = pack_blob(content)
+            (path / "programs" / blob.sha256).write_bytes(packed)
+            (path / "executables" / entry.sha256).unlink()
+            key = executable_key(content, entry.signature, manifest.environment)
+            entry = structs.replace(entry, program=blob, key=key)
+        entries.append(entry)
+    rewrite(path, entries=tuple(entries), exporter=exporter)
+
+
+TINY_FILES = {"prefill prefill=16 length=32": "prefill", "verify batch=1 length=32 k=3": "verify"}
+
+
+@pytest.mark.skipif(JAXLIB <= (0, 10, 2), reason="needs a JAX after 0.10.2")
+def test_programs_of_an_older_jax_are_compiled_and_pass_the_self_tests(copy):
+    replace_programs(copy, "0.10.2", TINY_FILES)
+    done = precompile("--rebuild", copy, "--json")
+    found = report(done)
+    assert (found["compiled"], found["canaries"]) == (2, LABELS)
+    assert "exported by JAX 0.10.2: this and newer versions that were released by 2026-12-14" in done.stderr
+    assert read_manifest(copy).exporter == "0.10.2"
+
+
+@pytest.mark.skipif(JAXLIB >= (0, 12), reason="needs a JAX before 0.12")
+def test_programs_of_a_newer_jax_are_refused_before_anything_is_compiled(copy, tmp_path):
+    replace_programs(copy, "0.12.0.1", TINY_FILES)
+    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.returncode == 5 and not (tmp_path / "new").exists()
+    assert "They were exported by JAX 0.12.0.1, which is newer: rebuild with that version, or later" in done.stderr
+    assert "--target /gone --draft /gone" in done.stderr
+
+
+@pytest.mark.skipif(JAXLIB < (0, 11, 1), reason="older versions read it")
+def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(copy, tmp_path):
+    replace_programs(copy, "0.7.2", {"prefill prefill=16 length=32": "add_one"})
+    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.returncode == 5 and not (tmp_path / "new").exists()
+    assert "does not read the programs (ValueError: Exported being deserialized seems to be older" in done.stderr
+    assert "They were exported by JAX 0.7.2" in done.stderr and "--target /gone --draft /gone" in done.stderr
 
 
 def test_rebuild_without_a_bundle_is_refused(tmp_path):
