@@ -13,6 +13,7 @@ from msgspec import structs
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
 from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
 from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
@@ -83,8 +84,11 @@ def rewrite(copy, **fields):
 
 
 def snapshot(directory):
-    """Content of every file; None for directories."""
-    return {path: path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
+    """Content of every file; None for directories, and for the lock, which names its last holder."""
+    return {
+        path: path.read_bytes() if path.is_file() and path.name != LOCK_FILE else None
+        for path in sorted(directory.rglob("*"))
+    }
 
 
 # -- inspect
