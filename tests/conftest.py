@@ -21,8 +21,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from dflash_aot.cache.key import COMPILER_OPTIONS
 from dflash_aot.cache.locations import EMBEDDED
 from tests.object_server import SETTINGS, Bucket, ObjectServer
+
+# LLVM's optimizations take most of the time of a build, and most tests need executables, not fast ones. For this
+# process and its children; XLA reads it when JAX starts.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# A compiler option with XLA's default, as a user's build has it.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
 
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -152,6 +159,7 @@ COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 PAIRS = {**RUNS, "tiny": RUNS["tied"], "sampled": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
 
 
+OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled"}
 SAMPLED = ("sampled", "served")
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
@@ -160,6 +168,8 @@ SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "serv
 @pytest.fixture(scope="session")
 def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Builds a bundle by its name, at its first use. Read-only: a test that changes a bundle takes a copy.
+
+    Executables of the reference runs are optimized; all others are not.
 
     Bundles are kept in pytest's cache. The first worker of a test run that needs a bundle builds what is missing of it,
     and writes the id of the run to the lock file, so that the other workers use it as it is.
@@ -180,17 +190,20 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                 from dflash_aot.compile import precompile  # noqa: PLC0415  imports JAX, which takes seconds
 
                 pair = PAIRS.get(name)
-                precompile(
-                    pair.target if pair else EMBEDDED,
-                    pair.draft if pair else EMBEDDED,
-                    path,
-                    grid=GRIDS[name],
-                    platform="cpu",
-                    dtype="bfloat16" if name == "bfloat16" else "float32",
-                    sampling=("greedy", "sample") if name in SAMPLED else ("greedy",),
-                    self_test=name in SELF_TESTED,
-                    store=str(folder / "store"),  # bundles share executables
-                )
+                with pytest.MonkeyPatch.context() as patch:
+                    if name in OPTIMIZED_BUNDLES:
+                        patch.setitem(COMPILER_OPTIONS, "cpu", OPTIMIZED)
+                    precompile(
+                        pair.target if pair else EMBEDDED,
+                        pair.draft if pair else EMBEDDED,
+                        path,
+                        grid=GRIDS[name],
+                        platform="cpu",
+                        dtype="bfloat16" if name == "bfloat16" else "float32",
+                        sampling=("greedy", "sample") if name in SAMPLED else ("greedy",),
+                        self_test=name in SELF_TESTED,
+                        store=str(folder / "store"),  # bundles share executables
+                    )
                 lock.truncate(0)
                 lock.write(run_id)
         return path

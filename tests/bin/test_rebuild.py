@@ -1,30 +1,36 @@
-"""dflash-precompile --rebuild, --check_reproducible and self-tests, each in a process of its own."""
+"""dflash-precompile --rebuild, --check_reproducible and self-tests."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.environment import jaxlib_version, libtpu_version
 from dflash_aot.cache.key import executable_key
 from dflash_aot.runtime import Engine, SamplingParams
 
-OTHER_FLAGS = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=false"}  # another environment, so nothing is found
+# Another environment, so nothing is found.
+OTHER_FLAGS = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_min_max=false"}
 LABELS = 7
 EXPORTED = Path(__file__).parent / "exported_programs"
 JAXLIB = tuple(map(int, jaxlib_version().split(".")))
 
 
-def precompile(*flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dflash_aot.bin.precompile", *map(str, flags)]
-    return subprocess.run(command, env={**os.environ, **environment}, text=True, capture_output=True)
+def precompile_elsewhere(*flags: object, directory: Path | None = None, **environment: str) -> dict:
+    """Runs the command in a process of its own, whose compiler reads the environment; returns its report."""
+    line = [sys.executable, "-m", "dflash_aot.bin.precompile", *map(str, flags), "--json"]
+    done = subprocess.run(line, env={**os.environ, **environment}, cwd=directory, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture
@@ -41,13 +47,20 @@ def rewrite(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_bytes(encode_manifest(structs.replace(read_manifest(path), **changes)))
 
 
-def report(done: subprocess.CompletedProcess[str]) -> dict:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def rebuild(command):
+    """Rebuilds a bundle with flags in this process; returns the report."""
+
+    def run(bundle: Path, *flags: object) -> dict:
+        done = command(precompile, "--rebuild", bundle, *flags, "--json")
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    return run
 
 
 def test_rebuild_for_another_environment_compiles_everything_without_checkpoints(copy, tied, tmp_path):
-    found = report(precompile("--rebuild", copy, "--bundle", tmp_path / "new", "--json", **OTHER_FLAGS))
+    found = precompile_elsewhere("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
     assert (found["compiled"], found["canaries"]) == (LABELS, LABELS)
     old, new = read_manifest(copy), read_manifest(tmp_path / "new")
     assert new.environment.xla_flags == OTHER_FLAGS["XLA_FLAGS"]
@@ -62,50 +75,50 @@ def test_rebuild_for_another_environment_compiles_everything_without_checkpoints
     assert answers[0] == answers[1]
 
 
-def test_rebuild_in_the_same_environment_compiles_only_broken_executables(copy):
+def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuild, copy):
     entry = read_manifest(copy).entries[2]
     broken = copy / "executables" / entry.sha256
     broken.write_bytes(broken.read_bytes()[:-1])
-    found = report(precompile("--rebuild", copy, "--json"))
+    found = rebuild(copy)
     assert (found["compiled"], found["reused"]) == (1, LABELS - 1)
     assert [one["compiled"] for one in found["entries"]].index(True) == 2
     assert (copy / "set-aside" / f"{entry.sha256}.0").exists()
-    assert report(precompile("--rebuild", copy, "--json"))["compiled"] == 0
+    assert rebuild(copy)["compiled"] == 0
 
 
-def test_rebuild_that_computes_something_else_is_not_published(copy, tmp_path):
+def test_rebuild_that_computes_something_else_is_not_published(command, copy, tmp_path):
     """As if the compiler made a mistake: the recorded outputs are changed."""
     manifest = read_manifest(copy)
     *rest, last = manifest.entries
     first, *outputs = last.self_test.outputs
     outputs = (structs.replace(first, mean=3 * first.mean), *outputs)
     rewrite(copy, entries=(*rest, structs.replace(last, self_test=structs.replace(last.self_test, outputs=outputs))))
-    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
-    assert done.returncode == 5
-    assert f"1 of {LABELS} executables failed their self-test. Nothing is published" in done.stderr
-    assert f"{last.signature.label}: draft_k: the mean is" in done.stderr
+    done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.code == 5
+    assert f"1 of {LABELS} executables failed their self-test. Nothing is published" in done.err
+    assert f"{last.signature.label}: draft_k: the mean is" in done.err
     assert not (tmp_path / "new" / "manifest.json").exists()
     (record,) = (tmp_path / "new" / "set-aside").glob("*.json")
     assert json.loads(record.read_text())["kind"] == "canary"
 
 
-def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(copy):
+def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(command, copy):
     manifest = read_manifest(copy)
     (copy / "programs" / manifest.entries[0].program.sha256).write_bytes(b"")
     (copy / "executables" / manifest.entries[0].sha256).unlink()
-    done = precompile("--rebuild", copy)
-    assert done.returncode == 5
-    assert "program of prefill prefill=16 length=32): 0 bytes, the manifest says" in done.stderr
-    assert "--target /gone --draft /gone" in done.stderr
+    done = command(precompile, "--rebuild", copy)
+    assert done.code == 5
+    assert "program of prefill prefill=16 length=32): 0 bytes, the manifest says" in done.err
+    assert "--target /gone --draft /gone" in done.err
 
 
 @pytest.mark.parametrize(
     "flags", [["--dtype", "bfloat16"], ["--target", "x", "--draft", "y"], ["--check_reproducible"]]
 )
-def test_rebuild_refuses_flags_that_describe_another_bundle(copy, flags):
-    done = precompile("--rebuild", copy, *flags)
-    assert done.returncode == 2
-    assert f"{flags[0]}" in done.stderr and "cannot be given with it" in done.stderr
+def test_rebuild_refuses_flags_that_describe_another_bundle(command, copy, flags):
+    done = command(precompile, "--rebuild", copy, *flags)
+    assert done.code == 2
+    assert f"{flags[0]}" in done.err and "cannot be given with it" in done.err
 
 
 def replace_programs(path: Path, exporter: str, files: dict[str, str]) -> None:
@@ -127,58 +140,90 @@ TINY_FILES = {"prefill prefill=16 length=32": "prefill", "verify batch=1 length=
 
 
 @pytest.mark.skipif(JAXLIB <= (0, 10, 2), reason="needs a JAX after 0.10.2")
-def test_programs_of_an_older_jax_are_compiled_and_pass_the_self_tests(copy):
+def test_programs_of_an_older_jax_are_compiled_and_pass_the_self_tests(command, copy):
     replace_programs(copy, "0.10.2", TINY_FILES)
-    done = precompile("--rebuild", copy, "--json")
-    found = report(done)
+    done = command(precompile, "--rebuild", copy, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     assert (found["compiled"], found["canaries"]) == (2, LABELS)
-    assert "exported by JAX 0.10.2: this and newer versions that were released by 2026-12-14" in done.stderr
+    assert "exported by JAX 0.10.2: this and newer versions that were released by 2026-12-14" in done.err
     assert read_manifest(copy).exporter == "0.10.2"
 
 
 @pytest.mark.skipif(JAXLIB >= (0, 12), reason="needs a JAX before 0.12")
-def test_programs_of_a_newer_jax_are_refused_before_anything_is_compiled(copy, tmp_path):
+def test_programs_of_a_newer_jax_are_refused_before_anything_is_compiled(command, copy, tmp_path):
     replace_programs(copy, "0.12.0.1", TINY_FILES)
-    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
-    assert done.returncode == 5 and not (tmp_path / "new").exists()
-    assert "They were exported by JAX 0.12.0.1, which is newer: rebuild with that version, or later" in done.stderr
-    assert "--target /gone --draft /gone" in done.stderr
+    done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.code == 5 and not (tmp_path / "new").exists()
+    assert "They were exported by JAX 0.12.0.1, which is newer: rebuild with that version, or later" in done.err
+    assert "--target /gone --draft /gone" in done.err
 
 
 @pytest.mark.skipif(JAXLIB < (0, 11, 1), reason="older versions read it")
-def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(copy, tmp_path):
+def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(command, copy, tmp_path):
     replace_programs(copy, "0.7.2", {"prefill prefill=16 length=32": "add_one"})
-    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
-    assert done.returncode == 5 and not (tmp_path / "new").exists()
-    assert "does not read the programs (ValueError: Exported being deserialized seems to be older" in done.stderr
-    assert "They were exported by JAX 0.7.2" in done.stderr and "--target /gone --draft /gone" in done.stderr
+    done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.code == 5 and not (tmp_path / "new").exists()
+    assert "does not read the programs (ValueError: Exported being deserialized seems to be older" in done.err
+    assert "They were exported by JAX 0.7.2" in done.err and "--target /gone --draft /gone" in done.err
 
 
-def test_rebuild_without_a_bundle_is_refused(tmp_path):
-    done = precompile("--rebuild", tmp_path / "nothing")
-    assert done.returncode == 2 and "there is no bundle here" in done.stderr
+def test_rebuild_without_a_bundle_is_refused(command, tmp_path):
+    done = command(precompile, "--rebuild", tmp_path / "nothing")
+    assert done.code == 2 and "there is no bundle here" in done.err
 
 
-def test_self_tests_can_be_left_out_and_are_run_by_the_next_build(tied, tmp_path):
-    pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--json")
-    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path)
-    assert report(precompile(*flags, "--nocanaries"))["canaries"] == 0
-    again = report(precompile(*flags))
-    assert (again["compiled"], again["canaries"]) == (0, again["executables"])
+@dataclass(frozen=True)
+class SmallBuild:
+    """A build without self-tests in a process of its own, and a second build by --check_reproducible in another one.
+
+    Attributes:
+        flags: those of the bundle but for the target, which was named relative to the working directory.
+        bundle: its directory.
+        jax_cache: the directory of JAX's compilation cache, which was on in both processes.
+        report: what the command printed.
+    """
+
+    flags: list[object]
+    bundle: Path
+    jax_cache: Path
+    report: dict
 
 
-def test_cpu_build_is_reproducible_in_keys_and_programs(tied, tmp_path, monkeypatch):
-    monkeypatch.chdir(tied.target.parent)
-    pair = ("--target", tied.target.name, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy")
-    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8", "--bundle", tmp_path, "--check_reproducible")
-    found = report(precompile(*flags, "--json"))
-    count = found["executables"]
-    same = found["reproducible"]
+@pytest.fixture(scope="module")
+def small_build(tied, tmp_path_factory) -> SmallBuild:
+    bundle, jax_cache = tmp_path_factory.mktemp("small") / "bundle", tmp_path_factory.mktemp("jax") / "cache"
+    flags = ["--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--bundle", bundle]
+    flags += ["--buckets", "batch=1 length=16 k=0 prefill=8"]
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax_cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    more = ["--target", tied.target.name, "--nocanaries", "--check_reproducible"]
+    report = precompile_elsewhere(*flags, *more, directory=tied.target.parent, **variables)
+    return SmallBuild(flags, bundle, jax_cache, report)
+
+
+def test_cpu_build_is_reproducible_in_keys_and_programs(small_build):
+    count, same = small_build.report["executables"], small_build.report["reproducible"]
     assert (same["same_keys"], same["same_programs"], same["executables"]) == (count, count, count)
 
 
+def test_jax_compilation_cache_is_neither_read_nor_written(small_build):
+    """Executables from there cannot be serialized again, and nobody has verified them."""
+    assert small_build.report["compiled"] == small_build.report["reproducible"]["executables"] > 0
+    assert list(small_build.jax_cache.glob("*")) == []
+
+
+def test_self_tests_can_be_left_out_and_are_run_by_the_next_build(command, tied, small_build):
+    assert small_build.report["canaries"] == 0
+    again = json.loads(command(precompile, *small_build.flags, f"--target={tied.target}", "--json").out)
+    assert (again["compiled"], again["canaries"]) == (0, again["executables"])
+
+
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_tpu_build_is_reproducible_in_every_byte(tied, tmp_path):
+def test_tpu_build_is_reproducible_in_every_byte(rebuild, tied, tmp_path):
     pair = ("--target", tied.target, "--draft", tied.draft, "--topology=v5e:1x1", "--sampling=greedy")
     flags = (
         *pair,
@@ -188,49 +233,33 @@ def test_tpu_build_is_reproducible_in_every_byte(tied, tmp_path):
         tmp_path / "a b",
         "--check_reproducible",
     )
-    found = report(precompile(*flags, "--json"))
+    found = precompile_elsewhere(*flags)
     assert found["reproducible"]["same_bytes"] == found["executables"] == found["reproducible"]["same_keys"]
-    again = report(precompile("--rebuild", tmp_path / "a b", "--bundle", tmp_path / "new", "--json"))
+    again = rebuild(tmp_path / "a b", "--bundle", tmp_path / "new")
     assert again["compiled"] == found["executables"]
     old, new = read_manifest(tmp_path / "a b"), read_manifest(tmp_path / "new")
     assert [entry.sha256 for entry in new.entries] == [entry.sha256 for entry in old.entries]
 
 
-def test_rebuild_of_an_inconsistent_manifest_is_refused(copy, tmp_path):
+def test_rebuild_of_an_inconsistent_manifest_is_refused(command, copy, tmp_path):
     manifest = read_manifest(copy)
     rewrite(copy, entries=manifest.entries[1:])
-    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
-    assert done.returncode == 3 and "has no entry for prefill" in done.stderr
+    done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
+    assert done.code == 3 and "has no entry for prefill" in done.err
     facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=0))
     rewrite(copy, target=structs.replace(manifest.target, facts=facts), entries=manifest.entries)
-    done = precompile("--rebuild", copy, "--bundle", tmp_path / "new")
-    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new").code == 3
 
 
-def test_rebuild_keeps_the_weight_recipes_of_the_bundle(copy, tmp_path):
+def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path):
     """Recipes of an older version of this project belong to the programs that it traced."""
     first, *rest = read_manifest(copy).weights
     renamed = structs.replace(first, placements=(structs.replace(first.placements[0], tensor="of.another.name"),))
     rewrite(copy, weights=(renamed, *rest))
-    report(precompile("--rebuild", copy, "--bundle", tmp_path / "new", "--json", "--nocanaries", **OTHER_FLAGS))
+    rebuild(copy, "--bundle", tmp_path / "new", "--nocanaries")
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
 
 
-def test_rebuild_with_require_signature_refuses_an_unsigned_bundle(copy, make_key):
-    done = precompile("--rebuild", copy, "--require_signature", make_key("somebody")[1])
-    assert done.returncode == 3 and "manifest.sig.json" in done.stderr
-
-
-def test_jax_compilation_cache_is_neither_read_nor_written(tied, tmp_path):
-    """Executables from there cannot be serialized again, and nobody has verified them."""
-    pair = ("--target", tied.target, "--draft", tied.draft, "--platform=cpu", "--sampling=greedy", "--nocanaries")
-    flags = (*pair, "--buckets", "batch=1 length=16 k=0 prefill=8")
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    for place in ("one", "other"):
-        done = precompile(*flags, "--bundle", tmp_path / place, **cache)
-        assert done.returncode == 0, done.stderr
-    assert list(tmp_path.glob("cache/*")) == []
+def test_rebuild_with_require_signature_refuses_an_unsigned_bundle(command, copy, make_key):
+    done = command(precompile, "--rebuild", copy, "--require_signature", make_key("somebody")[1])
+    assert done.code == 3 and "manifest.sig.json" in done.err

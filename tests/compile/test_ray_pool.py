@@ -35,7 +35,7 @@ def compile_jobs(bundle, manifest) -> list[CompileJob]:
 @pytest.fixture(scope="module")
 def connection():
     """One Ray for all tests of this file."""
-    with connect(LOCAL_RAY, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}):
+    with connect(LOCAL_RAY, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"]}):
         yield
 
 
@@ -93,7 +93,7 @@ def test_node_that_cannot_start_a_task_says_why_in_one_line(cluster):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"jax": "0.0.1", "xla_flags": "--a=1"}, "jax {jax} there, 0.0.1 here; xla_flags none there, --a=1 here"),
+        ({"jax": "0.0.1", "xla_flags": "--a=1"}, "jax {jax} there, 0.0.1 here; xla_flags {flags} there, --a=1 here"),
         ({"cpu_features": ("avx1024",)}, "cpu_features {features} there, avx1024 here"),
     ],
 )
@@ -102,7 +102,7 @@ def test_node_with_another_environment_is_refused_with_both_values(manifest, com
     result, executable, _ = ray_worker.compile_on_node(msgspec.json.encode(other), msgspec.json.encode(compile_jobs[0]))
     failure = msgspec.json.decode(result, type=CompileResult).failure
     assert failure.startswith("Ray's node ") and ray_worker.REMEDY in failure
-    assert words.format(jax=here.jax, features=" ".join(here.cpu_features)) in failure
+    assert words.format(jax=here.jax, flags=here.xla_flags, features=" ".join(here.cpu_features)) in failure
     assert executable == b""
 
 

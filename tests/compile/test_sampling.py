@@ -26,7 +26,8 @@ ROWS = 8_000  # draws of a distribution in one batch
 SIGMAS = 3.1  # chance exceeds this once in a thousand times; the seeds are fixed
 
 choose = jit_quickly(choose_tokens, static_argnames="tp")
-choose_of_many = jax.jit(choose_tokens, static_argnames="tp")  # for calls that take longer than compiling
+# For calls that take longer than compiling.
+choose_of_many = jax.jit(choose_tokens, static_argnames="tp", compiler_options={"xla_backend_optimization_level": 3})
 draw_all_bits = jit_quickly(draw_bits)
 list_largest = jit_quickly(find_largest_values, static_argnames="count")
 bisect = jit_quickly(find_threshold, static_argnames="tp")
