@@ -252,7 +252,7 @@ def format_window(inspection: BundleInspection) -> str:
     """Until when the programs can be rebuilt, and near the end of that time what to do."""
     window = inspection.rebuild_window
     text = ExportWindow(window.exporter, window.until).describe()
-    again = f". Before you install a later version: {inspection.compatibility.rebuild_from_checkpoints}"
+    again = f". With a later version, export them anew: {inspection.compatibility.rebuild_from_checkpoints}"
     return text + again * window.ends_soon
 
 

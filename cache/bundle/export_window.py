@@ -58,17 +58,19 @@ def find_release(version: str) -> date | None:
 
 
 def find_rebuild_doubt(window: ExportWindow, installed: str, today: date) -> str | None:
-    """Returns why a rebuild, now or with a later JAX, is outside of the window; None if it is inside.
+    """Returns why a rebuild is outside of the window, now or soon, and what to do; None if it is inside.
 
     installed: version of the jaxlib that compiles.
     """
     released = find_release(installed)
     if window.is_newer_than(installed):
-        return f"the programs were exported by JAX {window.exporter}. JAX {installed} is older and may misread them"
+        return f"the programs were exported by JAX {window.exporter}. JAX {installed} is older: better export them anew"
     if window.until and released and released > window.until:
-        return f"the programs were {window.describe()}. JAX {installed} was released later and may misread them"
+        return f"the programs were {window.describe()}. JAX {installed} was released later: better export them anew"
     if window.ends_soon(today):
-        return f"the programs were {window.describe()}. Later versions may refuse them"
+        return (
+            f"the programs were {window.describe()}. Later versions may refuse them: then export them anew with these"
+        )
     return None
 
 

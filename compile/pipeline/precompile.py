@@ -194,7 +194,7 @@ def _check_export_window(source: BundledPrograms, manifest: Manifest, bundle: Pa
     source.check_readable()
     if doubt := find_rebuild_doubt(manifest.export_window(), jaxlib_version(), date.today()):
         again = manifest.build_command(bundle)
-        observer.on_warning(f"{doubt}. To export them anew, which needs only both config.json: {again}")
+        observer.on_warning(f"{doubt}. That needs only both config.json: {again}")
 
 
 def _prepare_build(

@@ -111,7 +111,7 @@ def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(m
     release = date.today() - PROMISED + timedelta(days)
     monkeypatch.setitem(RELEASES, manifest.environment.jaxlib, release)
     text = f"released by {date.today() + timedelta(days)} compile them"
-    soon = f"{text}. Before you install a later version: {manifest.build_command(copy)}"
+    soon = f"{text}. With a later version, export them anew: {manifest.build_command(copy)}"
     assert (soon if days == 0 else f"{text}\n") in manage("inspect", copy).out
 
 
