@@ -53,6 +53,18 @@ class TensorParallel:
         """Takes the elementwise maximum over the devices."""
         return parts if self.count == 1 else jax.lax.pmax(parts, MESH_AXIS)
 
+    def order_after(self, x: jax.Array, exchanged: jax.Array) -> jax.Array:
+        """int32 x [..] unchanged, as data that depends on `exchanged` [..], finite results of an earlier collective.
+
+        Needed by collectives inside a conditional or a loop that no other data connects with those outside: XLA:CPU
+        keeps the order of collectives within one computation only. When it loads an executable, the collectives of
+        each nested computation get a communicator of their own, so that its scheduler sees no conflict with those
+        outside. One device may then run both at a time; they meet each other instead of the other device's, and the
+        process ends by a null pointer or computes wrong numbers. An optimization barrier does not help: XLA removes
+        barriers before it schedules.
+        """
+        return x if self.count == 1 else jnp.where(exchanged > -jnp.inf, x, 0)
+
     def own_slice(self, x: jax.Array) -> jax.Array:
         """[.., W], equal on all devices → the part of this device [.., W/count]."""
         if self.count == 1:
@@ -88,14 +100,24 @@ class TensorParallel:
         own = jnp.arange(width, dtype=jnp.int32)
         return own if self.count == 1 else own + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
 
-    def take_logits(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """float32 [.., V/count] split by tokens, one token [..] of the whole vocabulary per row → its logit [..]."""
+    def logsumexp_and_logits(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The logarithm of the sum of exp(logits) of each row, and the logit of one token per row: both float32 [..].
+
+        float32 [.., V/count] split by tokens; tokens int32 [..] of the whole vocabulary. Logits are finite.
+        """
+        top = logits.max(axis=-1)
+        odds = jnp.exp(logits - top[..., None]).sum(axis=-1)
         if self.count == 1:
-            return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+            return top + jnp.log(odds), jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         own = tokens - jax.lax.axis_index(MESH_AXIS) * logits.shape[-1]
         held = (own >= 0) & (own < logits.shape[-1])
         found = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
-        return jax.lax.psum(jnp.where(held, found, 0), MESH_AXIS)  # exact: all terms but one are zero
+        # One exchange instead of three: each device sums relative to its own maximum.
+        parts = jax.lax.all_gather(jnp.stack([top, odds, jnp.where(held, found, 0)]), MESH_AXIS)
+        tops, sums, founds = parts[:, 0], parts[:, 1], parts[:, 2]
+        top = tops.max(axis=0)
+        # The sum of the logits is exact: all terms but one are zero.
+        return top + jnp.log((sums * jnp.exp(tops - top)).sum(axis=0)), founds.sum(axis=0)
 
     def top_values(self, logits: jax.Array, count: int) -> ValuesAndIndices:
         """float32 [.., V/devices] split by tokens → the `count` largest logits and their tokens, each [.., count].

@@ -20,9 +20,10 @@ SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sam
 TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order
 INT32_MIN, INT32_MAX, INT32_BITS = -(1 << 31), (1 << 31) - 1, 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
-# Collectives of a sampled verification besides the choice of a token. Of the raw logits: maximum, sum of odds, the
-# chosen logit, the top ones. Of the penalised logits: maximum, sum of odds, sum of mass, two bisections.
-SAMPLING_EXCHANGES = 9
+# Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
+# sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
+# the result of the one before (see `TensorParallel.order_after`).
+SAMPLING_EXCHANGES = 7
 
 
 def choose_tokens(
@@ -90,7 +91,8 @@ def find_floor(
 
     def limit_count() -> jax.Array:
         count = asked["top_k"].astype(jnp.int32)
-        return find_threshold(logits, jnp.int32(1), jnp.where(count > 0, count, INT32_MAX), tp)
+        wanted = tp.order_after(jnp.where(count > 0, count, INT32_MAX), top)
+        return find_threshold(logits, jnp.int32(1), wanted, tp)
 
     def limit_mass() -> jax.Array:
         odds = jnp.where(logits >= floor[..., None], jnp.exp(_scale(logits, top, temperature)), 0.0)
@@ -174,8 +176,7 @@ def compute_logprobs(
     logits float32 [B, T, V] are the target's own, chosen int32 [B, T]. The likeliest, each [B, T, tops], are computed
     if the scalar `wanted` is True, else zeros.
     """
-    top = tp.max(logits.max(axis=-1))
-    total = top + jnp.log(tp.sum(jnp.exp(logits - top[..., None]).sum(axis=-1)))
+    total, logit = tp.logsumexp_and_logits(logits, chosen)
 
     def list_tops() -> tuple[jax.Array, jax.Array]:
         values, tokens = tp.top_values(logits, tops)
@@ -183,7 +184,7 @@ def compute_logprobs(
 
     shape = (*chosen.shape, tops)
     nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return tp.take_logits(logits, chosen) - total, *jax.lax.cond(wanted, list_tops, lambda: nothing)
+    return logit - total, *jax.lax.cond(wanted, list_tops, lambda: nothing)
 
 
 def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax.Array:

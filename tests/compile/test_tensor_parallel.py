@@ -44,7 +44,7 @@ print(json.dumps({
     "look_up": both("look_up", [rng.standard_normal((8, 3), np.float32), np.arange(8)[None]], [0, None]),
     "own_slice": both("own_slice", [rng.standard_normal((2, 8), np.float32)], [None]),
     "row_parallel_matmul": both("row_parallel_matmul", matrices, [1, 1]),
-    "take_logits": both("take_logits", [logits[3:], rng.integers(0, 8, 47)], [1, None]),
+    "logsumexp_and_logits": both("logsumexp_and_logits", [logits[3:], rng.integers(0, 8, 47)], [1, None]),
     "top_values": both("top_values", [logits[3:]], [1], count=6),
 }))
 """

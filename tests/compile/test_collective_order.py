@@ -1,0 +1,124 @@
+"""The collectives of a program run in one order on all devices.
+
+XLA:CPU orders them within a computation only (see `TensorParallel.order_after`), so data must connect a collective inside
+a conditional or a loop with all those outside.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.signature import MESH_AXIS
+from dflash_aot.compile.programs.lowering import input_arrays, jit_program
+from dflash_aot.compile.programs.programs import Programs
+
+DEVICES, PAIR = 2, Path(__file__).parents[1] / "golden" / "qwen3-tiny-tied"
+COLLECTIVES = {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "psum_scatter", "reduce_scatter"}
+# Before the repair this ended by SIGSEGV in 10 of 10 processes within 20 calls, in 4 of them at the first call.
+CALLS = 20
+CALL_OFTEN = """
+import sys
+from pathlib import Path
+from jax.experimental import serialize_executable
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.key import compiler_options
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.pipeline.build_target import attach_devices
+from dflash_aot.compile.programs.lowering import lower_program
+from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.runtime.executables.executable import load_executable
+from dflash_aot.runtime.self_test.self_test import SelfTestCaller
+
+pair, calls = Path(sys.argv[1]), int(sys.argv[2])
+target = read_target(read_config(pair / "target"))
+draft = read_draft(read_config(pair / "draft"), target)
+attached = attach_devices("cpu", None, 2)
+programs = Programs(target, draft, "float32", devices=2, sampling=("sample",))
+source = TracedPrograms(programs, parse_grid("batch=2 length=256 k=0 prefill=64", draft.block), "cpu", 2)
+signature = next(one for one in source.signatures if one.label == "sampled_verify batch=2 length=256 k=0")
+lowered = lower_program(source.export(signature), signature, source.known, attached.devices)
+serialized, _, _ = serialize_executable.serialize(lowered.compile(compiler_options(attached.environment)))
+executable = load_executable(serialized, signature, attached.devices, "the executable")
+caller = SelfTestCaller(source.known, target.decoder.vocab, attached.devices)
+first = caller.call(executable)
+print(sum(caller.call(executable) == first for _ in range(calls - 1)))
+"""
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_data_connects_nested_collectives_with_all_others(small_pair, stacked):
+    grid = parse_grid("batch=1,2 length=32 k=0,3 prefill=16 rounds=4", small_pair[1].block)
+    programs = Programs(*small_pair, "float32", stacked, DEVICES, sampling=("greedy", "sample"))
+    for signature in programs.list_signatures(grid):
+        jaxpr = _trace(programs, signature, programs.arrays_by_name(grid))
+        assert _count_collectives(jaxpr) == programs.collectives(signature), signature.label
+        assert list(_find_unordered(jaxpr)) == [], signature.label
+
+
+def test_unordered_collectives_are_found():
+    def independent(x, wanted):
+        inside = jax.lax.cond(wanted, lambda: jax.lax.psum(x, MESH_AXIS), lambda: x)
+        return inside + jax.lax.pmax(x, MESH_AXIS)
+
+    traced = jax.make_jaxpr(independent, axis_env=[(MESH_AXIS, DEVICES)])(1.0, True)
+    assert list(_find_unordered(traced.jaxpr)) == ["cond and pmax"]
+
+
+def test_sampled_verify_returns_the_same_at_every_call():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", CALL_OFTEN, str(PAIR), str(CALLS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(CALLS - 1)), done.stderr[-2000:]
+
+
+def _trace(programs, signature, known):
+    mesh = AbstractMesh((DEVICES,), (MESH_AXIS,))
+    inputs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in input_arrays(signature, known)]
+    return jit_program(signature, programs.function(signature), known, mesh).trace(*inputs).jaxpr.jaxpr
+
+
+def _count_collectives(jaxpr) -> int:
+    """Collectives in the text of the program: one in a loop counts once."""
+    inside = (_count_collectives(part) for equation in jaxpr.eqns for part in _nested(equation))
+    return sum(equation.primitive.name in COLLECTIVES for equation in jaxpr.eqns) + sum(inside)
+
+
+def _find_unordered(jaxpr) -> Iterator[str]:
+    """Pairs of equations with collectives, at least one of them nested, that no data connects."""
+    sources: dict[object, set[int]] = {}  # by variable: the equations with collectives that it depends on
+    before: list[int] = []
+    for at, equation in enumerate(jaxpr.eqns):
+        inputs = [sources.get(one, set()) for one in equation.invars if not hasattr(one, "val")]
+        needed = set().union(*inputs)
+        if _holds_collectives(equation):
+            for other in before:
+                pair = (jaxpr.eqns[other], equation)
+                if other not in needed and any(one.primitive.name not in COLLECTIVES for one in pair):
+                    yield " and ".join(one.primitive.name for one in pair)
+            before.append(at)
+            needed = needed | {at}
+        sources.update(dict.fromkeys(equation.outvars, needed))
+        for part in _nested(equation):
+            yield from _find_unordered(part)
+
+
+def _holds_collectives(equation) -> bool:
+    return equation.primitive.name in COLLECTIVES or any(map(_count_collectives, _nested(equation)))
+
+
+def _nested(equation) -> Iterator:
+    """The jaxprs in an equation's parameters: branches, bodies of loops, called functions."""
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                yield getattr(part, "jaxpr", part)
