@@ -26,7 +26,6 @@ CALLS = 20
 CALL_OFTEN = """
 import sys
 from pathlib import Path
-from jax.experimental import serialize_executable
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.model_config.config_file import read_config
@@ -36,7 +35,7 @@ from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.runtime.executables.executable import load_executable
+from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.self_test import SelfTestCaller
 
 pair, calls = Path(sys.argv[1]), int(sys.argv[2])
@@ -47,8 +46,7 @@ programs = Programs(target, draft, "float32", devices=2, sampling=("sample",))
 source = TracedPrograms(programs, parse_grid("batch=2 length=256 k=0 prefill=64", draft.block), "cpu", 2)
 signature = next(one for one in source.signatures if one.label == "sampled_verify batch=2 length=256 k=0")
 lowered = lower_program(source.export(signature), signature, source.known, attached.devices)
-serialized, _, _ = serialize_executable.serialize(lowered.compile(compiler_options(attached.environment)))
-executable = load_executable(serialized, signature, attached.devices, "the executable")
+executable = Executable(signature, lowered.compile(compiler_options(attached.environment)))
 caller = SelfTestCaller(source.known, target.decoder.vocab, attached.devices)
 first = caller.call(executable)
 print(sum(caller.call(executable) == first for _ in range(calls - 1)))
