@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -59,12 +60,16 @@ def together():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "take_logits", "top_values"]
-)
+@pytest.mark.parametrize("method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_values"])
 def test_several_devices_compute_what_one_device_computes(together, method):
     alone, shared = together[method]
     assert alone == shared
+
+
+def test_several_devices_compute_the_logsumexp_and_logits_of_one_device(together):
+    (total, logits), (shared_total, shared_logits) = together["logsumexp_and_logits"]
+    np.testing.assert_allclose(shared_total, total, rtol=1e-6)
+    assert shared_logits == logits
 
 
 def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
