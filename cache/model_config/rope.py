@@ -4,6 +4,8 @@ Formulas as in transformers' `modeling_rope_utils`, which the published models w
 """
 
 import math
+from decimal import Context, Decimal
+from functools import cache
 
 import msgspec
 
@@ -13,6 +15,9 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
 VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; frequencies stay within float32
+# For powers and logarithms that are the same on every machine, because programs and bundles hold them: those of the C
+# library differ in the last bit between processors with and without FMA.
+EXACT = Context(prec=30)
 
 
 class LinearScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
@@ -66,7 +71,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def inverse_frequencies(self) -> tuple[float, ...]:
         """Returns D/2 angles per position, in radians, highest first."""
-        plain = tuple(self.theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2))
+        plain = _list_plain_frequencies(self.theta, self.head_dim)
         match self.scaling:
             case None:
                 return plain
@@ -176,7 +181,7 @@ def _read_number(section: ConfigFile, key: str, default: float | None = None) ->
 
 
 def _attention_scale(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * scale * _log(factor) + 1.0
 
 
 def _scale_llama3(frequency: float, scaling: Llama3Scaling) -> float:
@@ -194,7 +199,7 @@ def _scale_yarn(plain: tuple[float, ...], scaling: YarnScaling, theta: float, he
     """Keeps frequencies that turn more than beta_fast times over the original context, and divides slow ones."""
 
     def index(turns: float) -> float:
-        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return head_dim * _log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * _log(theta))
 
     low, high = index(scaling.beta_fast), index(scaling.beta_slow)
     if scaling.truncated:
@@ -205,3 +210,14 @@ def _scale_yarn(plain: tuple[float, ...], scaling: YarnScaling, theta: float, he
     return tuple(
         frequency / scaling.factor * ramp + frequency * (1 - ramp) for frequency, ramp in zip(plain, ramps, strict=True)
     )
+
+
+@cache
+def _list_plain_frequencies(theta: float, head_dim: int) -> tuple[float, ...]:
+    """The frequencies without scaling; 64 take 2 ms."""
+    base = Decimal(theta)
+    return tuple(float(EXACT.power(base, Decimal(-2 * i / head_dim))) for i in range(head_dim // 2))
+
+
+def _log(number: float) -> float:
+    return float(EXACT.ln(Decimal(number)))

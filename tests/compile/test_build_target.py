@@ -14,6 +14,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.topology import CHIPS, GIB, TOPOLOGIES, parse_topology
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, attach_devices, count_devices
 
+BARRIER = "--xla_tpu_use_enhanced_launch_barrier"  # added by JAX 0.10.2 and 0.12.0.1
 DESCRIBE = f"""
 import sys
 import jax, msgspec
@@ -71,9 +72,21 @@ def test_described_environment_holds_compiler_and_flags_but_not_the_building_hos
     environment = described[0]["v5e:1x1"]
     assert environment.libtpu and "TPU v5 lite" in environment.platform_version
     assert (environment.machine, environment.cpu_features) == ("", ())
-    user, added = environment.libtpu_init_args.split()
-    assert user == "--xla_tpu_enable_latency_hiding_scheduler=true"
-    assert added == "--xla_tpu_use_enhanced_launch_barrier=true"  # as JAX 0.10.2 does on a TPU host
+    assert environment.libtpu_init_args == f"--xla_tpu_enable_latency_hiding_scheduler=true {BARRIER}=true"
+
+
+@pytest.mark.parametrize(
+    ("given", "recorded"), [("", f"{BARRIER}=true"), (f"{BARRIER}=false --x=1", f"{BARRIER}=false --x=1")]
+)
+def test_jax_adds_its_libtpu_flag_once_and_only_for_a_tpu(given, recorded):
+    """As the described environment holds it. JAX adds it when it is imported, where it finds chips or the variable."""
+    read = "import jax; from dflash_aot.cache.environment import read_flags; print(read_flags('LIBTPU_INIT_ARGS'))"
+    variables = {**os.environ, "LIBTPU_INIT_ARGS": given}
+    found = [
+        subprocess.run([sys.executable, "-c", read], env=one, capture_output=True, text=True, check=True).stdout.strip()
+        for one in (variables | COMPILE_ONLY, variables)
+    ]
+    assert found == [recorded, given]
 
 
 def test_attached_devices_are_those_of_this_machine():

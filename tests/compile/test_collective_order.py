@@ -1,7 +1,7 @@
 """The collectives of a program run in one order on all devices.
 
-XLA:CPU orders them within a computation only (see `TensorParallel.order_after`), so data must connect a collective inside
-a conditional or a loop with all those outside.
+XLA:CPU orders them within a computation only (see `TensorParallel.order_after`), so data must connect a collective
+inside a conditional or a loop with all those outside.
 """
 
 import os
