@@ -1,5 +1,6 @@
 """API errors in OpenAI's form: what clients are told about failures, without internal details."""
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 1000  # messages quote the request, which may be long
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
+# Not failures of a request: they end the process, a task or a generator. All other exceptions get an error response,
+# also those that are no `Exception`, such as a panic in the Rust code of tokenizers.
+NOT_ANSWERED = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit)
 NOT_AN_OBJECT = "Input should be an object"
 MESSAGES = {  # instead of pydantic's, which name Python classes
     "model_type": NOT_AN_OBJECT,
@@ -50,7 +54,7 @@ class ApiError(Exception):
         return headers
 
 
-def to_api_error(error: Exception, request_id: str) -> ApiError:
+def to_api_error(error: BaseException, request_id: str) -> ApiError:
     """The response to an exception. Only client errors are quoted; others go to the log under the request's id."""
     match error:
         case ApiError():

@@ -63,16 +63,15 @@ def create_app(state: ServerState, hosts: frozenset[str] | None = None) -> Reque
     app = FastAPI(
         title="dflash-aot", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False
     )
+    key_limits = KeyLimits(state.limits)
     add_demo_page(app)
-    _add_generation_routes(app, state)
+    _add_generation_routes(app, state, key_limits)
     _add_state_routes(app, state)
     _add_error_handlers(app, state)
-    return RequestMiddleware(app, state, hosts)
+    return RequestMiddleware(app, state, key_limits, hosts)
 
 
-def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
-    key_limits = KeyLimits(state.limits.choices_per_key)
-
+def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
     @app.post(
         "/v1/completions",
         responses={**ERROR_RESPONSES, 200: {"model": response_schema.Completion, "content": EVENTS}},

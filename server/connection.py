@@ -1,32 +1,48 @@
-"""Connection limits: uvicorn's HTTP/1.1 protocol with timeouts and a limit of connections.
+"""Connections: uvicorn's HTTP/1.1 protocol over httptools, with limits of time, of size, and of work per turn.
 
-uvicorn has no settings for these: `limit_concurrency` counts requests and not silent connections,
-`timeout_keep_alive` ends with the first byte of the next request, and nothing limits the time for the first head or
-for writing. A subclass is the purpose of uvicorn's `http` setting and the only access to the transport. Beside
-asyncio's callbacks it uses `transport`, `cycle` (the request in progress), `connections`, `on_response_complete` and
-`send_400_response` of uvicorn's class.
+httptools parses and refuses what is malformed. uvicorn has no settings for the limits: `limit_concurrency` counts
+requests and not silent connections, `timeout_keep_alive` ends with the first byte of the next request, and nothing
+limits the head, the work for one connection, or the time for the first head or for writing. A subclass is the purpose
+of uvicorn's `http` setting and the only access to the transport. Beside the callbacks of asyncio and httptools it uses
+`transport`, `parser`, `url`, `headers`, `cycle` (the newest request), `pipeline` (those that wait for their turn),
+`connections` and `on_response_complete` of uvicorn's class.
 """
 
 import asyncio
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import ServerLimits
 
 # Seconds of silence, seconds between probes, and number of probes until a vanished peer is disconnected.
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+READ_BYTES = 8192  # that are read and parsed for one connection before the others have their turn
+# Bytes of a request beside its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
+# have 48 bytes on average: a small chunk costs the parser as much as a large one.
+FRAMING_BYTES = 32 << 10
+BODY_BYTES_PER_FRAMING_BYTE = 8
+MAX_HEADERS = 128
+MAX_PIPELINED = 16  # requests that wait for the response to an earlier request of their connection
+VERSIONS = ("1.0", "1.1")
 
 
-def make_protocol(limits: ServerLimits) -> type[H11Protocol]:
+def make_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
     """A protocol class with these limits: uvicorn creates an instance for each connection, without own arguments."""
-    malformed = ApiError(400, "malformed HTTP/1.1 request, or its head is too large", "invalid_http")
+    buffer = memoryview(bytearray(READ_BYTES))  # of all connections: parsed before the next read
 
-    class LimitedConnection(H11Protocol):
+    class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
+        _answering: RequestResponseCycle | None = None  # the request whose response is awaited or being sent
+        _refusal: bytes | None = None  # the response to a malformed request; nothing more is parsed
+        _is_in_head = False
+        _framing_bytes = 0  # of the newest request, less what its body allows
         _head_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
+
+        # -- asyncio's callbacks
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -36,19 +52,19 @@ def make_protocol(limits: ServerLimits) -> type[H11Protocol]:
             _detect_vanished_peer(transport, limits.write_seconds)
             self._start_head_timer()
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self._is_responding():
+        def get_buffer(self, sizehint: int) -> memoryview:
+            """The buffer for the next bytes. asyncio reads once per turn, and not more than its size."""
+            return buffer
+
+        def buffer_updated(self, nbytes: int) -> None:
+            self._unset_keepalive_if_required()
+            if self._refusal is None and not self.transport.is_closing():
+                self._parse(buffer[:nbytes])
+                self._framing_bytes += nbytes
+                if self._framing_bytes > FRAMING_BYTES and self._refusal is None:
+                    self._refuse(_malformed("its head is too large, or its chunks are too small"))
+            if self._answering is not None:
                 _cancel(self._head_timer)
-
-        def on_response_complete(self) -> None:
-            self._start_head_timer()
-            super().on_response_complete()  # which may begin the next request
-
-        def send_400_response(self, msg: str) -> None:
-            if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-                self.transport.write(_encode_last_response(malformed))
-            self.transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -61,7 +77,98 @@ def make_protocol(limits: ServerLimits) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             _cancel(self._head_timer)
             _cancel(self._write_timer)
+            self.pipeline.clear()
+            if self._answering is not None:  # uvicorn tells the newest request only
+                self._answering.disconnected = True
+                self._answering.message_event.set()
             super().connection_lost(exc)
+
+        # -- the parser's callbacks; an ApiError that they raise refuses the request
+
+        def on_message_begin(self) -> None:
+            self._is_in_head, self._framing_bytes = True, 0
+            super().on_message_begin()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self._is_in_head:  # trailers are ignored
+                return
+            if len(self.headers) == MAX_HEADERS:
+                raise _malformed(f"it has more than {MAX_HEADERS} headers")
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._is_in_head = False
+            self._check_head()
+            if self.parser.should_upgrade():  # see `_ignore_upgrade`
+                return
+            super().on_headers_complete()
+            if not self.pipeline:
+                self._answering = self.cycle
+
+        def on_body(self, body: bytes) -> None:
+            self._framing_bytes -= len(body) + len(body) // BODY_BYTES_PER_FRAMING_BYTE
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self.parser.should_upgrade():
+                super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            self._answering = self.pipeline[-1][0] if self.pipeline else None
+            self._start_head_timer()
+            super().on_response_complete()  # which may begin the next request
+            if self._answering is None and self._refusal is not None and not self.transport.is_closing():
+                self._send_refusal()
+
+        # -- steps
+
+        def _parse(self, data: memoryview) -> None:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._ignore_upgrade(data[upgrade.args[0] :])
+            except httptools.HttpParserCallbackError as error:
+                cause = error.__context__
+                self._refuse(cause if isinstance(cause, ApiError) else _malformed("its target is not a path"))
+            except httptools.HttpParserError as error:
+                self._refuse(_malformed(str(error)))
+
+        def _check_head(self) -> None:
+            """Raises ApiError for a head that httptools accepts and this server does not."""
+            version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
+            if version not in VERSIONS or self.parser.get_method() == b"CONNECT":
+                raise _malformed("its version or method is not supported")
+            if hosts > 1 or (version == "1.1" and not hosts):
+                raise _malformed("exactly one Host header is needed")
+            if len(self.pipeline) == MAX_PIPELINED:
+                raise _malformed(f"more than {MAX_PIPELINED} requests wait for an earlier response")
+
+        def _ignore_upgrade(self, rest: memoryview) -> None:
+            """Parses the newest request again, without its Upgrade header.
+
+            For an upgrade httptools skips the body, which clients send that offer HTTP/2 with every request.
+            """
+            fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
+            self.parser = httptools.HttpRequestParser(self)
+            self._parse(memoryview(head))
+            if self._refusal is None:
+                self._parse(rest)
+
+        def _refuse(self, error: ApiError) -> None:
+            """Sends an error after the responses to earlier requests, and closes the connection."""
+            self._refusal = _encode_last_response(error)
+            is_in_body = self.cycle is not None and self.cycle.more_body
+            if self._answering is None or (is_in_body and not self.pipeline):
+                self._send_refusal()
+            elif is_in_body:
+                self.pipeline.popleft()  # the newest request
+
+        def _send_refusal(self) -> None:
+            if self._answering is None or not self._answering.response_started:
+                self.transport.write(self._refusal or b"")
+            self.transport.close()
 
         def _start_head_timer(self) -> None:
             """Limits the time until the head of the next request is complete."""
@@ -69,13 +176,14 @@ def make_protocol(limits: ServerLimits) -> type[H11Protocol]:
             self._head_timer = self.loop.call_later(limits.head_seconds, self._abort_if_idle)
 
         def _abort_if_idle(self) -> None:
-            if not self._is_responding():
+            if self._answering is None:
                 self.transport.abort()
 
-        def _is_responding(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
     return LimitedConnection
+
+
+def _malformed(reason: str) -> ApiError:
+    return ApiError(400, f"malformed HTTP/1.1 request: {reason}", "invalid_http")
 
 
 def _encode_last_response(error: ApiError) -> bytes:

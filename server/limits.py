@@ -1,10 +1,10 @@
-"""Limits of the HTTP server, and per-key limits: how many choices each API key may have in progress."""
+"""Limits of the HTTP server, and per-key limits: choices in progress, bodies on their way, texts being tokenized."""
 
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ T = TypeVar("T")
 MAX_CHOICES = 16  # of one request: prompts times n
 MAX_STOPS = 16
 PARSING_THREADS = 2
+UNFINISHED_BODIES = 16  # of the largest size, that one key may have on their way
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,16 @@ class ServerLimits:
 
 
 class KeyLimits:
-    """Counts the choices that each key has in progress, and parses the requests of each key one at a time.
+    """Counts what each key has in progress, and parses the requests of each key one at a time.
 
     Used by the thread of one event loop only.
     """
 
-    def __init__(self, max_choices: int):
-        self._max_choices = max_choices
+    def __init__(self, limits: ServerLimits):
+        self._max_choices = limits.choices_per_key
+        self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
+        self._unfinished_bytes: Counter[int] = Counter()  # of bodies that have not arrived completely
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Not the loop's default executor, which other tasks wait for.
         self._executor = ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="request-parsing")
@@ -67,8 +70,41 @@ class KeyLimits:
         finally:
             self._in_progress[key] -= choices
 
+    @contextmanager
+    def receive_body(self, key: int) -> Iterator[Callable[[int], None]]:
+        """Yields a function to call with the size of each part of a body that is kept. That function raises ApiError
+        if the unfinished bodies of the key would hold too much memory."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self._unfinished_bytes[key] + size > self._max_unfinished_bytes:
+                raise ApiError(
+                    429,
+                    f"unfinished bodies of this API key hold {self._max_unfinished_bytes} bytes, the limit. Complete "
+                    "them first",
+                    "too_many_requests",
+                    retry=True,
+                )
+            held += size
+            self._unfinished_bytes[key] += size
+
+        try:
+            yield hold
+        finally:
+            self._unfinished_bytes[key] -= held
+
     async def parse(self, key: int, parse: Callable[[], T]) -> T:
         """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
-        one key do not delay those of the others. Raises what `parse` raises."""
-        async with self._turns[key]:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, parse)
+        one key do not delay those of the others: also when the caller is cancelled, the next has to wait for the
+        thread. Raises what `parse` raises."""
+        turn, loop = self._turns[key], asyncio.get_running_loop()
+        await turn.acquire()
+        working = self._executor.submit(parse)
+
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(turn.release)
+
+        working.add_done_callback(release)  # called in the thread, or at once for what is cancelled before it began
+        return await asyncio.wrap_future(working)

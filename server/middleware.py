@@ -4,15 +4,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash_aot.server.api_errors import ApiError, to_api_error
+from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, to_api_error
 from dflash_aot.server.demo_page import FILES
-from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.limits import KeyLimits, ServerLimits
 from dflash_aot.server.server_state import ServerState
 
 access = logging.getLogger("dflash_aot.server.access")
@@ -30,19 +30,22 @@ class RequestMiddleware:
     that resolves to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, hosts: frozenset[str] | None = None):
-        self.app, self._state, self._hosts = app, state, hosts
+    def __init__(self, app: ASGIApp, state: ServerState, key_limits: KeyLimits, hosts: frozenset[str] | None = None):
+        self.app, self._state, self._key_limits, self._hosts = app, state, key_limits, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex[:24]
-        began, sender = time.monotonic(), _ResponseSender(send, request_id)
+        began, headers = time.monotonic(), Headers(scope=scope)
+        sender = _ResponseSender(send, request_id, has_unread_body=_has_body(headers))
         scope.setdefault("state", {}).update(request_id=request_id, began=began)
         try:
-            await self._check_and_call(scope, receive, sender)
-        except Exception as error:
+            await self._check_and_call(scope, headers, receive, sender)
+        except NOT_ANSWERED:
+            raise
+        except BaseException as error:
             if sender.status is None:  # otherwise a response has begun, or the connection is closed
                 await sender.refuse(to_api_error(error, request_id))
         finally:
@@ -50,8 +53,9 @@ class RequestMiddleware:
             path = quote(scope["path"])  # a path may contain line breaks
             access.info("%s %s %s key %s %s %.3f s", request_id, scope["method"], path, key, sender.status, seconds)
 
-    async def _check_and_call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+    async def _check_and_call(
+        self, scope: Scope, headers: Headers, receive: Receive, sender: "_ResponseSender"
+    ) -> None:
         self._check_host(headers)
         if scope["path"] not in OPEN_PATHS:
             scope["state"]["key"] = self._identify_key(headers)
@@ -60,8 +64,10 @@ class RequestMiddleware:
             if scope["path"] in OPEN_PATHS:
                 raise ApiError(405, f"{scope['path']} does not accept POST")
             _check_content_type(headers)
-            body = await _read_body(headers, receive, self._state.limits)
-        await self.app(scope, _replay(body, receive), send)
+            with self._key_limits.receive_body(scope["state"]["key"]) as hold:
+                body = await _read_body(headers, receive, self._state.limits, hold)
+            sender.has_unread_body = False
+        await self.app(scope, _replay(body, receive), sender)
 
     def _check_host(self, headers: Headers) -> None:
         host = _strip_port(headers.get("host", ""))
@@ -78,10 +84,14 @@ class RequestMiddleware:
 
 
 class _ResponseSender:
-    """An ASGI `send` that adds headers and remembers the status."""
+    """An ASGI `send` that adds headers and remembers the status.
 
-    def __init__(self, send: Send, request_id: str):
-        self._send, self._request_id = send, request_id
+    has_unread_body: whether the request has a body that was not read completely. Its connection is closed after the
+    response, because the rest of the body would have to be parsed to find the next request.
+    """
+
+    def __init__(self, send: Send, request_id: str, *, has_unread_body: bool):
+        self._send, self._request_id, self.has_unread_body = send, request_id, has_unread_body
         self.status: int | None = None  # None until a response begins
 
     async def __call__(self, message: Message) -> None:
@@ -90,15 +100,20 @@ class _ResponseSender:
             headers = MutableHeaders(scope=message)
             for name, value in {**HEADERS, "x-request-id": self._request_id}.items():
                 headers.setdefault(name, value)
+            if self.has_unread_body:
+                headers["connection"] = "close"
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
-        """Sends an error response. The connection is closed where a part of the body may not have been read."""
-        close = {"connection": "close"} if error.status in (401, 403, 405, 408, 413) else {}
-        headers = {**error.headers, **close, "content-length": str(len(error.body))}
+        """Sends an error response."""
+        headers = {**error.headers, "content-length": str(len(error.body))}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self({"type": "http.response.start", "status": error.status, "headers": raw})
         await self({"type": "http.response.body", "body": error.body})
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _check_content_type(headers: Headers) -> None:
@@ -116,8 +131,11 @@ def _strip_port(host: str) -> str:
 # -- bodies: read completely before anything else, so that a slow sender occupies only its connection
 
 
-async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits) -> bytes:
-    """Raises ApiError for a body that is too large, too slow, or incomplete."""
+async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits, hold: Callable[[int], None]) -> bytes:
+    """The whole body. hold: see `KeyLimits.receive_body`.
+
+    Raises ApiError for a body that is too large, too slow, or incomplete, and what `hold` raises.
+    """
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > DISCARDED_BODIES * limits.body_bytes:
         raise _too_large(limits)
@@ -126,7 +144,9 @@ async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits) -
         async with asyncio.timeout(limits.body_seconds):
             async for part in _receive_parts(receive):
                 size += len(part)
-                body += part if size <= limits.body_bytes else b""
+                if size <= limits.body_bytes:
+                    hold(len(part))
+                    body += part
                 if size > DISCARDED_BODIES * limits.body_bytes:
                     break
     except TimeoutError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.runtime.requests.request import Delta
-from dflash_aot.server.api_errors import ApiError, internal_error, shutting_down, to_api_error
+from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, internal_error, shutting_down, to_api_error
 from dflash_aot.server.response_formats import ChoiceOutput, JsonFields, ResponseFormat, format_usage
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
@@ -64,7 +64,9 @@ class ResponseBuilder:
                         yield self._make_chunk([{**self.format.format_chunk(index, delta), **trace}])
             if self.include_usage:
                 yield self._make_chunk([], self._format_usage())
-        except Exception as error:
+        except NOT_ANSWERED:
+            raise
+        except BaseException as error:
             yield _make_event(to_api_error(error, self.request_id).body)
         yield END
 

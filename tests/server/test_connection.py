@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_aot.server.connection import MAX_PIPELINED
 from dflash_aot.server.lifecycle import BACKLOG
 from tests.runtime.stepper import wait_until
 from tests.server.conftest import Server
@@ -287,11 +288,30 @@ def test_disconnect_with_a_pipelined_request_frees_slots(served):
 # -- malformed HTTP and other protocols
 
 
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # the beginning of TLS
         b"GET\r\n\r\n",
+        GET.replace(b"1.1", b"0.9") + b"\r\n",
+        GET.replace(b"1.1", b"2.0") + b"\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET http://localhost HTTP/1.1\r\nhost: localhost\r\n\r\n",  # without a path
+        GET + b"x: a\r\n b\r\n\r\n",  # folded headers
+        GET + b"x:\r\n\tb\r\n\r\n",
+        GET.replace(b"\r\n", b"\n") + b"\n",  # lines that end with LF only
+        GET.replace(b"\r\n", b"\n") + b"\r\n",
+        GET + b"x: a\n\r\n",
+        GET + b"x: a\ry: b\r\n\r\n",
+        GET + b"host: localhost\r\n\r\n",
+        GET + b"x: a\r\n" * 128 + b"\r\n",
+        GET + b"x: " + b"a" * (1 << 17),
+        b"GET /" + b"a" * (1 << 17),
         b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",  # without the Host header
         b"GET / HTTP/1.1\r\nhost: localhost\r\nbad header: 1\r\n\r\n",
@@ -305,29 +325,59 @@ def test_malformed_http_is_answered_400_and_closed(served, data):
         client.send(data)
         response = client.read_response()
         assert response.status == 400
-        assert json.loads(response.body)["error"] == {
-            "message": "malformed HTTP/1.1 request, or its head is too large",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "invalid_http",
-        }
+        error = json.loads(response.body)["error"]
+        assert error.pop("message").startswith("malformed HTTP/1.1 request: ")
+        assert error == {"type": "invalid_request_error", "param": None, "code": "invalid_http"}
         assert client.read_until_closed() == b""
     assert is_usable(served)
 
 
-def test_malformed_chunks_are_refused(served):
+@pytest.mark.parametrize(
+    "chunks", [b"zz\r\n", b"0x1\r\n", b"1\nx\n", b"1;a\nb\r\nx\r\n", b"0\r\ncontent-length: 3\r\n\r\n"]
+)
+def test_malformed_chunks_are_refused(served, chunks):
     with RawClient(served) as client:
-        client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + b"5\r\n{}   \r\nzz\r\n")
+        client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + b"5\r\n{}   \r\n" + chunks)
         assert client.read_response().status == 400
         assert client.read_until_closed() == b""
     assert is_usable(served)
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_upgrade_is_ignored_and_the_request_is_answered(served, protocol):
+def test_upgrade_is_ignored_and_the_requests_are_answered(served, protocol):
+    """Some clients offer HTTP/2 with every request, also with those that have a body."""
+    upgrade, body = {"connection": "upgrade", "upgrade": protocol}, encode(SMALL)
     with RawClient(served) as client:
-        client.ask("GET", "/health", connection="upgrade", upgrade=protocol)
-        assert client.read_response().status == 200
+        client.ask("GET", "/health", **upgrade)
+        client.ask("POST", COMPLETIONS, body, **upgrade)
+        client.send(head("POST", COMPLETIONS, transfer_encoding="chunked", **upgrade) + b"%x\r\n" % len(body))
+        assert [client.read_response().status for _ in range(2)] == [200, 200]
+        client.send(body + b"\r\n0\r\n\r\n" + head("GET", "/nothing"))
+        assert [client.read_response().status for _ in range(2)] == [200, 404]
+
+
+def test_malformed_request_is_refused_after_the_responses_to_earlier_requests(served):
+    for malformed in (b"zz\r\n\r\n", head("POST", COMPLETIONS, transfer_encoding="chunked") + b"zz\r\n"):
+        with RawClient(served) as client:
+            request = head("POST", COMPLETIONS, content_length=str(len(encode(SMALL)))) + encode(SMALL)
+            client.send(request * 2 + malformed + head("GET", "/health"))
+            assert [client.read_response().status for _ in range(3)] == [200, 200, 400]
+            assert client.read_until_closed() == b""
+    assert is_usable(served)
+
+
+def test_number_of_pipelined_requests_is_limited(served):
+    with RawClient(served) as client:
+        client.send(head("GET", "/health") * (MAX_PIPELINED + 2))
+        assert [client.read_response().status for _ in range(MAX_PIPELINED + 2)] == [200] * (MAX_PIPELINED + 1) + [400]
+        assert client.read_until_closed() == b""
+
+
+def test_trailers_are_ignored(served):
+    with RawClient(served) as client:
+        body = b"%x\r\n%b\r\n0\r\nx: a\r\n\r\n" % (len(encode(SMALL)), encode(SMALL))
+        client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + body + head("GET", "/health"))
+        assert [client.read_response().status for _ in range(2)] == [200, 200]
 
 
 def test_expect_continue_is_answered(served):

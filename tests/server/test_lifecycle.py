@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.conftest import PATIENCE, Server
+from tests.server.raw_client import read_error
 
+EMBEDDED_TARGET = Path(__file__).parents[2] / "cache" / "embedded" / "target"
 PROMPT = "import os"
 LONG = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0, "stop_token_ids": [], "k": 0}
 
@@ -196,6 +199,25 @@ def test_model_of_a_directory_is_named_without_its_path(start_server, bundle, sp
         assert client.get("/v1/models").json()["data"][0]["id"] == "target"
         for path in ("/v1/models", "/metrics", "/health", "/openapi.json"):
             assert str(speaking_target.parent) not in client.get(path).text
+
+
+def test_text_at_which_the_tokenizer_panics_is_answered_in_openai_form(start_server, tmp_path):
+    """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
+    target = tmp_path / "target"
+    shutil.copytree(EMBEDDED_TARGET, target)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a|a)*$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    server = start_server(f"--target={target}").wait_until_ready()
+    with server.client() as client:
+        for stream in (False, True):
+            body = {"prompt": "a" * 60 + "b", "max_tokens": 1, "stream": stream}
+            message = read_error(client.post("/v1/completions", json=body), 500, "internal_error")
+            assert message.startswith("the server failed at this request. The cause is in its log, under ")
+        assert client.post("/v1/completions", json={"prompt": "b", "max_tokens": 1}).status_code == 200
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.lines)
 
 
 def test_access_log_has_request_ids_and_no_texts(start_server):

@@ -118,7 +118,7 @@ def test_all_other_paths_need_a_key_even_if_they_do_not_exist(keyed_server):
         "/v1/../health",
         "/page.js%00",
         "/page.js/../../v1/models",
-        "http://localhost/health",
+        "http://localhost/v1/models",
         "/v1/models?/health",
         "/v1/models#/health",
         "*",

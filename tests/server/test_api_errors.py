@@ -1,0 +1,52 @@
+"""API errors: which exceptions of the application become a response."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from dflash_aot.server.limits import KeyLimits, ServerLimits
+from dflash_aot.server.middleware import RequestMiddleware
+from dflash_aot.server.served_model import ServingConfig
+from dflash_aot.server.server_state import ServerState
+
+
+class Panic(BaseException):
+    """Like the exceptions that Rust extensions raise."""
+
+
+def ask(error: BaseException) -> list[Message]:
+    """The response, as ASGI messages, to an `error` of the application. Raises errors that are not answered."""
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    middleware = RequestMiddleware(app, ServerState(ServingConfig("none")), KeyLimits(ServerLimits()))
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+
+    async def call() -> None:
+        await middleware(scope, receive, send)
+
+    asyncio.run(call())
+    return sent
+
+
+@pytest.mark.parametrize("error", [Panic("over limit"), BaseExceptionGroup("several", [Panic()]), MemoryError()])
+def test_exception_that_ends_nothing_is_answered_in_openai_form(error):
+    start, body = ask(error)
+    assert start["status"] == 500
+    assert json.loads(body["body"])["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
+def test_exception_that_ends_the_process_or_the_task_is_not_answered(error):
+    with pytest.raises(type(error)):
+        ask(error)
