@@ -17,7 +17,9 @@ from dflash_aot.benchmarks.record import Record, read_record
 from dflash_aot.benchmarks.tables import Chart, Findings, format_markdown
 from dflash_aot.cache.errors import BadInput
 
-MARK = re.compile(r"(<!-- dflash-bench: (?P<name>\S+) -->)(?P<content>.*?)(<!-- end -->)", re.DOTALL)
+MARK = re.compile(
+    r"(<!-- dflash-bench: (?P<name>\S+) -->)(?P<content>(?:(?!<!-- dflash-bench:).)*?)(<!-- end -->)", re.DOTALL
+)
 OPENING = "<!-- dflash-bench:"
 PAGE_HEAD = """# Results
 

@@ -177,8 +177,8 @@ class DataSettings:
     jsonl: str | None = setting(None, "a file to write the questions to, in the format that --data reads")
 
 
-def format_data(settings: DataSettings) -> str:
-    """The number of questions, their lengths in tokens, and the first one. Raises BadInput, BadCheckpoint."""
+def format_data(settings: DataSettings) -> list[str]:
+    """Lines: the number of questions, their lengths in tokens, and the first one. Raises BadInput, BadCheckpoint."""
     questions = load_questions(settings.data, settings.count)
     target = locate_checkpoint(settings.target, "target")
     if settings.jsonl:
@@ -190,8 +190,9 @@ def format_data(settings: DataSettings) -> str:
     lengths = [len(prompt) for prompt in prompts]
     turns = sum(max(1, len(question.turns)) for question in questions)
     text = tokenizer.decode(prompts[0])
-    return (
+    return [
         f"{settings.data}: {len(questions)} prompts of {turns} turns; tokens of the first turns: "
-        f"{min(lengths)} to {max(lengths)}, median {percentile(lengths, 50):.0f}, together {sum(lengths)}\n\n"
-        f"{text[:SHOWN]}{' …' if len(text) > SHOWN else ''}"
-    )
+        f"{min(lengths)} to {max(lengths)}, median {percentile(lengths, 50):.0f}, together {sum(lengths)}",
+        "",
+        *f"{text[:SHOWN]}{' …' if len(text) > SHOWN else ''}".split("\n"),
+    ]

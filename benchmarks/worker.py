@@ -66,9 +66,9 @@ def ask_process(process: JsonProcess, question: msgspec.Struct, kind: type[T], n
         raise PeerFailed(f"{name} sent an invalid reply: {error}") from error
     except ProcessEnded as ended:
         hint = ", probably because memory ran out" if ended.was_killed else ""
-        words = "".join(f"\n  {line}" for line in ended.last_lines(LAST_LINES))
-        log = f"Its last lines:{words}" if words else "It wrote nothing"
-        raise PeerFailed(f"the process of {name} {ended.how}{hint}. {log}") from ended
+        last = [f"  {line}" for line in ended.last_lines(LAST_LINES)]
+        log = "Its last lines:" if last else "It wrote nothing"
+        raise PeerFailed(f"the process of {name} {ended.how}{hint}. {log}", *last) from ended
 
 
 def run_worker(spec: Any, open_contender: Callable[[Any], AbstractContextManager[Handlers]]) -> None:

@@ -27,7 +27,7 @@ from dflash_aot.benchmarks.charts import check_matplotlib, draw_charts
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.bin.bench_flags import define_settings, format_arguments, read_settings
-from dflash_aot.bin.command_line import format_table, run_with_arguments
+from dflash_aot.bin.command_line import format_table, print_lines, run_with_arguments
 from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, VoidRecord
 from dflash_aot.cache.locations import user_cache_directory
@@ -164,7 +164,7 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     if record.void:
         raise VoidRecord(f"void: {record.void}. The samples are in {path}")
     findings = benchmark.make_findings(record)
-    print(format_findings(record, findings))
+    print_lines(*format_findings(record, findings))
     for chart, content in draw_charts(findings.charts, record_name).items():
         write_atomically(directory / chart, content)
     print_progress(f"the record is {path}, its charts are next to it")
@@ -178,17 +178,17 @@ def _expect_no_arguments(name: str, arguments: Sequence[str]) -> None:
 
 def print_progress(message: str) -> None:
     """Prints to standard error."""
-    print(f"dflash-bench: {message}", file=sys.stderr, flush=True)
+    print_lines(f"dflash-bench: {message}", file=sys.stderr)
 
 
-def format_findings(record: Record, findings: Findings) -> str:
-    """The tables as text for a terminal."""
+def format_findings(record: Record, findings: Findings) -> list[str]:
+    """The tables as lines for a terminal."""
     machine = record.environment
-    parts = [f"{record.command}\n{machine.processor}, {machine.cores} cores, load {machine.load[0]:.2f} before"]
+    lines = [record.command, f"{machine.processor}, {machine.cores} cores, load {machine.load[0]:.2f} before"]
     for table in findings.tables:
-        lines = (table.title, format_table(table.header, table.rows), table.note)
-        parts.append("\n".join(filter(None, lines)))
-    return "\n\n".join(parts)
+        note = [table.note] if table.note else []
+        lines += ["", table.title, *format_table(table.header, table.rows), *note]
+    return lines
 
 
 # -- data
@@ -199,7 +199,7 @@ def print_data(arguments: Sequence[str]) -> int:
     from dflash_aot.benchmarks.prompts import DataSettings, format_data  # noqa: PLC0415
 
     _expect_no_arguments("data", arguments)
-    print(format_data(read_settings(DataSettings, FLAGS)))
+    print_lines(*format_data(read_settings(DataSettings, FLAGS)))
     return 0
 
 

@@ -1,6 +1,5 @@
 """`dflash-bundle verify`, `sign`, `gc`, `push` and `fetch`: the sub-commands that check, change or copy a bundle."""
 
-import json
 import shlex
 import sys
 import time
@@ -12,6 +11,7 @@ from tqdm import tqdm
 
 from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.bundle_self_test import SelfTestReport, format_self_tests, self_test_bundle
+from dflash_aot.bin.command_line import print_json, print_lines
 from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
 from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove_garbage
 from dflash_aot.cache.bundle.manifest import (
@@ -91,7 +91,10 @@ def report_verification(
     0 if nothing is wrong, that of a corrupt bundle, or that of an incompatible one where only answers are wrong.
     """
     report = verify_bundle(bundle, key, quarantine, deep, record, golden)
-    print(msgspec.json.encode(report, enc_hook=str).decode() if as_json else format_verification(report))
+    if as_json:
+        print_json(report)
+    else:
+        print_lines(*format_verification(report))
     broken = report.flaws or (report.calls and report.calls.faults)
     if broken:
         return CorruptBundle.exit_code
@@ -150,8 +153,8 @@ def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> 
     return manifest.build_command(bundle) if lost else rebuild_command(bundle)
 
 
-def format_verification(report: VerificationReport) -> str:
-    """The report of `verify` as text."""
+def format_verification(report: VerificationReport) -> list[str]:
+    """The report of `verify` as lines of text."""
     lines = [
         f"{flaw.path} ({flaw.label}): {flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
         + (f"; moved to {report.quarantined[str(flaw.path)]}" if str(flaw.path) in report.quarantined else "")
@@ -164,13 +167,13 @@ def format_verification(report: VerificationReport) -> str:
     lines.append(f"signed: {signed}")
     if report.flaws:
         broken = f"{len(report.flaws)} of {report.files} files differ from the manifest"
-        return "\n".join([*lines, f"{broken}. Rebuild: {report.rebuild}"])
+        return [*lines, f"{broken}. Rebuild: {report.rebuild}"]
     lines.append(f"{report.files} files, {format_bytes(report.bytes)}: all match the manifest")
     if report.calls:
-        lines.append(format_self_tests(report.calls))
+        lines += format_self_tests(report.calls)
     if report.golden:
-        lines.append(format_answers(report.golden))
-    return "\n".join(lines)
+        lines += format_answers(report.golden)
+    return lines
 
 
 # -- sign
@@ -183,9 +186,9 @@ def report_signing(bundle: Path, key: Path | None, as_json: bool) -> int:
     signer, signers = sign_bundle(bundle, key)
     path = bundle / manifest_signature.SIGNATURE_FILE
     if as_json:
-        print(json.dumps({"bundle": str(bundle), "file": str(path), "key": signer, "signers": signers}))
+        print_json({"bundle": bundle, "file": path, "key": signer, "signers": signers})
     else:
-        print(f"signed by {signer}: {path}, {len(signers)} signature{'s' * (len(signers) > 1)}")
+        print_lines(f"signed by {signer}: {path}, {len(signers)} signature{'s' * (len(signers) > 1)}")
     return 0
 
 
@@ -236,7 +239,10 @@ class GarbageReport(msgspec.Struct, frozen=True):
 def report_garbage(bundle: Path, keep_hours: float, dry_run: bool, as_json: bool) -> int:
     """Removes unreferenced files of a bundle and prints them."""
     report = collect_garbage(bundle, keep_hours, dry_run, time.time())
-    print(msgspec.json.encode(report, enc_hook=str).decode() if as_json else format_garbage(report, keep_hours))
+    if as_json:
+        print_json(report)
+    else:
+        print_lines(*format_garbage(report, keep_hours))
     return 0
 
 
@@ -256,15 +262,15 @@ def collect_garbage(bundle: Path, keep_hours: float, dry_run: bool, now: float) 
     return GarbageReport(str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed))
 
 
-def format_garbage(report: GarbageReport, keep_hours: float) -> str:
-    """The report of `gc` as text."""
+def format_garbage(report: GarbageReport, keep_hours: float) -> list[str]:
+    """The report of `gc` as lines of text."""
     lines = [f"{item.path}: {item.why}, {format_bytes(item.bytes)}" for item in report.removed]
     if report.kept:
         young = f"they, or the manifest, changed less than {keep_hours:g} hours ago"
         lines.append(f"{len(report.kept)} unreferenced files are kept: {young}. --keep_hours 0 removes them too")
     done = "would be removed" if report.dry_run else "removed"
     count = f"{len(report.removed)} file{'s' * (len(report.removed) != 1)}"
-    return "\n".join([*lines, f"{count}, {format_bytes(report.bytes)} {done}"])
+    return [*lines, f"{count}, {format_bytes(report.bytes)} {done}"]
 
 
 # -- push and fetch
@@ -274,16 +280,20 @@ def report_push(bundle: Path, url: str, as_json: bool) -> int:
     """Copies a bundle to a URL and prints how many files were sent."""
     pushed = push_bundle(bundle, url)
     if as_json:
-        print(json.dumps({"bundle": str(bundle), **msgspec.to_builtins(pushed)}))
+        print_json({"bundle": bundle, **msgspec.to_builtins(pushed)})
     else:
-        print(f"{pushed.url}: {pushed.sent} files sent, {format_bytes(pushed.bytes)}; {pushed.kept} existed already")
+        sent = f"{pushed.sent} files sent, {format_bytes(pushed.bytes)}; {pushed.kept} existed already"
+        print_lines(f"{pushed.url}: {sent}")
     return 0
 
 
 def report_fetch(url: str, key: Path | None, as_json: bool) -> int:
     """Fetches a bundle and prints the directory of the local copy."""
     bundle = fetch_with_progress(url, key)
-    print(json.dumps({"bundle": str(bundle)}) if as_json else bundle)
+    if as_json:
+        print_json({"bundle": bundle})
+    else:
+        print_lines(str(bundle))
     return 0
 
 

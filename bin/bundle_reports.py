@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.bin.command_line import format_table
+from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.cache.bundle.export_window import ExportWindow
 from dflash_aot.cache.bundle.manifest import (
     Blob,
@@ -146,7 +146,10 @@ def report_inspection(bundle: Path, as_json: bool) -> int:
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
     inspection = inspect_bundle(bundle, manifest, list_signers(bundle, content))
-    print(msgspec.json.encode(inspection).decode() if as_json else format_inspection(inspection))
+    if as_json:
+        print_json(inspection)
+    else:
+        print_lines(*format_inspection(inspection))
     return 0 if inspection.compatibility.fits else IncompatibleBundle.exit_code
 
 
@@ -202,8 +205,8 @@ def sum_device_memory(manifest: Manifest) -> DeviceMemory:
     )
 
 
-def format_inspection(inspection: BundleInspection) -> str:
-    """The report of `inspect` as text."""
+def format_inspection(inspection: BundleInspection) -> list[str]:
+    """The report of `inspect` as lines of text."""
     memory, devices = inspection.memory_per_device, inspection.environment.device_count
     target, draft = inspection.target, inspection.draft
     facts = {
@@ -226,11 +229,11 @@ def format_inspection(inspection: BundleInspection) -> str:
     sections = (
         [f"{inspection.bundle}: schema {inspection.schema}, {inspection.executables} executables, {sizes}"],
         _align(facts),
-        [format_table(PROGRAM_HEADER, rows)],
+        format_table(PROGRAM_HEADER, rows),
         ["built for", *_align({f"  {name}": _join_words(value) for name, value in environment.items() if value})],
         format_compatibility(inspection.compatibility),
     )
-    return "\n".join(line for lines in sections for line in lines)
+    return [line for lines in sections for line in lines]
 
 
 def format_compatibility(compatibility: Compatibility) -> list[str]:
@@ -294,19 +297,19 @@ def report_diff(a: Path, b: Path, as_json: bool) -> int:
     comparison = compare_manifests(read_manifest(a), read_manifest(b))
     if as_json:
         fields = msgspec.to_builtins(comparison)
-        print(json.dumps({"a": str(a), "b": str(b), "equal": comparison.equal, **fields}))
+        print_json({"a": a, "b": b, "equal": comparison.equal, **fields})
     else:
-        print(format_comparison(comparison, str(a), str(b)))
+        print_lines(*format_comparison(comparison, str(a), str(b)))
     return 0 if comparison.equal else DIFFERENT
 
 
-def format_comparison(comparison: ManifestDiff, a: str, b: str) -> str:
-    """The report of `diff` as text. Lines with `-` show what `a` has, lines with `+` what `b` has."""
+def format_comparison(comparison: ManifestDiff, a: str, b: str) -> list[str]:
+    """The report of `diff` as lines of text. Lines with `-` show what `a` has, lines with `+` what `b` has."""
     if comparison.equal:
-        return f"{a} and {b} hold the same executables for the same models and environment"
+        return [f"{a} and {b} hold the same executables for the same models and environment"]
     changes = [line for change in comparison.changes for line in _format_change(change)]
     executables = [line for executable in comparison.executables for line in _format_executable(executable)]
-    return "\n".join([f"- {a}", f"+ {b}", *changes, *executables])
+    return [f"- {a}", f"+ {b}", *changes, *executables]
 
 
 def _format_change(change: FieldChange, indent: str = "") -> list[str]:

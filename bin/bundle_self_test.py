@@ -101,8 +101,8 @@ def _record(store: Store, manifest: Manifest, entries: tuple[Entry, ...]) -> int
     return len(new)
 
 
-def format_self_tests(report: SelfTestReport) -> str:
-    """For people."""
+def format_self_tests(report: SelfTestReport) -> list[str]:
+    """The report as lines of text."""
     lines = [
         f"{fault.path} ({fault.label}): {fault.reason}"
         + (f"; moved to {report.quarantined[fault.label]}" if fault.label in report.quarantined else "")
@@ -112,8 +112,8 @@ def format_self_tests(report: SelfTestReport) -> str:
         lines.append(f"the others stay in place: {report.not_quarantined}")
     if report.faults:
         wrong = f"{len(report.faults)} of {report.called} executables failed their self-test"
-        return "\n".join([*lines, f"{wrong}. Rebuild them: {report.rebuild}"])
+        return [*lines, f"{wrong}. Rebuild them: {report.rebuild}"]
     unknown = report.called - report.compared - report.recorded
     recorded = f", the outputs of {report.recorded} are recorded now" if report.recorded else ""
     left = f"; {unknown} have no recorded outputs to compare, --record records them" if unknown else ""
-    return f"{report.called} executables called, {report.compared} compute what they did before{recorded}{left}"
+    return [f"{report.called} executables called, {report.compared} compute what they did before{recorded}{left}"]

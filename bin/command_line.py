@@ -1,6 +1,11 @@
-"""What all commands share: flag parsing, error messages, exit codes, default directories, tables."""
+"""What all commands share: flag parsing, error messages, exit codes, default directories, output.
+
+Commands print through `print_lines` and `print_json`, which escape what could deceive or control a terminal: reports
+quote manifests, file names, stores and other processes. Only generated text is printed as it is.
+"""
 
 import io
+import json
 import logging
 import os
 import signal
@@ -11,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
+import msgspec
 from absl import flags
 
 from dflash_aot.cache.errors import BadInput, DflashError
@@ -19,6 +26,7 @@ from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_d
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.printable import escape_json, escape_line
 
 INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 
@@ -46,7 +54,9 @@ def run_with_arguments(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # generated text must not depend on the locale
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
-    logging.basicConfig(format=f"{name}: %(levelname)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(f"{name}: %(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
         with _ended_by_interrupt(name):
             code = main(_parse(sys.argv, usage, flag_values))
@@ -54,16 +64,23 @@ def run_with_arguments(
         return code
     except _HelpShown:
         return 0
-    except (flags.Error, DflashError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, DflashError) else BadInput.exit_code
+    except DflashError as error:
+        _print_error(name, *error.args)
+        return error.exit_code
+    except flags.Error as error:
+        _print_error(name, str(error))
+        return BadInput.exit_code
     except BrokenPipeError:
         # The reader has closed the pipe (| head). Without the dup2, Python reports that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # for example a full disk
-        print(f"{name}: {error}", file=sys.stderr)
+        _print_error(name, str(error))
         return BadInput.exit_code
+
+
+def _print_error(name: str, first: str = "", *more: str) -> None:
+    print_lines(f"{name}: {first}", *more, file=sys.stderr)
 
 
 @contextmanager
@@ -94,7 +111,7 @@ class _HelpShown(Exception):
 
 def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Sequence[str]:
     if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
-        print(f"{usage}\nflags:\n{flag_values.get_help()}")
+        print(f"{usage}\nflags:\n{flag_values.get_help()}")  # no text from outside
         raise _HelpShown
     return flag_values(argv)[1:]
 
@@ -143,14 +160,39 @@ def _read_verifier(draft: str) -> str | None:
     return read_verifier(config) if is_speculators(config) else None
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+# -- output
+
+
+def print_lines(*lines: str, file: TextIO | None = None) -> None:
+    """Prints lines to standard output or `file`; a line break or control character within a line is escaped."""
+    print(*map(escape_line, lines), sep="\n", file=file, flush=True)
+
+
+def print_json(value: Any, file: TextIO | None = None) -> None:
+    """Prints a value as one line of JSON in ASCII. Structs become objects, paths texts."""
+    fields = msgspec.to_builtins(value, enc_hook=str, str_keys=True)
+    print(escape_json(json.dumps(fields)), file=file, flush=True)
+
+
+class LineFormatter(logging.Formatter):
+    """Formats each record as one line, without control characters; the lines of a traceback follow, indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {escape_line(line)}" for line in super().formatException(ei).splitlines())
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns: the first to the left, the others to the right."""
+    shown = [[escape_line(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(header))]
     lines = []
-    for row in (header, *rows):
+    for row in shown:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return lines
 
 
 def seconds_since_process_start() -> float:

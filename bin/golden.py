@@ -203,8 +203,8 @@ def find_differences(runs: Sequence[tuple[TokenIds, TokenIds]], decode: Decode) 
     return differences
 
 
-def format_answers(report: AnswerReport) -> str:
-    """For people."""
+def format_answers(report: AnswerReport) -> list[str]:
+    """The report as lines of text."""
     lines = []
     for one in report.comparisons:
         lines.append(f"{one.name}: {one.tokens - len(one.differences)} of {one.tokens} tokens equal")
@@ -225,5 +225,5 @@ def format_answers(report: AnswerReport) -> str:
     if report.recorded:
         lines.append(f"the prompts and their answers are in {report.recorded}")
     if report.failures:
-        return "\n".join([*lines, "The answers are wrong on this machine, or for these weights:", *report.failures])
-    return "\n".join([*lines, "the answers are as expected"])
+        return [*lines, "The answers are wrong on this machine, or for these weights:", *report.failures]
+    return [*lines, "the answers are as expected"]

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.printable import escape_json
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result, Stream
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN, SamplingParams
@@ -67,17 +68,8 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
 
 
 def dump_json(fields: dict[str, Any]) -> str:
-    """JSON in UTF-8; all in ASCII escapes if a text holds a lone surrogate, which UTF-8 cannot encode."""
-    line = json.dumps(fields, ensure_ascii=False)
-    return line if _is_utf8(line) else json.dumps(fields)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    """JSON in UTF-8, with invisible characters and lone surrogates, which UTF-8 cannot encode, as ASCII escapes."""
+    return escape_json(json.dumps(fields, ensure_ascii=False))
 
 
 def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> _Started:

@@ -1,6 +1,5 @@
 """Output of dflash-precompile: progress bars while it builds, then its plan or report, as tables or as JSON."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from dflash_aot.bin.command_line import format_table
+from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.units import format_bytes
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate
@@ -20,11 +20,15 @@ from dflash_aot.compile.pipeline.deployment import BucketEstimate, Deployment, M
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
-EXECUTABLE_NOTE = """GB, GFLOP: what one call must move and compute, calculated from the models' facts
-its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once"""
+EXECUTABLE_NOTE = (
+    "GB, GFLOP: what one call must move and compute, calculated from the models' facts",
+    "its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once",
+)
 BUCKET_HEADER = ("batch", "length", "k", "memory", "fits", "draft ms", "verify ms", "kv_write ms", "round ms")
-BUCKET_NOTE = """memory: of each device, for a grid that ends at this bucket
-ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement"""
+BUCKET_NOTE = (
+    "memory: of each device, for a grid that ends at this bucket",
+    "ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement",
+)
 
 
 class TerminalObserver(BuildObserver):
@@ -35,7 +39,7 @@ class TerminalObserver(BuildObserver):
 
     def on_plan(self, deployment: Deployment) -> None:
         draft = deployment.draft
-        print(f"draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
+        print_lines(f"draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
 
     def on_phase(self, phase: BuildPhase, total: int) -> None:
         """A bar with count, elapsed and remaining time; while compiling also with the last executable begun."""
@@ -46,7 +50,7 @@ class TerminalObserver(BuildObserver):
         if self._bar is None:
             return
         if progress.entry is None:
-            self._bar.set_postfix_str(progress.label)
+            self._bar.set_postfix_str(escape_line(progress.label))
         self._bar.update(progress.done - self._bar.n)
 
     def on_phase_end(self, phase: BuildPhase) -> None:
@@ -55,10 +59,10 @@ class TerminalObserver(BuildObserver):
             self._bar = None
 
     def on_info(self, message: str) -> None:
-        print(message, file=sys.stderr)
+        print_lines(message, file=sys.stderr)
 
     def on_warning(self, message: str) -> None:
-        print(f"WARNING: {message}", file=sys.stderr)
+        print_lines(f"WARNING: {message}", file=sys.stderr)
 
 
 def describe_draft(draft: Draft) -> str:
@@ -83,7 +87,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
     count = sum(plan.executables.values())
     if as_json:
         summary = {
-            "bundle": str(plan.bundle),
+            "bundle": plan.bundle,
             "dialect": deployment.draft.dialect,
             "grid": str(deployment.grid),
             "sampling": deployment.programs.pair.sampling,
@@ -95,11 +99,11 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
             "expected_bytes": estimate and round(estimate.bytes),
             "padding_waste": plan.padding_waste,
         }
-        print(json.dumps({**summary, **list_memory(plan.memory)}))
+        print_json({**summary, **list_memory(plan.memory)})
         return
     shares = ", ".join(f"{axis} {share:.0%}" for axis, share in plan.padding_waste.items())
     lines = [
-        format_table(("program", "executables"), [(name, str(number)) for name, number in plan.executables.items()]),
+        *format_table(("program", "executables"), [(name, str(number)) for name, number in plan.executables.items()]),
         f"{count} executables for {deployment.grid}",
         format_estimate(estimate, plan.jobs),
         f"padding of a request that is 1 larger than a size, at worst: {shares}",
@@ -107,7 +111,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
         f" kv and other state {format_bytes(plan.state_bytes)}, and temporaries",
         *format_memory(plan.memory, deployment),
     ]
-    print(*lines, sep="\n", file=sys.stderr)
+    print_lines(*lines, file=sys.stderr)
 
 
 def format_estimate(estimate: BuildEstimate | None, jobs: int) -> str:
@@ -127,7 +131,7 @@ def print_report(report: BuildReport, as_json: bool) -> None:
     deployment = report.deployment
     if as_json:
         summary = {
-            "bundle": str(report.bundle),
+            "bundle": report.bundle,
             "dialect": deployment.draft.dialect,
             "sampling": deployment.programs.pair.sampling,
             "executables": len(entries),
@@ -141,10 +145,10 @@ def print_report(report: BuildReport, as_json: bool) -> None:
             "findings": list(report.findings),
             "entries": [list_entry(deployment, entry, entry.key in compiled) for entry in entries],
         }
-        print(json.dumps({**summary, **list_memory(report.memory)}))
+        print_json({**summary, **list_memory(report.memory)})
         return
     rows = [_format_entry(deployment, entry, entry.key in compiled) for entry in entries]
-    lines = [format_table(EXECUTABLE_HEADER, rows), EXECUTABLE_NOTE, *format_memory(report.memory, deployment)]
+    lines = [*format_table(EXECUTABLE_HEADER, rows), *EXECUTABLE_NOTE, *format_memory(report.memory, deployment)]
     lines += [f"WARNING: {finding}" for finding in report.findings]
     if report.reproducibility:
         lines.append(f"built twice: {report.reproducibility.summary}")
@@ -155,7 +159,7 @@ def print_report(report: BuildReport, as_json: bool) -> None:
         f"{len(compiled)} compiled{kept}" if compiled else f"nothing to compile: all {len(entries)} were there already"
     )
     lines.append(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {report.bundle}")
-    print(*lines, sep="\n", file=sys.stderr)
+    print_lines(*lines, file=sys.stderr)
 
 
 def _format_store(store: StoreReport) -> list[str]:
@@ -228,14 +232,14 @@ def format_memory(estimate: MemoryEstimate | None, deployment: Deployment) -> li
     available = estimate.chip.available_bytes
     verdict = "fits" if estimate.fits else "does not fit"
     return [
-        _format_buckets(estimate.buckets, estimate.tau),
-        BUCKET_NOTE,
+        *_format_buckets(estimate.buckets, estimate.tau),
+        *BUCKET_NOTE,
         f"{verdict} {estimate.chip.name}: {describe_verdict(estimate.memory, available)}",
         describe_proposal(estimate.proposal, deployment.grid),
     ]
 
 
-def _format_buckets(buckets: Sequence[BucketEstimate], tau: float | None) -> str:
+def _format_buckets(buckets: Sequence[BucketEstimate], tau: float | None) -> list[str]:
     header = BUCKET_HEADER if tau is None else (*BUCKET_HEADER, f"ms/token, τ={tau:g}")
     return format_table(header, [_format_bucket(bucket)[: len(header)] for bucket in buckets])
 

@@ -19,7 +19,13 @@ from typing import BinaryIO, TextIO
 
 from absl import flags
 
-from dflash_aot.bin.command_line import decode_text, run_command, seconds_since_process_start
+from dflash_aot.bin.command_line import (
+    decode_text,
+    print_json,
+    print_lines,
+    run_command,
+    seconds_since_process_start,
+)
 from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
@@ -141,12 +147,12 @@ def _generate_lines(lines_path: str, params: SamplingParams) -> None:
             output.write(output_line(identity, result, _SAMPLING.trace) + "\n")
             output.flush()
         if failed := sum(result.finish_reason == "error" for result in results):
-            print(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
+            print_lines(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
         _report(engine, results, None)
 
 
 def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
-    """Generates and prints the text as tokens are committed; prints nothing with --json."""
+    """Generates and prints the text, as the model writes it, as tokens are committed; prints nothing with --json."""
     stream = engine.stream(prompt, params)
     for delta in stream:
         if not _JSON.value:
@@ -211,8 +217,10 @@ def _report(engine: Engine, results: list[Result], single: Result | None) -> Non
     if single is not None:
         line = json.loads(output_line(None, single, _SAMPLING.trace))
         print(dump_json({**line, **({"stats": report_fields(finished)} if _STATS.value else {})}))
+    elif _STATS.value and _JSON.value:
+        print_json(report_fields(finished), file=sys.stderr)
     elif _STATS.value:
-        print(json.dumps(report_fields(finished)) if _JSON.value else format_report(finished), file=sys.stderr)
+        print_lines(*format_report(finished), file=sys.stderr)
 
 
 if __name__ == "__main__":

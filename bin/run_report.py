@@ -60,8 +60,8 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
     }
 
 
-def format_report(run: FinishedRun) -> str:
-    """The statistics as text, a line each."""
+def format_report(run: FinishedRun) -> list[str]:
+    """The statistics as lines of text."""
     fields = report_fields(run)
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run.startup.items())
     per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
@@ -79,7 +79,7 @@ def format_report(run: FinishedRun) -> str:
         ("host time per round", _format_host_time(fields)),
         ("compile events", f"{fields['compile_events']} while serving"),
     ]
-    return "\n".join(f"{name:<22} {value}" for name, value in lines)
+    return [f"{name:<22} {value}" for name, value in lines]
 
 
 def _seconds_per_output_token(result: Result) -> float:

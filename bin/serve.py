@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command_line import run_command, seconds_since_process_start
+from dflash_aot.bin.command_line import print_lines, run_command, seconds_since_process_start
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import hide_secrets
@@ -253,7 +253,7 @@ def _configure_logs(access: bool) -> None:
 
 
 def _print(line: str) -> None:
-    print(f"dflash-serve: {line}", file=sys.stderr, flush=True)
+    print_lines(f"dflash-serve: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

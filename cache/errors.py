@@ -1,10 +1,22 @@
 """Error classes of the project, each with the exit code of a command that ends with it."""
 
+from dflash_aot.cache.printable import escape_line
+
 
 class DflashError(Exception):
-    """Base class of all errors of the project; `exit_code` is a command's exit code."""
+    """Base class of all errors of the project; `exit_code` is a command's exit code.
+
+    `args` are the lines of the message. Messages quote text from outside, which cannot add lines: each line is escaped
+    and bounded by `escape_line`.
+    """
 
     exit_code = 1
+
+    def __init__(self, *lines: str):
+        super().__init__(*map(escape_line, lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class BadInput(DflashError):

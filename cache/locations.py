@@ -9,8 +9,10 @@ from dflash_aot.cache.errors import BadCheckpoint, BadInput
 EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.ASCII | re.IGNORECASE)
-URL_USER = re.compile(r"([a-z0-9+.-]+)://([^/\s]*)@", re.ASCII | re.IGNORECASE)
-URL_QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\")]*")
+# Both meet error texts of stores, and take linear time on any text: a scheme is tried at its first letter only, and
+# an address without a query is consumed too.
+URL_USER = re.compile(r"(?<![a-z0-9+.-])([a-z0-9+.-]+)://([^/\s]*)@", re.ASCII | re.IGNORECASE)
+URL_QUERY = re.compile(r"(://[^\s?]*)(?:\?[^\s'\")]*)?")
 # abfs://container@account/path: the part before the @ is a container here, not a secret.
 AZURE_SCHEMES = ("abfs", "abfss", "az")
 

@@ -118,8 +118,9 @@ class SelfTests:
             lines.append(f"  {check.failure}")
         if lines:
             raise IncompatibleBundle(
-                f"{self._setup.bundle} was built for another machine, no executable was called:\n"
-                + "\n".join([*lines, f"Build it for this one: {rebuild_command(Path(self._setup.bundle))}"])
+                f"{self._setup.bundle} was built for another machine, no executable was called:",
+                *lines,
+                f"Build it for this one: {rebuild_command(Path(self._setup.bundle))}",
             )
 
     def _end_worker(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput, EngineFailed, QueueFull
+from dflash_aot.cache.printable import escape_line
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 1000  # messages quote the request, which may be long
@@ -38,8 +39,9 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        param = None if self.param is None else _shorten(self.param)
-        fields = {"message": _shorten(self.message), "type": error_type, "param": param, "code": self.code}
+        param = None if self.param is None else escape_line(self.param, MAX_MESSAGE_CHARACTERS)
+        message = escape_line(self.message, MAX_MESSAGE_CHARACTERS)
+        fields = {"message": message, "type": error_type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": fields})
 
     @property
@@ -92,9 +94,3 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
     message = MESSAGES.get(first["type"], first["msg"])
     return ApiError(400, f"{param or 'the body'}: {message}{more}", "invalid_value", param)
-
-
-def _shorten(text: str) -> str:
-    """The text cut to the limit, with lone surrogates escaped, which JSON in UTF-8 cannot hold."""
-    shown = text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}…"
-    return shown.encode(errors="backslashreplace").decode()

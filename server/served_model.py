@@ -13,6 +13,7 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.locations import is_url
+from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
@@ -145,10 +146,13 @@ def _render_once(target: Path) -> None:
 
 
 def _choose_name(config: ServingConfig, engine: Engine) -> str:
-    """The name for clients; of a directory its last part only, because clients must not see paths."""
+    """The name for clients; of a directory its last part only, because clients must not see paths.
+
+    A reference is text from a manifest, and the name appears in metrics, on the page and in responses.
+    """
     reference = engine.manifest.target.reference if config.target is None else config.target
     place = Path(reference).expanduser()
-    return config.name or (place.resolve().name if place.is_dir() else reference)
+    return config.name or escape_line(place.resolve().name if place.is_dir() else reference)
 
 
 def _can_sample(engine: Engine) -> bool:

@@ -180,9 +180,10 @@ class Bucket:
         return [path.removeprefix(beginning) for path in paths if path.startswith(beginning) and part in path]
 
 
-def refuse(status: int, code: str) -> Fault:
+def refuse(status: int, code: str, message: str = "") -> Fault:
     """Returns an S3 error without forwarding the request."""
-    body = f"<Error><Code>{code}</Code><Message>told to say {code}</Message></Error>".encode()
+    words = message or f"told to say {code}"
+    body = f"<Error><Code>{code}</Code><Message>{words}</Message></Error>".encode()
     return lambda _: ObjectResponse(status, body, (("Content-Type", "application/xml"),))
 
 

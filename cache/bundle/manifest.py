@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -318,9 +319,9 @@ def _check_names(content: bytes) -> None:
     """Raises ValueError for a name that an object has twice: JSON allows that, but readers differ in the meaning."""
 
     def check(pairs: list[tuple[str, object]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in an object twice")
+        if len(dict(pairs)) < len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"{name!r} is in an object twice")
 
     json.loads(content, object_pairs_hook=check)
 

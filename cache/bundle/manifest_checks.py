@@ -1,5 +1,6 @@
 """Manifest checks: consistency of entries, state and weights with the facts of the models and the grid."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +61,7 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
     if unknown := sorted(set(found) - expected.keys()):
         yield f"has entries for {', '.join(unknown)}, which the grid {manifest.grid} does not need"
     if len(set(found)) < len(found):
-        yield f"has two entries for {next(label for label in found if found.count(label) > 1)}"
+        yield f"has two entries for {Counter(found).most_common(1)[0][0]}"
     if manifest.state != (state := state_arrays(pair, manifest.grid)):
         yield f"state is {_list_names(manifest.state)}, but models and grid need {_list_names(state)}"
     weights = {recipe.name for recipe in manifest.weights}

@@ -15,6 +15,7 @@ import fsspec
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
 from dflash_aot.cache.locations import hide_secrets
+from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.remote.object_store import PERMISSION_ERRNOS
 from dflash_aot.cache.remote.retry import RetryPolicy
 
@@ -122,7 +123,7 @@ class FsspecStore:
             raise
 
     def _translate(self, name: str, error: Exception) -> StoreFailed:
-        where, words = f"{self.url}/{name}", hide_secrets(_find_message(error))
+        where, words = f"{self.url}/{name}", _find_message(error)
         if is_refusal(error):
             return StoreRefused(f"{where}: not allowed: {words}")
         tries = f" ({self._retry.attempts} attempts)" if is_transient(error) else ""
@@ -144,10 +145,10 @@ def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
         system, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         extra = PACKAGE_EXTRAS.get(protocol)
-        remedy = f"pip install 'dflash-aot[{extra}]'" if extra else error
+        remedy = f"pip install 'dflash-aot[{extra}]'" if extra else _find_message(error)
         raise StoreFailed(f"{shown}: the package for {protocol} is not installed: {remedy}") from error
     except Exception as error:  # every backend has its own errors
-        raise StoreFailed(f"{shown}: {hide_secrets(_find_message(error))}") from error
+        raise StoreFailed(f"{shown}: {_find_message(error)}") from error
     return FsspecStore(system, root.rstrip("/"), TRAILING_SLASHES.sub("", shown), retry)
 
 
@@ -180,8 +181,11 @@ def _is_out_of_range(error: BaseException | None) -> bool:
 
 
 def _find_message(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its class."""
+    """Returns the first line of an error's message without secrets, or the name of its class.
+
+    The message may be the body of a store's response, of any length: it is cut first.
+    """
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return next(iter(words.splitlines()), "") or type(error).__name__
+    return hide_secrets(quote_first_line(words)) or type(error).__name__

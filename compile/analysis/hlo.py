@@ -146,7 +146,7 @@ def parse_module(text: str) -> HloModule:
     entry = None
     lines = iter(text.splitlines())
     for line in lines:
-        if head := HEAD.match(line):
+        if (head := HEAD.match(line)) and ") -> " in line and line.endswith("{"):
             computations[head[2]] = _parse_computation(head[2], lines)
             entry = computations[head[2]] if head[1] else entry
     if entry is None:
@@ -155,9 +155,10 @@ def parse_module(text: str) -> HloModule:
 
 
 ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line
-HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 OPCODE = re.compile(r" ([\w\-]+)(?=\()")
+COMMENT = re.compile(r"/\*.*?(?:\*/|$)")
 LEAF = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?$")  # a dynamic dimension is written <=8
 
 
@@ -203,7 +204,7 @@ def _parse_type(text: str) -> Type:
 
 def _split(text: str) -> Iterator[str]:
     """Splits text at the commas of the outermost level, and drops comments."""
-    text = re.sub(r"/\*.*?\*/", "", text)
+    text = COMMENT.sub("", text)
     depth, begin = 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

@@ -75,7 +75,8 @@ def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None
             finally:
                 observer.on_phase_end("compile")
         if conflicts := find_layout_conflicts(compilation.entries):
-            raise BuildFailed("executables do not fit together, nothing is published:\n  " + "\n  ".join(conflicts))
+            lines = (f"  {conflict}" for conflict in conflicts)
+            raise BuildFailed("executables do not fit together, nothing is published:", *lines)
         check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
         manifest = _describe_bundle(job, pool.environment, compilation)
         check_consistent(job.store.bundle, manifest)

@@ -78,9 +78,9 @@ class _CompilationRun:
     def summarize(self, seconds: float) -> Compilation:
         labels = [signature.label for signature in self._source.signatures]
         if self._failures:
-            lines = "\n".join(f"  {label}: {explain_failure(error)}" for label, error in self._failures.items())
             raise BuildFailed(
-                f"{len(self._failures)} of {len(labels)} executables could not be built, the others are kept:\n{lines}"
+                f"{len(self._failures)} of {len(labels)} executables could not be built, the others are kept:",
+                *(f"  {label}: {explain_failure(error)}" for label, error in self._failures.items()),
             )
         compiled = frozenset(self._built[label].key for label in self._compiled)
         return Compilation(tuple(self._built[label] for label in labels), compiled, seconds)

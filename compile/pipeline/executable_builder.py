@@ -14,6 +14,7 @@ from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, DflashError
 from dflash_aot.cache.key import compiler_options
+from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.inspection import inspect_executable, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
@@ -122,5 +123,5 @@ def explain_failure(error: BaseException) -> str:
     """Why an executable could not be built, in one line."""
     if exhausted := explain_out_of_memory(error):
         return exhausted
-    line = next(iter(str(error).splitlines()), "")
+    line = quote_first_line(str(error))
     return line if isinstance(error, DflashError) else f"{type(error).__name__}: {line}"

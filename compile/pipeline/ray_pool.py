@@ -20,6 +20,7 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
 from dflash_aot.cache.environment import Environment, read_flags, read_host_environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline import ray_worker
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, BuildTarget, check_compiler
@@ -166,7 +167,7 @@ class Cluster:
         if isinstance(error, kinds.RayTaskError):
             last = str(error.cause).strip().splitlines()[-1:]
             return f"a task could not start on a node: {''.join(last)}. All nodes need the same dflash-aot[ray]"
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return f"{type(error).__name__}: {quote_first_line(str(error))}"
 
 
 @contextmanager
@@ -234,7 +235,7 @@ def _start_ray(ray: ModuleType, address: str, variables: Mapping[str, str]) -> N
                 **local,
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = quote_first_line(str(error)) or type(error).__name__
         raise BadInput(f"--executor ray: no connection to {address}: {reason}. {TOKEN}") from error
     finally:
         if threading.current_thread() is threading.main_thread():

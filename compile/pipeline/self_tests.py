@@ -95,9 +95,9 @@ def _test_all(store: Store, manifest: Manifest, entries: list[Entry], observer: 
                 store.write_record(tested[entry.key])
             observer.on_executable(Progress(done + 1, len(entries), entry.signature.label))
     if failures:
-        lines = "\n".join(failures)
         raise BuildFailed(
             f"{len(failures)} of {len(entries)} executables failed their self-test. Nothing is published; they are "
-            f"quarantined in {store.bundle / 'set-aside'}:\n{lines}"
+            f"quarantined in {store.bundle / 'set-aside'}:",
+            *failures,
         )
     return tested

@@ -14,6 +14,7 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import Environment, find_differences
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
 from dflash_aot.runtime.executables.lazy_loader import LazyLoader
@@ -139,7 +140,7 @@ def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights:
     def load(name: ExecutableId) -> Executable:
         entry = entries[name]
         where = f"{store.executable_path(entry)} ({entry.signature.label})"
-        remedy = f"\nRebuild it: {verify_and_rebuild_commands(path)}"
+        remedy = f". Rebuild it: {verify_and_rebuild_commands(path)}"
         with report_out_of_memory(path, manifest):
             serialized = store.unpack_executable(entry, packed[name])
             executable = load_executable(serialized, entry.signature, devices, where, remedy)
@@ -159,9 +160,9 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise IncompatibleBundle(
-            f"{path} needs more memory than is free here: {next(iter(str(error).splitlines()), 'none is left')}\n"
+            f"{path} needs more memory than is free here: {quote_first_line(str(error)) or 'none is left'}",
             f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a "
-            f"grid with smaller --buckets than this one: {manifest.build_command(path)}"
+            f"grid with smaller --buckets than this one: {manifest.build_command(path)}",
         ) from error
 
 
@@ -182,15 +183,16 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
         here = read_environment(built.platform, built.device_count)
     except RuntimeError as error:  # no such devices
         raise IncompatibleBundle(
-            f"{path} was built for {_format_target(built)}, but here {error}.\n"
+            f"{path} was built for {_format_target(built)}, but here {error}.",
             "Serve it on such a machine, or build a bundle for this one (another --platform). The command that built "
-            f"it: {command}"
+            f"it: {command}",
         ) from error
     if found := find_differences(built, here):
-        lines = "\n".join(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found)
         raise IncompatibleBundle(
-            f"{path} was built for another environment:\n{lines}\n"
-            f"Build it for this environment: {rebuild_command(path)}\nor, from its checkpoints: {command}"
+            f"{path} was built for another environment:",
+            *(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found),
+            f"Build it for this environment: {rebuild_command(path)}",
+            f"or, from its checkpoints: {command}",
         )
 
 

@@ -16,6 +16,7 @@ from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import find_differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonPipe
+from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.self_test import DeviceCheck, SelfTestResult, SelfTestSetup, is_comparable
 from dflash_aot.runtime.executables.executable import is_out_of_memory, load_executable
 from dflash_aot.runtime.self_test.self_test import SelfTestCaller, find_deviations
@@ -65,7 +66,7 @@ def _test(
 
 
 def _format_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{type(error).__name__}: {quote_first_line(str(error))}"
 
 
 if __name__ == "__main__":

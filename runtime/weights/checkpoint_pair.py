@@ -39,11 +39,11 @@ def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[Checkp
         (directories["draft"], _without_suggestions(manifest.draft.facts), _without_suggestions(draft)),
     ):
         if wrong := _list_differences(built, found):
-            lines = "\n".join(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong)
             raise IncompatibleBundle(
-                f"{directory} is not what {path} was built for:\n{lines}\n"
+                f"{directory} is not what {path} was built for:",
+                *(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong),
                 "Build a bundle for it: "
-                f"dflash-precompile --target {directories['target']} --draft {directories['draft']} --bundle DIR"
+                f"dflash-precompile --target {directories['target']} --draft {directories['draft']} --bundle DIR",
             )
 
 

@@ -243,7 +243,7 @@ def test_commands_named_in_messages_repair_the_bundle(command, serve, copy):
     plant_another_bucket(copy)
     assert command(precompile, "--rebuild", copy).code == 0
     refused = serve()
-    assert refused.code == 3 and refused.err.endswith(f"\nRebuild it: {verify_and_rebuild_commands(copy)}\n")
+    assert refused.code == 3 and refused.err.endswith(f" Rebuild it: {verify_and_rebuild_commands(copy)}\n")
     assert command(dflash_bundle, "verify", copy, "--deep").code == 3
     assert command(precompile, "--rebuild", copy).code == 0
     assert serve() == whole and whole.code == 0

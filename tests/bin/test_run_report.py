@@ -35,7 +35,7 @@ def test_rounds_per_k_and_padding_add_up(counters):
 
 
 def test_text_report_shows_rounds_and_padding(counters):
-    lines = dict(line.split("  ", 1) for line in format_report(finish(counters)).splitlines())
+    lines = dict(line.split("  ", 1) for line in format_report(finish(counters)))
     assert lines["rounds"].strip() == "5 of K = 0, 5 of K = 7; 4 of them sampled"
     assert lines["padding waste"].strip() == "33.3% of the rows computed"
 
@@ -43,7 +43,7 @@ def test_text_report_shows_rounds_and_padding(counters):
 def test_text_report_of_greedy_rounds_omits_sampling():
     counters = Counters()
     counters.note_round(Bucket(1, 64, 7), False, 1)
-    report = format_report(finish(counters))
+    report = "\n".join(format_report(finish(counters)))
     assert "1 of K = 7\n" in report and "sampled" not in report and "0.0% of the rows" in report
 
 

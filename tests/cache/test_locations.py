@@ -100,6 +100,8 @@ def test_is_url_rejects_paths(path):
         ("abfs://container@account/a", "abfs://container@account/a"),
         ("abfs://me:pw@account/a", "abfs://account/a"),
         ("what is it?", "what is it?"),
+        ("simplecache::s3://me:pw@bucket?v=1 and ftp://a@b?c", "simplecache::s3://bucket and ftp://b"),
+        ("https://host/?sig=://?secret", "https://host/"),
     ],
 )
 def test_hide_secrets_drops_users_passwords_and_queries(text, shown):

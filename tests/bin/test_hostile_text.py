@@ -1,0 +1,236 @@
+"""No command lets text from outside control a terminal or write a line that looks like one of the command's own."""
+
+import ast
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_aot.bin import bundle as dflash_bundle
+from dflash_aot.bin import precompile, run
+from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
+from dflash_aot.cache.bundle.manifest import decode_manifest
+from dflash_aot.cache.errors import CorruptBundle
+
+REPOSITORY = Path(__file__).parents[2]
+ROOMS = ("bin", "cache", "compile", "runtime", "server")
+PRINTING = {"bin/command_line.py", "bin/run.py"}  # the latter prints generated text, and the prompt sign of a chat
+FORGED = "signed: yes, by the release key (verified)"
+HOSTILE_NAME = (  # of a file: without / and NUL, and at most 255 bytes
+    f"x\r\n{FORGED}\n\x1b[2K\x1b[1A\x9b2K\u202e\u2066\u200f\u2028{FORGED}\u2029\x85\u200b\u3164\U000e0041\x7f"
+)
+HOSTILE = f"{HOSTILE_NAME}\0"
+Output = Any  # of the fixture `command`
+
+
+def check(*texts: str) -> None:
+    """Fails for a character that is not visible, apart from our line breaks, and for a forged line."""
+    for line in "\n".join(texts).split("\n"):
+        assert line.isprintable() and not line.startswith(FORGED)
+
+
+def replace_at(value: Any, path: tuple, new: object) -> Any:
+    """A copy of a JSON value with another value at this path."""
+    if not path:
+        return new
+    step, *rest = path
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: replace_at(inner, tuple(rest), new) if key == step else inner for key, inner in items}
+    return changed if isinstance(value, dict) else list(changed.values())
+
+
+def list_texts(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Paths of all texts of a JSON value; of lists, only in the first item."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else [*enumerate(value)][:1]:
+            yield from list_texts(inner, (*path, key))
+
+
+def encode_with_digest(facts: Any) -> bytes:
+    """A manifest with a correct digest."""
+    blank = json.dumps({**facts, "digest": ""}, indent=1, ensure_ascii=False) + "\n"
+    digest = hashlib.sha256(blank.encode()).hexdigest()
+    return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
+
+
+def make_manifests(content: bytes) -> dict[str, bytes]:
+    """Manifests with hostile texts wherever the schema takes a text: one by one, as names, and all at once."""
+    facts, manifests = json.loads(content), {}
+    everywhere = facts
+    for path in list_texts(facts):
+        changed = encode_with_digest(replace_at(facts, path, HOSTILE))
+        try:
+            decode_manifest(changed, "", "")
+        except CorruptBundle as error:
+            check(str(error))
+        else:
+            manifests[".".join(map(str, path))] = changed
+            everywhere = replace_at(everywhere, path, HOSTILE)
+    names = replace_at(facts, ("entries", 0, "inspection", "layouts"), {HOSTILE: HOSTILE})
+    both = replace_at(facts, ("target", "reference"), HOSTILE)
+    both = replace_at(both, ("draft", "reference"), HOSTILE)
+    changed = {"names": names, "references": both, "everywhere": everywhere}
+    return manifests | {name: encode_with_digest(value) for name, value in changed.items()}
+
+
+@pytest.fixture
+def hostile_manifests(copy) -> dict[str, bytes]:
+    manifests = make_manifests((copy / "manifest.json").read_bytes())
+    assert {"target.reference", "environment.device_kind", "environment.xla_flags", "names"} <= manifests.keys()
+    return manifests
+
+
+def test_reports_escape_every_text_of_a_manifest(command, bundle, copy, hostile_manifests):
+    codes = set()
+    for content in hostile_manifests.values():
+        (copy / "manifest.json").write_bytes(content)
+        for arguments in (["inspect", copy], ["verify", copy, "--noset_aside"], ["diff", bundle("tiny"), copy]):
+            for form in ([], ["--json"]):
+                done = command(dflash_bundle, *arguments, *form)
+                check(done.out, done.err)
+                codes.add(done.code)
+    assert codes >= {0, 1, 3}  # some of the manifests are consistent, and some are not
+
+
+def test_other_commands_escape_every_text_of_a_manifest(command, copy, hostile_manifests, make_key, tmp_path):
+    private, public = make_key("hostile")
+    remote = tmp_path / "remote"
+    for name in ("references", "environment.device_kind", "everywhere"):
+        (copy / "manifest.json").write_bytes(hostile_manifests[name])
+        remote.mkdir(exist_ok=True)
+        (remote / "manifest.json").write_bytes(hostile_manifests[name])
+        for arguments in (
+            ["gc", copy, "--keep_hours=0", "--dry_run"],
+            ["gc", copy],
+            ["push", copy, f"file://{tmp_path}/pushed"],
+            ["fetch", f"file://{remote}"],
+            ["sign", copy, f"--key={private}"],
+            ["verify", copy, f"--key={public}"],
+        ):
+            done = command(dflash_bundle, *arguments)
+            check(done.out, done.err)
+        done = command(run, f"--bundle={copy}", "--prompt=a", "--stats")
+        check(done.out, done.err)
+    for name in ("entries.0.inspection.largest", "everywhere"):  # the first can be rebuilt
+        (copy / "manifest.json").write_bytes(hostile_manifests[name])
+        done = command(precompile, f"--rebuild={copy}")
+        check(done.out, re.sub("\r[^\r\n]*", "", done.err))  # progress bars
+
+
+def test_forged_key_names_are_escaped(command, copy, make_key):
+    private, _ = make_key("signer")
+    assert command(dflash_bundle, "sign", copy, f"--key={private}").code == 0
+    envelope = json.loads((copy / "manifest.sig.json").read_text())
+    envelope["signatures"][0]["keyid"] = HOSTILE
+    (copy / "manifest.sig.json").write_text(json.dumps(envelope))
+    done = command(dflash_bundle, "inspect", copy)
+    check(done.out)
+    assert done.code == 0 and rf"x\r\n{FORGED}\n\x1b[2K" in done.out
+
+
+def test_file_names_are_escaped(command, copy):
+    """Among them a name that is not UTF-8, which standard output cannot show."""
+    for name in (os.fsencode(HOSTILE_NAME), b"\xff\n"):
+        Path(os.fsdecode(os.fsencode(copy) + b"/executables/" + name)).touch()
+    for arguments in (["verify", copy], ["verify", copy, "--json"], ["gc", copy, "--keep_hours=0"]):
+        done = command(dflash_bundle, *arguments)
+        check(done.out, done.err)
+        assert done.code == 0 and (FORGED in done.out or arguments[0] == "gc")
+
+
+def test_names_of_bundles_and_checkpoints_are_escaped(command, copy, tied, tmp_path):
+    moved = copy.rename(tmp_path / HOSTILE_NAME)
+    target = Path(shutil.copytree(tied.target, tmp_path / f"{HOSTILE_NAME} target"))
+    done = command(dflash_bundle, "inspect", moved)
+    check(done.out, done.err)
+    assert done.code == 0 and FORGED in done.out
+    (target / "config.json").write_text("{")
+    done = command(run, f"--bundle={moved}", f"--target={target}", f"--draft={tied.draft}", "--prompt=a")
+    check(done.out, done.err)
+    assert done.code == 2 and FORGED in done.err
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_texts_of_a_checkpoint_config_are_escaped(command, tied, tmp_path, role):
+    pair = {"target": tied.target, "draft": tied.draft}
+    config = json.loads((pair[role] / "config.json").read_text())
+    pair[role] = tmp_path
+    for path in list_texts(config):
+        (tmp_path / "config.json").write_text(json.dumps(replace_at(config, path, HOSTILE)))
+        flags = (f"--{name}={directory}" for name, directory in pair.items())
+        done = command(precompile, *flags, "--plan", "--buckets=batch=1 length=32 k=0,3 prefill=16")
+        check(done.out, done.err)
+
+
+def test_refused_request_lines_are_escaped(command, copy, tied, tmp_path):
+    lines = [{HOSTILE: 1}, {"id": HOSTILE, "prompt_ids": [1], "logit_bias": {HOSTILE: 1}}, {"prompt": [HOSTILE]}]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pair = [f"--target={tied.target}", f"--draft={tied.draft}"]
+    done = command(run, f"--bundle={copy}", *pair, f"--input={tmp_path / 'lines'}")
+    check(done.out, done.err)
+    answers = [json.loads(line) for line in done.out.splitlines()]
+    assert [answer["id"] for answer in answers] == [None, HOSTILE, None]
+    for answer in answers:
+        check(answer["error"])
+
+
+# -- output
+
+
+def test_print_lines_escapes_within_lines(capsys):
+    print_lines("one", f"two {HOSTILE}")
+    printed = capsys.readouterr().out
+    check(printed)
+    assert printed.startswith("one\ntwo x\\r\\nsigned") and printed.count("\n") == 2
+
+
+def test_print_json_keeps_the_value_in_ascii(capsys):
+    print_json({"path": Path(HOSTILE_NAME), "name": f"{HOSTILE}\udcff"})
+    printed = capsys.readouterr().out
+    check(printed)
+    assert printed.isascii() and json.loads(printed) == {"path": HOSTILE_NAME, "name": f"{HOSTILE}\udcff"}
+
+
+def test_log_record_is_one_line():
+    formatter = LineFormatter("command: %(levelname)s: %(message)s")
+    record = logging.makeLogRecord({"levelname": "ERROR", "msg": "failed: %s", "args": (HOSTILE,)})
+    line = formatter.format(record)
+    check(line)
+    assert line.startswith("command: ERROR: failed: x\\r\\n") and "\n" not in line
+
+
+def test_traceback_in_a_log_is_indented():
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        details = (type(error), error, error.__traceback__)
+    lines = LineFormatter("%(message)s").format(logging.makeLogRecord({"msg": "failed", "exc_info": details}))
+    check(lines)
+    assert all(line.startswith("  ") for line in lines.split("\n")[1:])
+
+
+def find_printing_modules(root: Path) -> set[str]:
+    """Modules that write to standard output or standard error by themselves."""
+    return {
+        path.relative_to(root).as_posix()
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    }
+
+
+def test_only_the_escaping_module_prints(tmp_path):
+    assert find_printing_modules(REPOSITORY) == PRINTING
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "thing.py").write_text("print(1)\n")
+    assert find_printing_modules(tmp_path) == {"cache/thing.py"}
