@@ -301,7 +301,7 @@ class AsyncStream:
 
 def _finish(request: Request) -> Result:
     if request.finish_reason == "error":
-        raise EngineFailed(request.error) from request.cause
+        raise EngineFailed(request.error or "") from request.cause
     return request.result()
 
 
