@@ -9,10 +9,12 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from tests.server.conftest import PATIENCE, Server
 from tests.server.raw_client import read_error
 
@@ -39,6 +41,23 @@ def read_until_disconnected(server: Server, began: threading.Event) -> None:
     ):
         for _ in response.iter_lines():
             began.set()
+
+
+def test_name_of_a_hostile_directory_is_escaped_wherever_it_appears(start_server, tmp_path):
+    """The name of a target's directory is the name of the model in the log, responses and metrics."""
+    forged = "dflash-serve: signed by the release key"
+    draft = locate_checkpoint(EMBEDDED, "draft")
+    target = tmp_path / f"x\r\n{forged}\n\x1b[2K\x9b\u202e\u2028\u200b"
+    shutil.copytree(EMBEDDED_TARGET, target)
+    server = start_server(f"--target={target}", f"--draft={draft}", "--access_log").wait_until_ready()
+    with server.client() as client:
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        assert name.isprintable() and name.startswith(rf"x\r\n{forged}\n\x1b")
+        texts = [client.get("/metrics").text, client.get(f"/v1/models/%0A{quote(forged)}%1b").text]
+        assert client.post("/v1/completions", json={"model": name, "prompt": PROMPT, "max_tokens": 1}).is_success
+    assert server.stop() == 0
+    for line in "\n".join([*texts, *(line.removesuffix("\n") for line in server.lines[1:])]).split("\n"):
+        assert line.isprintable() and not line.startswith(forged)
 
 
 def test_health_reports_the_phase_until_the_server_is_ready(start_server):
