@@ -127,7 +127,7 @@ def load_executable(
     try:
         built = scan_pickle(blob, signature, find_table(jax.__version__))
     except CorruptBundle as error:
-        raise CorruptBundle(f"{where}: {error}{remedy}") from error
+        raise CorruptBundle(f"{where}: {error}. It was not loaded{remedy}") from error
     _check_devices(built, devices, where, remedy)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
