@@ -197,8 +197,8 @@ class PickleMachine:
             raise BadPickle(f"the pickle has a collection of more than {self._limit.items} items")
 
 
-Machine, Handler = PickleMachine, Callable[[PickleMachine, Any], None]
-HANDLERS: dict[str, Handler] = {
+Machine = PickleMachine
+HANDLERS: dict[str, Callable[[PickleMachine, Any], None]] = {
     "PROTO": lambda machine, version: None,
     "FRAME": lambda machine, length: None,
     "STOP": lambda machine, _: None,
