@@ -94,7 +94,7 @@ class PickleMachine:
                 if self._opcodes > self._limit.opcodes:
                     raise BadPickle(f"the pickle has more than {self._limit.opcodes} opcodes")
                 handler(self, argument)
-                end = position + 1
+                end = (position or 0) + 1
         except (ValueError, IndexError) as error:  # of genops
             raise BadPickle(f"not a pickle: {error}") from error
         if end != len(blob):

@@ -42,26 +42,23 @@ class PickleTable:
 
 
 @functools.cache
-def list_tables() -> Mapping[str, PickleTable]:
-    """Returns the tables of all supported JAX versions by version, the installed one first."""
-    paths = sorted(TABLES.glob("*.json"), key=lambda path: path.stem != importlib.metadata.version("jax"))
-    return {path.stem: _read_table(path) for path in paths}
+def list_versions() -> tuple[str, ...]:
+    """Returns the JAX versions that have a table, the installed one first."""
+    versions = sorted(path.name.removesuffix(".json") for path in TABLES.glob("*.json"))
+    return tuple(sorted(versions, key=lambda version: version != importlib.metadata.version("jax")))
 
 
-def _read_table(path: Path) -> PickleTable:
-    content = json.loads(path.read_text())
-    calls = {call: parse_shape(shape) for call, shape in content["calls"].items()}
-    return PickleTable(path.stem, PickleSize(**content["size"]), calls)
-
-
+@functools.cache
 def find_table(jax_version: str) -> PickleTable:
     """Returns the table of a JAX version. Raises IncompatibleBundle for a version without one."""
-    if table := list_tables().get(jax_version):
-        return table
-    raise IncompatibleBundle(
-        f"JAX {jax_version} is installed, but executables are built and loaded with JAX "
-        f"{' or '.join(sorted(list_tables()))} only: it is not known what other versions write. Install one of these"
-    )
+    if jax_version not in list_versions():
+        raise IncompatibleBundle(
+            f"JAX {jax_version} is installed, but executables are built and loaded with JAX "
+            f"{' or '.join(sorted(list_versions()))} only: it is not known what other versions write. Install one of these"
+        )
+    content = json.loads((TABLES / f"{jax_version}.json").read_text())
+    calls = {call: parse_shape(shape) for call, shape in content["calls"].items()}
+    return PickleTable(jax_version, PickleSize(**content["size"]), calls)
 
 
 def scan_pickle(blob: bytes, signature: Signature, table: PickleTable) -> frozenset[int]:
@@ -90,9 +87,9 @@ def scan_pickle(blob: bytes, signature: Signature, table: PickleTable) -> frozen
 def scan_stored_pickle(blob: bytes, signature: Signature) -> None:
     """Scans a pickle that is not loaded here: it may be of any supported JAX version. Raises BadPickle."""
     refusals = []
-    for table in list_tables().values():
+    for version in list_versions():
         try:
-            scan_pickle(blob, signature, table)
+            scan_pickle(blob, signature, find_table(version))
             return
         except BadPickle as error:
             refusals.append(error)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dflash_aot.cache.bundle.manifest import Entry, read_manifest
 from dflash_aot.cache.bundle.pickle_machine import PickleMachine, PickleSize
-from dflash_aot.cache.bundle.pickle_scan import find_table, list_tables, scan_pickle
+from dflash_aot.cache.bundle.pickle_scan import find_table, list_versions, scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import Signature
@@ -69,8 +69,8 @@ def follow(content: bytes) -> list[str] | None:
 
 def passes(content: bytes) -> bool:
     try:
-        for table in list_tables().values():
-            scan_pickle(content, SIGNATURE, table)
+        for version in list_versions():
+            scan_pickle(content, SIGNATURE, find_table(version))
     except CorruptBundle:
         return False
     return True
@@ -214,7 +214,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_pickle_is_refused_without_memory(case):
     content, words = HOSTILE[case]
-    content, tables = PROTO + content + STOP, list_tables().values()
+    content, tables = PROTO + content + STOP, list(map(find_table, list_versions()))
     tracemalloc.start()
     for table in tables:
         with pytest.raises(CorruptBundle, match=words):
