@@ -52,9 +52,10 @@ def list_versions() -> tuple[str, ...]:
 def find_table(jax_version: str) -> PickleTable:
     """Returns the table of a JAX version. Raises IncompatibleBundle for a version without one."""
     if jax_version not in list_versions():
+        supported = " or ".join(sorted(list_versions()))
         raise IncompatibleBundle(
-            f"JAX {jax_version} is installed, but executables are built and loaded with JAX "
-            f"{' or '.join(sorted(list_versions()))} only: it is not known what other versions write. Install one of these"
+            f"JAX {jax_version} is installed, but executables are built and loaded with JAX {supported} only, because "
+            "it is not known what other versions write. Install one of these versions"
         )
     content = json.loads((TABLES / f"{jax_version}.json").read_text())
     calls = {call: parse_shape(shape) for call, shape in content["calls"].items()}
