@@ -38,6 +38,18 @@ hypothesis.settings.load_profile("untimed")
 GOLDEN = Path(__file__).parent / "golden"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", type=int, default=4000, help="requests of the soak tests: bash bin/test.sh -k soak --soak 100000"
+    )
+
+
+@pytest.fixture(scope="session")
+def soak_requests(pytestconfig: pytest.Config) -> int:
+    """Requests of all soak tests together: half on a toy device, a fifth on an engine, three tenths over HTTP."""
+    return pytestconfig.getoption("--soak")
+
+
 @dataclass(frozen=True)
 class Golden:
     """A reference run: a checkpoint pair and what a reference implementation computed with it.
