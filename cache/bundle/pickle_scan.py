@@ -1,82 +1,118 @@
-"""Pickle scan: a serialized executable is a pickle, and is loaded only if it names nothing but JAX's own classes."""
+"""Pickle scan: a serialized executable is a pickle, and is loaded only if it calls what JAX's own pickles call.
 
-import pickletools
-from typing import Any
+`executable_pickles/<JAX version>.json` lists the calls of real executables with the shapes of their arguments (see
+`pickle_shapes`). tests/compile/test_executable_pickles.py observes and compares them.
+"""
 
-from dflash_aot.cache.errors import CorruptBundle
+import functools
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-# All names that jax.experimental.serialize_executable writes in the supported versions.
-ALLOWED = frozenset(
-    {
-        ("jax", "P"),
-        ("jax._src.core", "ManualAxisType"),
-        ("jax._src.core", "MemorySpace"),
-        ("jax._src.core", "ShapedArray"),
-        ("jax._src.interpreters.pxla", "AllArgsInfo"),
-        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
-        ("jax._src.layout", "Layout"),
-        ("jax._src.linear_util", "DebugInfo"),
-        ("jax._src.mesh", "AbstractDevice"),
-        ("jax._src.mesh", "AbstractMesh"),
-        ("jax._src.mesh", "AxisType"),
-        ("jax._src.mesh", "Mesh"),
-        ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
-        ("jax._src.stages", "ArgInfo"),
-        ("jaxlib._jax", "DeviceList"),
-        ("ml_dtypes", "bfloat16"),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        ("numpy._core.multiarray", "_reconstruct"),  # for the device array of a mesh
-    }
-)
-TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
-RECALLS = {"BINGET", "LONG_BINGET", "GET"}
-STORES = {"BINPUT", "LONG_BINPUT", "PUT"}
-# Other opcodes that name a class; pickle protocol 4, which JAX writes, uses none of them.
-FOREIGN = {"GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
-NUMBERS = {"BININT", "BININT1", "BININT2"}
+from dflash_aot.cache.bundle.pickle_machine import BadPickle, PickleMachine, PickleSize, Value
+from dflash_aot.cache.bundle.pickle_shapes import Compared, Shape, parse_shape
+from dflash_aot.cache.errors import IncompatibleBundle
+from dflash_aot.cache.signature import Signature
+
+TABLES = Path(__file__).parent / "executable_pickles"
+MARGIN = 4  # how much larger a pickle may be than those that were observed
+MAX_OPCODES = 1 << 18  # ten times those of the largest supported model
 
 
-def scan_pickle(blob: bytes) -> frozenset[int]:
-    """Reads the opcodes of a pickle without executing them; returns the device ids of the executable.
+@dataclass(frozen=True)
+class PickleTable:
+    """What the pickles of one JAX version contain.
 
-    STACK_GLOBAL names a class by the two texts right before it, which are literal or from the memo. A pickle in which
-    these texts are not certain is refused. JAX writes each device as the persistent id ("device", id). Raises
-    CorruptBundle for a name outside ALLOWED.
+    jax: the version.
+    size: the largest observed opcodes, memo entries and collections, for each array of a signature.
+    calls: the shape of the arguments of each call, and of the "result".
     """
-    memo: dict[int, str | None] = {}
-    texts: list[str | None] = []
-    number, devices = None, set()
-    try:
-        argument: Any
-        for opcode, argument, _ in pickletools.genops(blob):
-            if opcode.name in NUMBERS:
-                number = argument
-            elif opcode.name == "BINPERSID" and number is not None:
-                devices.add(number)
-            elif opcode.name not in ("TUPLE2", "MEMOIZE"):
-                number = None
-            if opcode.name in TEXTS:
-                texts.append(argument)
-            elif opcode.name in RECALLS:
-                texts.append(memo.get(argument))
-            elif opcode.name == "MEMOIZE":
-                memo[len(memo)] = texts[-1] if texts else None
-            elif opcode.name in STORES:
-                memo[argument] = texts[-1] if texts else None
-            elif opcode.name in FOREIGN:
-                raise CorruptBundle(f"the pickle uses {opcode.name}, which JAX never writes. It was not loaded")
-            elif opcode.name != "FRAME":  # a frame may start between the two texts, without effect
-                if opcode.name == "STACK_GLOBAL" and (name := tuple(texts[-2:])) not in ALLOWED:
-                    raise CorruptBundle(
-                        f"the pickle names {_dotted(name)}, which executables do not need. It was not loaded"
-                    )
-                texts = []
-    except (ValueError, IndexError, UnicodeDecodeError) as error:
-        raise CorruptBundle(f"not a pickle: {error}") from error
+
+    jax: str
+    size: PickleSize
+    calls: Mapping[str, Shape]
+
+    def limit(self, arrays: int) -> PickleSize:
+        """Returns the largest accepted size for a signature with this number of inputs and outputs."""
+        times = MARGIN * arrays
+        return PickleSize(min(times * self.size.opcodes, MAX_OPCODES), times * self.size.memo, times * self.size.items)
+
+
+@functools.cache
+def list_versions() -> tuple[str, ...]:
+    """Returns the JAX versions that have a table, the installed one first."""
+    versions = sorted(path.name.removesuffix(".json") for path in TABLES.glob("*.json"))
+    return tuple(sorted(versions, key=lambda version: version != importlib.metadata.version("jax")))
+
+
+@functools.cache
+def find_table(jax_version: str) -> PickleTable:
+    """Returns the table of a JAX version. Raises IncompatibleBundle for a version without one."""
+    if jax_version not in list_versions():
+        supported = " or ".join(sorted(list_versions()))
+        raise IncompatibleBundle(
+            f"JAX {jax_version} is installed, but executables are built and loaded with JAX {supported} only, because "
+            "it is not known what other versions write. Install one of these versions"
+        )
+    content = json.loads((TABLES / f"{jax_version}.json").read_text())
+    calls = {call: parse_shape(shape) for call, shape in content["calls"].items()}
+    return PickleTable(jax_version, PickleSize(**content["size"]), calls)
+
+
+def scan_pickle(blob: bytes, signature: Signature, table: PickleTable) -> frozenset[int]:
+    """Follows the opcodes of a pickle without executing them; returns the device ids of the executable.
+
+    signature: of the executable; the number of its arrays limits the size of the pickle.
+
+    Raises BadPickle for an opcode, call, shape of arguments or size that the table does not have.
+    """
+    accepted: Compared = {}
+    devices: set[int] = set()
+
+    def check_call(call: str, arguments: Value) -> None:
+        if (shape := table.calls.get(call)) is None or not shape.accepts(arguments, accepted):
+            raise _refuse(call, shape is not None, table.jax)
+        if call == "BINPERSID device":
+            devices.add(arguments[0])
+        elif call == "BUILD numpy._core.multiarray._reconstruct":
+            _check_array(arguments[1])
+
+    limit = table.limit(count_arrays(signature))
+    check_call("result", PickleMachine(check_call, limit).follow(blob))
     return frozenset(devices)
 
 
-def _dotted(name: tuple[str | None, ...]) -> str:
-    return ".".join(part or "something hidden" for part in name) or "something hidden"
+def scan_stored_pickle(blob: bytes, signature: Signature) -> None:
+    """Scans a pickle that is not loaded here: it may be of any supported JAX version. Raises BadPickle."""
+    refusals = []
+    for version in list_versions():
+        try:
+            scan_pickle(blob, signature, find_table(version))
+            return
+        except BadPickle as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def count_arrays(signature: Signature) -> int:
+    """Returns the number of inputs and outputs."""
+    inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
+    return inputs + len(signature.donated) + len(signature.results)
+
+
+def _refuse(call: str, known: bool, jax_version: str) -> BadPickle:
+    operation, _, name = call.partition(" ")
+    if operation == "STACK_GLOBAL":
+        return BadPickle(f"the pickle names {name}, which executables do not need")
+    what = "with such arguments" if known else "for an executable"
+    return BadPickle(f"the pickle has {call}, which JAX {jax_version} never writes {what}")
+
+
+def _check_array(state: tuple[Value, ...]) -> None:
+    """Checks that an array has as many items as its shape says: numpy takes so many without looking."""
+    _, shape, _, _, items = state
+    if math.prod(shape) != len(items.values):
+        raise BadPickle(f"the pickle has an array of shape {shape} with {len(items.values)} items")

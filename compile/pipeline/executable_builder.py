@@ -11,8 +11,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
+from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.errors import BuildFailed, DflashError
+from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError, IncompatibleBundle
 from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
@@ -72,6 +73,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
     )
     check_donation(job.signature, inspection.donated)
     serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
+    _check_pickle(serialized, job.signature)
     blob, executable = pack_blob(serialized)
     program_blob, program = pack_blob(job.program)
     entry = Entry(
@@ -85,6 +87,24 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
         analysis=inspection,
     )
     return entry, executable, program
+
+
+def check_jax_version() -> None:
+    """Raises BuildFailed for a version of JAX whose executables would not be loaded."""
+    try:
+        find_table(jax.__version__)
+    except IncompatibleBundle as error:
+        raise BuildFailed(str(error)) from error
+
+
+def _check_pickle(serialized: bytes, signature: Signature) -> None:
+    """Raises BuildFailed for an executable that would not be loaded."""
+    try:
+        scan_pickle(serialized, signature, find_table(jax.__version__))
+    except CorruptBundle as error:
+        raise BuildFailed(
+            f"JAX serialized the executable in a way that loading would refuse: {error}. This is a defect of dflash-aot"
+        ) from error
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, pla
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import check_tau, plan_deployment
+from dflash_aot.compile.pipeline.executable_builder import check_jax_version
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
@@ -235,6 +236,7 @@ def _prepare_build(
 def _build(
     job: BuildJob, store: str | None, check_reproducible: bool, tau: float | None, observer: BuildObserver
 ) -> BuildReport:
+    check_jax_version()
     observer.on_plan(job.deployment)
     with _open_shared_store(store, observer) as shared:
         compilation = run_build(job, observer, shared)

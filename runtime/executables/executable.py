@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
-from dflash_aot.cache.bundle.pickle_scan import scan_pickle
+from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import ArraySpec, Signature
@@ -122,12 +122,12 @@ def load_executable(
     where, remedy: for messages, see `Executable`.
 
     Raises CorruptBundle if the blob is not an executable of the signature, IncompatibleBundle if it was compiled for
-    other devices, and passes out-of-memory errors through.
+    other devices or if it is not known what this version of JAX writes, and passes out-of-memory errors through.
     """
     try:
-        built = scan_pickle(blob)
+        built = scan_pickle(blob, signature, find_table(jax.__version__))
     except CorruptBundle as error:
-        raise CorruptBundle(f"{where}: {error}{remedy}") from error
+        raise CorruptBundle(f"{where}: {error}. It was not loaded{remedy}") from error
     _check_devices(built, devices, where, remedy)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)

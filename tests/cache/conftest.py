@@ -1,7 +1,6 @@
 """Published configs, a manifest of a pair of them, and a bundle."""
 
 import json
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import KvShape, PairShapes, ProgramWeights, list_signatures, state_arrays
+from tests.executable_stand_in import make_stand_in
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"
 Config = dict[str, Any]
@@ -166,8 +166,8 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """Stand-ins for serialized executables, of 100 bytes, 101, …"""
-    return [pickle.dumps(bytes([seed]) * (85 + seed), protocol=4) for seed in range(7)]
+    """Stand-ins for serialized executables, each a byte longer than the one before."""
+    return [make_stand_in(bytes([seed]) * (85 + seed)) for seed in range(7)]
 
 
 @pytest.fixture(scope="session")

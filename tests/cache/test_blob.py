@@ -11,7 +11,11 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import (
     MAX_BLOB_BYTES,
+    MAX_EXPANSION,
+    MAX_PROGRAM_EXPANSION,
+    SMALL_BLOB_BYTES,
     BrokenBlob,
+    decompress_blob,
     find_blob_flaw,
     pack_blob,
     read_blob_file,
@@ -21,12 +25,12 @@ from dflash_aot.cache.bundle.manifest import Blob
 from dflash_aot.cache.errors import CorruptBundle
 
 UNPACK_WITH_LITTLE_MEMORY = """
-import resource
+import random, resource
 from dflash_aot.cache.bundle.blob import find_blob_flaw, pack_blob
 
-blob, content = pack_blob(bytes(1 << 27))
+blob, content = pack_blob(random.Random(0).randbytes(1 << 26))
 pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 25),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 24),) * 2)
 flaw = find_blob_flaw(blob, content)
 print(flaw.content, flaw)
 """
@@ -61,12 +65,14 @@ def test_flaw_has_field_and_both_values(change, field, words):
     assert flaw.expected == str(getattr(blob, field)) != flaw.found
 
 
-@pytest.mark.parametrize("size", [MAX_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
+@pytest.mark.parametrize("size", [SMALL_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
 def test_size_beyond_the_limit_is_refused_without_unpacking(size):
     _, bomb = pack_blob(bytes(10**7))
     blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
     tracemalloc.start()
-    with pytest.raises(BrokenBlob, match=rf"unpack to {size} bytes, more than the limit of {MAX_BLOB_BYTES}"):
+    with pytest.raises(
+        BrokenBlob, match=rf"unpack to {size} bytes, more than the limit of {SMALL_BLOB_BYTES} for a file of"
+    ):
         unpack_blob(blob, bomb)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
@@ -74,7 +80,43 @@ def test_size_beyond_the_limit_is_refused_without_unpacking(size):
 
 def test_lack_of_memory_is_not_a_flaw_of_the_content():
     done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
-    assert done.stdout == f"False unpacks to {1 << 27} bytes, more than the free memory\n"
+    assert done.stdout == f"False unpacks to {1 << 26} bytes, more than the free memory\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "program", "limit"),
+    [
+        (1 << 17, 1 << 20, MAX_EXPANSION << 17),
+        (1 << 22, 1 << 10, MAX_PROGRAM_EXPANSION << 10),
+        (1 << 27, 1 << 27, MAX_BLOB_BYTES),
+        (10, 10, SMALL_BLOB_BYTES),
+    ],
+    ids=["file", "program", "any", "small"],
+)
+def test_executable_is_limited_by_its_file_and_its_program(manifest, file, program, limit):
+    entry = manifest.entries[0]
+    program_blob = structs.replace(entry.program, serialized_bytes=program)
+    for size, words in (
+        (limit, "Error"),
+        (limit + 1, f"should unpack to {limit + 1} bytes, more than the limit of {limit}"),
+    ):
+        entry = structs.replace(entry, bytes=file, serialized_bytes=size, program=program_blob)
+        with pytest.raises(BrokenBlob, match=words):
+            decompress_blob(entry, b"no compressed bytes")
+
+
+def test_bomb_of_memo_entries_is_refused_without_unpacking(manifest):
+    _, bomb = pack_blob(b"\x80\x04N" + b"\x94" * (1 << 25) + b".")
+    entry = structs.replace(
+        manifest.entries[0], sha256=hashlib.sha256(bomb).hexdigest(), bytes=len(bomb), serialized_bytes=(1 << 25) + 4
+    )
+    assert len(bomb) < 33000
+    tracemalloc.start()
+    with pytest.raises(BrokenBlob, match="more than the limit of 10"):
+        unpack_blob(entry, bomb)
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 10**6
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])
@@ -89,5 +131,5 @@ def test_file_beyond_the_limit_is_not_read(tmp_path):
     blob, _ = pack_blob(b"little")
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(1 << 40)  # takes no place on the disk
-    with pytest.raises(CorruptBundle, match="huge: 1099511627776 bytes, where at most 1073741824 are read"):
+    with pytest.raises(CorruptBundle, match=f"huge: 1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read"):
         read_blob_file(blob, tmp_path / "huge")

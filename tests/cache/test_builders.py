@@ -1,7 +1,6 @@
 """Builds as processes: killed at any moment, several at once, and readers during publications."""
 
 import os
-import pickle
 import random
 import re
 import shutil
@@ -20,6 +19,7 @@ from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, r
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import FileFlaw, find_file_flaw, list_expected_files
 from tests.cache.toy_builder import Order, Outcome
+from tests.executable_stand_in import make_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
 MOMENTS = 30
@@ -160,7 +160,7 @@ def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[
     entries, blobs = [], []
     for at, entry in enumerate(manifest.entries):
         (blob, executable), (program_blob, program) = (
-            pack_blob(pickle.dumps((kind, number, at))) for kind in ("x", "p")
+            pack_blob(make_stand_in((kind, number, at))) for kind in ("x", "p")
         )
         entries.append(structs.replace(entry, **structs.asdict(blob), program=program_blob))
         blobs.append((executable, program))

@@ -14,6 +14,7 @@ from dflash_aot.cache.errors import StoreFailed
 from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
+from tests.executable_stand_in import make_stand_in
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
@@ -70,7 +71,7 @@ def name(kind, built):
 
 def make_another(local, entry, number=0):
     """Returns the result of another compilation of the same program."""
-    blob, executable = pack_blob(pickle.dumps(number))
+    blob, executable = pack_blob(make_stand_in(number))
     made = structs.replace(entry, **structs.asdict(blob))
     local.add(made, executable, local.program_path(entry).read_bytes())
     return made

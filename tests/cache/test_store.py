@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -25,6 +24,7 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from tests.executable_stand_in import make_stand_in
 
 HOLD_THE_LOCK = """
 import sys
@@ -99,7 +99,7 @@ def test_each_of_200_flipped_bits_is_refused(store, entry, kind):
     """All are found by the hash; no other check finds all of them."""
     chance = random.Random(6)
     text = chance.randbytes(100)
-    (blob, executable), (program_blob, program) = pack_blob(pickle.dumps(chance.randbytes(100))), pack_blob(text)
+    (blob, executable), (program_blob, program) = pack_blob(make_stand_in(chance.randbytes(100))), pack_blob(text)
     entry = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(entry, executable, program)
     path, read = {
@@ -149,7 +149,8 @@ def packed(serialized):
 )
 def test_blob_with_a_valid_hash_and_wrong_content_is_refused(find, store, texts, entry, content, words):
     """Neither reading nor a build accepts it."""
-    other = structs.replace(entry, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    sha256 = hashlib.sha256(content).hexdigest()
+    other = structs.replace(entry, sha256=sha256, bytes=len(content), serialized_bytes=102)
     store.add(other, content, pack_blob(texts[2])[1])
     with pytest.raises(CorruptBundle, match=rf"{other.sha256} \({entry.signature.label}\): .*{words}.*Rebuild it"):
         store.read_executable(other)
@@ -312,7 +313,7 @@ def test_stored_bytes_counts_executables_with_build_records(store, manifest):
 
 
 def test_stored_bytes_counts_one_executable_per_signature(store, entry, texts):
-    blob, executable = pack_blob(pickle.dumps("made by another compiler"))
+    blob, executable = pack_blob(make_stand_in("made by another compiler"))
     store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack_blob(texts[2])[1])
     assert store.stored_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
 

@@ -1,6 +1,5 @@
 """Builds with a shared store: found executables are not compiled, missing and quarantined ones are."""
 
-import pickle
 from concurrent.futures import Future
 
 import pytest
@@ -13,6 +12,7 @@ from dflash_aot.cache.remote.object_store import DirectoryStore
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.programs.program_source import BundledPrograms
+from tests.executable_stand_in import make_stand_in
 
 
 class RecordingPool:
@@ -26,7 +26,7 @@ class RecordingPool:
 
     def start(self, job):
         self.started.append(job.signature.label)
-        (blob, executable), (program, text) = pack_blob(pickle.dumps("compiled here")), pack_blob(job.program)
+        (blob, executable), (program, text) = pack_blob(make_stand_in("compiled here")), pack_blob(job.program)
         entry = structs.replace(self._entries[job.key], **structs.asdict(blob), program=program)
         self._store.add(entry, executable, text)
         done = Future()

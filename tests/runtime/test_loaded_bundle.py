@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.bundle.blob import pack_blob
@@ -302,7 +303,8 @@ def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array
         number = compute(jnp.float32(arrays[-1].ravel()[0]))
         return tuple(jnp.full(one.shape, number, one.dtype) for one in outputs)
 
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
+    device = SingleDeviceSharding(jax.devices("cpu")[0])
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=device) for one in inputs]
     return serialize_executable.serialize(jax.jit(fill, keep_unused=True).lower(*shapes).compile())[0]
 
 
