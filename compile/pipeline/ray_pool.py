@@ -234,7 +234,7 @@ def _start_ray(ray: ModuleType, address: str, variables: Mapping[str, str]) -> N
                 logging_level=logging.CRITICAL,
                 **local,
             )
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # a node that does not start in time is Ray's plain Exception
         reason = quote_first_line(str(error)) or type(error).__name__
         raise BadInput(f"--executor ray: no connection to {address}: {reason}. {TOKEN}") from error
     finally:
