@@ -129,8 +129,9 @@ class PickleMachine:
     def memoize(self, _: object) -> None:
         if len(self._memo) >= self._limit.memo:
             raise BadPickle(f"the pickle has more than {self._limit.memo} memo entries")
-        (value,) = self._stack[-1:] or (None,)
-        self._memo.append(value)
+        if not self._stack:
+            raise BadPickle("the pickle uses values that it does not have")
+        self._memo.append(self._stack[-1])
 
     def recall(self, index: int) -> None:
         if not 0 <= index < len(self._memo):

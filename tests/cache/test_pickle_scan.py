@@ -205,6 +205,7 @@ HOSTILE = {
     "32 million memo entries": (b"N" + MEMOIZE * (1 << 25), "more than [0-9]{3} memo entries"),
     "long list": (b"](" + b"N" * 1000 + b"e", "a collection of more than [0-9]{2} items"),
     "mark without values": (b"t", "uses a mark that it does not set"),
+    "memo entry of nothing": (b"N(" + MEMOIZE, "uses values that it does not have"),
     "values left behind": (b"NN", "leaves values behind"),
     "end before the end": (b"N.", "ends after 4 of 5 bytes"),
     "result that is not an executable": (b"N", "result, which JAX .* never writes with such arguments"),
