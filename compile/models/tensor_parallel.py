@@ -56,12 +56,12 @@ class TensorParallel:
     def order_after(self, x: jax.Array, exchanged: jax.Array) -> jax.Array:
         """int32 x [..] unchanged, as data that depends on `exchanged` [..], finite results of an earlier collective.
 
-        Needed by collectives inside a conditional or a loop that no other data connects with those outside: XLA:CPU
-        keeps the order of collectives within one computation only. When it loads an executable, the collectives of
-        each nested computation get a communicator of their own, so that its scheduler sees no conflict with those
-        outside. One device may then run both at a time; they meet each other instead of the other device's, and the
-        process ends by a null pointer or computes wrong numbers. An optimization barrier does not help: XLA removes
-        barriers before it schedules.
+        Needed by a collective inside a conditional or a loop that no other data connects with those outside. XLA:CPU
+        (jaxlib 0.10.2 and 0.12.0.1) starts the collectives of a computation in order, but does not wait for those of a
+        conditional that is still running; in a loaded executable these have a communicator resource of their own and
+        no order at all. One device then runs two collectives at a time, and they meet each other instead of those of
+        the other device: a null pointer is read, or wrong numbers are summed. Only data dependencies are waited for.
+        An optimization barrier does not help: XLA removes barriers before it schedules.
         """
         return x if self.count == 1 else jnp.where(exchanged > -jnp.inf, x, 0)
 
