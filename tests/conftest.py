@@ -90,6 +90,7 @@ RUNS = {
     run.key: run
     for run in (
         Golden("tied", GOLDEN / "qwen3-tiny-tied"),
+        Golden("tied_small", GOLDEN / "qwen3-tiny-tied"),  # the same run with a smaller, optimized bundle
         Golden("untied", UNTIED),
         Golden("rounded", UNTIED, "golden_bf16_weights_f32_compute"),
         Golden("swa", SLIDING, "golden_swa_causal"),
@@ -156,23 +157,26 @@ GRIDS = {
     "untied": "batch=2 length=224 k=0,15 prefill=32",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
     "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64",  # of the tied pair, with sampled executables
+    "sampled_small": SMALLEST,  # of the tied pair, with sampled executables
     "one row": SMALLEST,  # of the embedded pair
     "bursts": f"{SMALLEST} rounds=4",
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
-    **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
+    **dict.fromkeys(
+        ("tied_small", "swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST
+    ),
 }
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
-PAIRS = {**RUNS, "tiny": RUNS["tied"], "sampled": RUNS["tied"], "bfloat16": COMPUTED_IN_BFLOAT16}
+PAIRS = {**RUNS, **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]), "bfloat16": COMPUTED_IN_BFLOAT16}
 
 
-OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled"}
-SAMPLED = ("sampled", "served")
+OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
+SAMPLED = ("sampled", "sampled_small", "served")
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
 
@@ -181,7 +185,7 @@ SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "serv
 def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Builds a bundle by its name, at its first use. Read-only: a test that changes a bundle takes a copy.
 
-    Executables of the reference runs are optimized; all others are not.
+    Those of OPTIMIZED_BUNDLES are compiled as a user's build compiles them, all others without optimizations.
 
     Bundles are kept in pytest's cache. The first worker of a test run that needs a bundle builds what is missing of it,
     and writes the id of the run to the lock file, so that the other workers use it as it is.

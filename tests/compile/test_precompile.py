@@ -23,7 +23,7 @@ def settings():
     return [dict(os.environ), signals, gc.isenabled(), gc.get_freeze_count(), str(sorted(jax.config.values.items()))]
 
 before = settings()
-import dflash_aot.compile
+from dflash_aot.compile import precompile
 print(json.dumps([before == settings(), sorted(sys.modules)]))
 """
 
@@ -125,3 +125,9 @@ def test_importing_the_package_changes_no_setting_of_the_process():
     unchanged, modules = json.loads(done.stdout)
     assert unchanged and "dflash_aot.compile.pipeline.precompile" in modules
     assert not {"ray", "dflash_aot.runtime", "dflash_aot.bin"} & set(modules)
+
+
+def test_compiler_process_imports_no_model_code():
+    """Every executable for a TPU has a process of its own; with flax it would take 1.25 s to start instead of 0.8 s."""
+    code = "import sys, dflash_aot.compile.pipeline.worker_process; print('flax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -48,6 +48,13 @@ def engine(bundle):
 
 
 @pytest.fixture(scope="module")
+def optimized_engine(bundle):
+    """An engine whose executables are compiled as a user's build compiles them."""
+    with Engine.open(bundle("sampled_small")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
 def logits(tied) -> Logits:
     """Token ids → the target's logits behind each, float64 [T, V], computed by transformers in one pass."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32).eval()
@@ -81,9 +88,16 @@ def test_seeded_text_is_the_same_for_every_k(engine, cases, asked, name):
     assert texts[0] != cases[name].answer[:30]
 
 
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_seeded_text_of_optimized_executables_is_the_same_for_every_k(optimized_engine, cases, asked):
+    texts = [optimized_engine.generate(cases["len30"].prompt, sample(k=k, **asked)).token_ids for k in (0, 7, None)]
+    assert len(texts[0]) == 30 and texts == texts[:1] * 3
+
+
 def test_seeded_text_is_the_same_beside_others_and_in_any_slot(engine, cases):
+    names = ("len1", "len30", "len131")
     asked = [
-        (cases[name].prompt, sample(12 + 5 * i, i, **one)) for i, one in enumerate(ASKED.values()) for name in cases
+        (cases[name].prompt, sample(12 + 5 * i, i, **one)) for i, one in enumerate(ASKED.values()) for name in names
     ]
     alone = [engine.generate(prompt, params).token_ids for prompt, params in asked]
     together = engine.generate_all([prompt for prompt, _ in asked], [params for _, params in asked])
@@ -203,30 +217,33 @@ def test_stats_count_sampled_rounds(engine, cases):
 # -- against the slow, obvious path
 
 
-def continue_slowly(
+def choose_slowly(
     logits: Logits,
     prompt: Sequence[int],
-    tokens: int,
+    text: Sequence[int],
     *,
     repetition_penalty: float = 1.0,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Greedy over penalised logits, a token at a time; fails where two logits are too close to compare."""
-    text: list[int] = []
-    for _ in range(tokens):
-        row = logits([*prompt, *text])[-1].copy()
+    """The greedy choice behind each beginning of a text, with penalties applied token by token.
+
+    It equals the text if, and only if, greedy decoding token by token generates the text.
+    """
+    chosen = []
+    for place, raw in enumerate(logits([*prompt, *text])[len(prompt) - 1 : -1]):
+        row, before = raw.copy(), list(text[:place])
         for token, bias in (logit_bias or {}).items():
             row[token] += bias
-        for token in {*prompt, *text}:
+        for token in {*prompt, *before}:
             row[token] *= repetition_penalty if row[token] < 0 else 1 / repetition_penalty
-        for token in set(text):
-            row[token] -= presence_penalty + frequency_penalty * text.count(token)
+        for token in set(before):
+            row[token] -= presence_penalty + frequency_penalty * before.count(token)
         runner_up, best = np.sort(row)[-2:]
         assert best - runner_up > 1e-4, "no case for a test: two tokens are as good as equal"
-        text.append(int(row.argmax()))
-    return text
+        chosen.append(int(row.argmax()))
+    return chosen
 
 
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -248,15 +265,17 @@ PENALTIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("asked", PENALTIES.values(), ids=PENALTIES)
 def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
     together = [cases[name] for name in ("len1", "len5", "len30")]
-    slow = [continue_slowly(logits, case.prompt, 24, **asked) for case in together]
-    assert slow != [case.answer[:24] for case in together]
     for k in KS:
         results = engine.generate_all([case.prompt for case in together], sample(24, k=k, **asked))
-        assert [result.token_ids for result in results] == slow
+        texts = [result.token_ids for result in results]
+        assert [len(text) for text in texts] == [24] * 3 and texts != [case.answer[:24] for case in together]
+        for case, text in zip(together, texts, strict=True):
+            assert choose_slowly(logits, case.prompt, text, **asked) == list(text)
 
 
 def test_slow_path_without_penalties_is_greedy(cases, logits):
-    assert continue_slowly(logits, cases["len30"].prompt, 20) == cases["len30"].answer[:20]
+    case = cases["len30"]
+    assert choose_slowly(logits, case.prompt, case.answer[:20]) == case.answer[:20]
 
 
 def test_bias_of_100_bans_or_forces_a_token(engine, cases):
