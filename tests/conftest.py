@@ -26,8 +26,10 @@ from dflash_aot.cache.locations import EMBEDDED
 from tests.object_server import SETTINGS, Bucket, ObjectServer
 
 # LLVM's optimizations take most of the time of a build, and most tests need executables, not fast ones. For this
-# process and its children; XLA reads it when JAX starts.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# process and its children; XLA reads it when JAX starts. A test that runs pytest sets the number of CPU devices.
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
+if UNOPTIMIZED not in (flags := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = f"{flags} {UNOPTIMIZED}".strip()
 # A compiler option with XLA's default, as a user's build has it.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 
