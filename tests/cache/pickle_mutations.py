@@ -109,6 +109,8 @@ def main() -> None:
     if action == "scan":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
+    else:
+        load_variant(b"", entry, manifest)  # starts JAX, outside of the limit
     for number in map(int, sys.stdin.read().split()):
         variant = mutate(parts, int(seed), number)
         with limited_cpu_time():
