@@ -206,9 +206,10 @@ def test_terminated_process_may_drain(run_script):
 def test_ctrl_c_ends_a_waiting_process(run_script):
     code, output, errors = run_script(
         """
-        import sys
+        import signal, sys
         from dflash_aot.runtime import Engine, SamplingParams
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores SIGINT
         with Engine.open(sys.argv[1]) as engine:
             print("ready", flush=True)
             while True:
