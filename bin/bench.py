@@ -5,6 +5,7 @@ dflash-bench load …                 throughput and latency with many callers, 
 dflash-bench startup …              time from process start to first token, and that of jax.jit, cold and cached
 dflash-bench host …                 work of the host per round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
+dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
 dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
@@ -106,12 +107,19 @@ def _load_kflat() -> Benchmark:
     return kflat_bench
 
 
+def _load_tpu() -> Benchmark:
+    from dflash_aot.benchmarks import tpu_bench  # noqa: PLC0415
+
+    return tpu_bench
+
+
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "decode": _load_decode,
     "load": _load_load,
     "startup": _load_startup,
     "host": _load_host,
     "kflat": _load_kflat,
+    "tpu": _load_tpu,
 }
 
 

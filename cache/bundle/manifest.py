@@ -52,15 +52,77 @@ class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: Size
 
 
-class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Work of one call, as the compiler reports it; the body of a loop is counted once.
+class InstructionEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Time of one instruction of the optimized program in one call.
 
-    flops: floating-point operations.
-    bytes_accessed: bytes read and written.
+    instruction: its name.
+    operation: its origin in the traced program, "" if the compiler added it.
+    shape: of its result on one device.
+    runs: how often it runs.
+    seconds: of all its runs.
+    """
+
+    instruction: str
+    operation: str
+    shape: str
+    runs: Size
+    seconds: float
+
+
+class UnestimatedWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Instructions of one kind for which the compiler estimates no cycles.
+
+    opcode: such as copy-start, an asynchronous copy.
+    runs: how often such instructions run in one call.
+    bytes: of their results in all runs, on one device.
+    """
+
+    opcode: str
+    runs: Size
+    bytes: Size
+
+
+class ScheduleEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of one call on a TPU by the compiler's own estimate, see `compile.analysis.schedule`.
+
+    seconds: of the whole call.
+    cycles: sum of the compiler's estimates, loops times their trip count.
+    kernel_seconds: the part of `seconds` that follows from the bytes and flops of Pallas kernels, not from cycles.
+    waiting_seconds: the part of `seconds` in which asynchronous copies are awaited, from their bytes.
+    largest: the instructions that take most, the longest first.
+    left_out: instructions that `seconds` does not contain; of asynchronous copies, it contains the wait for their end.
+    notes: what was assumed, such as a loop with an unknown trip count.
+    """
+
+    seconds: float
+    cycles: Size
+    kernel_seconds: float
+    waiting_seconds: float
+    largest: tuple[InstructionEstimate, ...]
+    left_out: tuple[UnestimatedWork, ...]
+    notes: tuple[str, ...]
+
+
+class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Work of one call.
+
+    flops: floating-point operations, as the compiler counts them; the body of a loop counts once.
+    bytes_accessed: bytes read and written, counted likewise.
+    schedule: the estimated time on a TPU; absent for other devices, and where the compiler estimates nothing.
+    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent likewise.
     """
 
     flops: float
     bytes_accessed: float
+    schedule: ScheduleEstimate | msgspec.UnsetType = msgspec.UNSET
+    bound_seconds: float | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def ratio(self) -> float | None:
+        """Estimated time over least time; None if either is absent."""
+        if self.schedule is msgspec.UNSET or self.bound_seconds is msgspec.UNSET:
+            return None
+        return self.schedule.seconds / self.bound_seconds if self.bound_seconds else None
 
 
 class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

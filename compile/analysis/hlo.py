@@ -3,11 +3,13 @@
 The text is XLA's own (`HloModule::ToString`, https://openxla.org/xla/operation_semantics), the same on every platform.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from dflash_aot.cache.errors import BuildFailed
 
@@ -61,6 +63,7 @@ class Instruction:
         operands: names of instructions.
         attributes: the text behind the operands.
         number: which parameter of its computation the instruction is; None for other instructions.
+        literal: the text of a constant's value, without its type.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     number: int | None
+    literal: str = ""
 
     def called(self, attribute: str) -> str:
         """Name of the computation in an attribute."""
@@ -86,6 +90,11 @@ class Instruction:
         return int(self._attribute("index"))
 
     @property
+    def direction(self) -> str:
+        """How a compare compares, such as LT."""
+        return self._attribute("direction")
+
+    @property
     def target(self) -> str:
         """The target of a custom-call."""
         return self._attribute("custom_call_target")
@@ -94,6 +103,16 @@ class Instruction:
     def operation(self) -> str:
         """The operation of the traced program from which it comes; "" if the compiler made it."""
         return self._attribute("op_name")
+
+    @property
+    def backend_config(self) -> dict[str, Any]:
+        """What the compiler's backend noted for the instruction; {} if nothing. Raises BuildFailed if it is no JSON."""
+        if (found := re.search(r"\bbackend_config=(?=\{)", self.attributes)) is None:
+            return {}
+        try:
+            return json.JSONDecoder().raw_decode(self.attributes, found.end())[0]
+        except json.JSONDecodeError as error:
+            raise _unreadable(f"backend_config of {self.name}: {error}") from error
 
     def _attribute(self, name: str) -> str:
         found = re.search(rf'\b{name}=("[^"]*"|\{{[^}}]*\}}|[^\s,]+)', self.attributes)
@@ -191,6 +210,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
         operands=() if opcode[1] == "constant" else tuple(_names(operands)),
         attributes=text[close:],
         number=int(operands) if opcode[1] == "parameter" else None,
+        literal=operands if opcode[1] == "constant" else "",
     )
 
 

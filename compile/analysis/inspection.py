@@ -4,36 +4,40 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax
+import msgspec
 
 from dflash_aot.cache.bundle.manifest import CallCost, ExecutableAnalysis
 from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.copy_analysis import find_argument_copies
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
+from dflash_aot.compile.analysis.schedule import estimate_schedule
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # Opcodes whose result is no new array.
 FORWARDING_OPCODES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 
 
-def read_cost(compiled: jax.stages.Compiled) -> CallCost:
-    """The compiler's count of flops and bytes accessed."""
-    counted = compiled.cost_analysis() or {}
-    return CallCost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0))
+def read_cost(compiled: jax.stages.Compiled, module: HloModule, chip: Chip | None) -> CallCost:
+    """The compiler's count of flops and bytes accessed, and for a TPU chip its estimate of the time.
 
-
-def inspect_executable(
-    compiled: jax.stages.Compiled, inputs: Sequence[str], outputs: Sequence[str]
-) -> ExecutableAnalysis:
-    """Inspects a compiled program, on every platform.
-
-    `inputs` and `outputs` are names in order. Raises BuildFailed if the compiler's text cannot be parsed.
+    `module` is the compiled program. Raises BuildFailed if the compiler's text has an unknown form.
     """
-    return inspect_hlo(compiled.as_text() or "", inputs, outputs)
+    counted = compiled.cost_analysis() or {}
+    schedule = estimate_schedule(module, chip) if chip else None
+    return CallCost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0), schedule or msgspec.UNSET)
 
 
 def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
-    """Inspects optimized HLO text. Raises BuildFailed if it cannot be parsed, or a donated array changes its layout."""
-    module = parse_module(text)
+    """Inspects optimized HLO text. Raises BuildFailed if it cannot be parsed, and as `inspect_module` does."""
+    return inspect_module(parse_module(text), inputs, outputs)
+
+
+def inspect_module(module: HloModule, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
+    """Inspects a compiled program, on every platform. `inputs` and `outputs` are names in order.
+
+    Raises BuildFailed if a donated array changes its layout.
+    """
     results = module.entry.root.type
     arguments = _name_layouts(inputs, [one.type for one in module.entry.parameters])
     returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))

@@ -17,9 +17,10 @@ from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError, Inc
 from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
-from dflash_aot.compile.analysis.inspection import inspect_executable, read_cost
+from dflash_aot.compile.analysis.hlo import parse_module
+from dflash_aot.compile.analysis.inspection import inspect_module, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
-from dflash_aot.compile.pipeline.build_target import TargetDevices
+from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
 
@@ -66,8 +67,9 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
     began = time.monotonic()
     lowered = lower_program(job.program, job.signature, job.known, devices.devices)
     compiled = lowered.compile(compiler_options=compiler_options(devices.environment))
-    inspection = inspect_executable(
-        compiled,
+    module = parse_module(compiled.as_text() or "")
+    inspection = inspect_module(
+        module,
         [array.name for array in input_arrays(job.signature, job.known)],
         [array.name for array in output_arrays(job.signature, job.known)],
     )
@@ -83,7 +85,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
         program=program_blob,
         seconds=time.monotonic() - began,
         memory=_read_memory(compiled),
-        cost=read_cost(compiled),
+        cost=read_cost(compiled, module, find_chip(devices)),
         analysis=inspection,
     )
     return entry, executable, program

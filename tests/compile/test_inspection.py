@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.compile.analysis.inspection import inspect_executable, inspect_hlo, read_cost
+from dflash_aot.compile.analysis.hlo import parse_module
+from dflash_aot.compile.analysis.inspection import inspect_hlo, read_cost
 
 KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
 TURNED = "bf16[4,8,1024,128]{2,3,1,0:T(8,128)(2,1)}"
@@ -236,11 +238,13 @@ def test_text_of_the_compiler_in_use_is_understood():
 
     specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (1024, 512), (8, 512))]
     compiled = jax.jit(step, donate_argnums=1).trace(*specs).lower().compile()
-    found = inspect_executable(compiled, ["weight", "kv", "rows"], ["kv", "turned", "products"])
+    found = inspect_hlo(compiled.as_text(), ["weight", "kv", "rows"], ["kv", "turned", "products"])
     assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned", "products"), "{1,0}")
     assert found.donated == ("kv",)
     assert "f32[512,1024]" in found.largest
     # XLA:CPU of JAX 0.12 transposes in two steps, which are a copy each.
     assert {(one.buffer, one.bytes) for one in found.copies} == {("weight", 4 * 1024 * 512)}
     assert found.collectives == {}
-    assert read_cost(compiled).bytes_accessed > 4 * 1024 * 512
+    cost = read_cost(compiled, parse_module(compiled.as_text()), None)
+    assert cost.bytes_accessed > 4 * 1024 * 512
+    assert cost.schedule is msgspec.UNSET and cost.ratio is None

@@ -33,7 +33,7 @@ DECODER = Decoder(LAYERS, H, DenseMlp(16), AttentionShape(4, 2, 4), Rope(1e4, 4)
 TARGET = Target(DECODER, tied=True)
 DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), H, (None,))
 GRID = Grid(batch=(1, 3), length=(32,), k=(0, 3), prefill=(8,))
-CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e6, 2e9)  # per device: 1e6 bytes and 1e9 flops per second
+CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e6, 2e9, 1e3)  # per device: 1e6 bytes and 1e9 flops per second
 
 
 def roofline(devices=1, target=TARGET):

@@ -1,0 +1,175 @@
+"""dflash-bench tpu: estimated times of the executables of a pair on TPUs that are not attached, beside their bounds.
+
+Needs the two configs and the TPU compiler, no weights and no TPU. The estimates are the compiler's, see
+`compile.analysis.schedule`; nothing runs, so other programs on this machine do not change them.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflash_aot.benchmarks import tables
+from dflash_aot.benchmarks.estimates import choose, group_by
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.devices import select_jax_platforms
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.grid import check_positions, parse_grid
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.sampling_state import check_sampling_modes
+from dflash_aot.cache.topology import Topology, parse_topology
+from dflash_aot.compile.pipeline.build_job import bound_entries
+from dflash_aot.compile.pipeline.compilation_manager import compile_all
+from dflash_aot.compile.pipeline.compiler_pool import open_compiler_pool
+from dflash_aot.compile.pipeline.deployment import Deployment, plan_deployment
+from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
+from dflash_aot.compile.programs.program_source import TracedPrograms
+
+TRACED_PREFIX = "call_exported/"  # of operations: what precedes it is the same for all
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags of `dflash-bench tpu`."""
+
+    target: str = setting(EMBEDDED, "the target: directory, hub id, or the file of a config.json")
+    draft: str = setting(EMBEDDED, "its draft, likewise")
+    topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
+    buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
+    dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
+    sampling: str = setting("greedy", "kinds of verification: greedy, sample or both")
+    executable: str | None = setting(
+        None, "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations"
+    )
+    jobs: int | None = setting(None, "executables compiled at a time; default: one per core", least=1)
+
+
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """An "executable" for each executable, and an "operation" for each of its longest instructions.
+
+    Raises BadInput, BadCheckpoint, BuildFailed.
+    """
+    topologies = [parse_topology(name) for name in settings.topologies.split(",")]
+    sampling = check_sampling_modes(settings.sampling.split(","), f"--sampling {settings.sampling}")
+    target = read_target(read_model_config(settings.target, "target"))
+    draft = read_draft(read_model_config(settings.draft, "draft"), target)
+    grid = parse_grid(settings.buckets, draft.block)
+    check_positions(grid, min(target.decoder.positions, draft.decoder.positions))
+    select_jax_platforms("cpu")  # for tracing
+    for topology in topologies:
+        deployment = plan_deployment(target, draft, grid, settings.dtype, sampling, topology)
+        for entry in compile_entries(deployment, topology, settings, scratch, note):
+            yield from list_samples(topology, entry)
+
+
+def read_model_config(reference: str, role: str) -> ConfigFile:
+    """The config of a checkpoint, or the config in a .json file. Raises BadCheckpoint."""
+    path = Path(reference).expanduser()
+    if path.suffix != ".json":
+        return read_config(locate_checkpoint(reference, role))
+    try:
+        return ConfigFile(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"--{role} {reference} is not the config of a model: {error}") from error
+
+
+def compile_entries(
+    deployment: Deployment, topology: Topology, settings: Settings, scratch: Path, note: ProgressNote
+) -> Iterator[Entry]:
+    """Compiles the chosen executables anew. Raises BadInput where none is chosen, BuildFailed."""
+    source = TracedPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices)
+    labels = [one.label for one in source.signatures]
+    source.signatures = [one for one in source.signatures if one.label.startswith(settings.executable or "")]
+    if not source.signatures:
+        raise BadInput(f"--executable '{settings.executable}': no label begins so; there are: {', '.join(labels)}")
+    observer = _NotingObserver(topology, note)
+    with tempfile.TemporaryDirectory(dir=scratch) as directory:
+        store = Store(Path(directory))
+        with store.open_for_building(), open_compiler_pool(topology, store, settings.jobs, None, observer) as pool:
+            compilation = compile_all(source, pool, store, observer)
+    yield from bound_entries(deployment, compilation.entries)
+
+
+class _NotingObserver(BuildObserver):
+    def __init__(self, topology: Topology, note: ProgressNote):
+        self._topology, self._note = topology, note
+
+    def on_executable(self, progress: Progress) -> None:
+        if progress.entry:
+            self._note(f"{self._topology.name}, {progress.done} of {progress.total}: {progress.label}")
+
+
+def list_samples(topology: Topology, entry: Entry) -> Iterator[Sample]:
+    """The executable, then its longest operations; nothing of an executable without an estimate."""
+    schedule, place = entry.cost.schedule, {"topology": topology.name, "executable": entry.signature.label}
+    if schedule is msgspec.UNSET:
+        return
+    facts: Sample = {"estimate_seconds": schedule.seconds, "bound_seconds": entry.cost.bound_seconds}
+    facts |= {"ratio": entry.cost.ratio, "temporaries": entry.memory.temporaries, "compile_seconds": entry.seconds}
+    figures = msgspec.to_builtins(msgspec.structs.replace(schedule, largest=()))
+    del figures["largest"], figures["seconds"]
+    yield {"kind": "executable", **place, "program": entry.signature.program, **facts, **figures}
+    for one in schedule.largest:
+        yield {"kind": "operation", **place, **msgspec.to_builtins(one)}
+
+
+def find_fault(samples: Sequence[Sample]) -> str:
+    """Estimates that are missing."""
+    return "" if samples else "the compiler estimated nothing"
+
+
+def make_findings(record: Record) -> tables.Findings:
+    """A table of all executables, and if some were chosen one of the operations of each."""
+    executables = choose(record.samples, kind="executable")
+    found = [tabulate_executables(executables)]
+    if record.settings["executable"] is not None:
+        operations = group_by(choose(record.samples, kind="operation"), "topology", "executable")
+        notes = {(one["topology"], one["executable"]): one["notes"] for one in executables}
+        found += [
+            tabulate_operations(number, place, chosen, notes[place])
+            for number, (place, chosen) in enumerate(operations.items())
+        ]
+    return tables.Findings(tuple(found))
+
+
+def tabulate_executables(executables: Sequence[Any]) -> tables.Table:
+    """Estimate, bound and ratio of each."""
+    columns = [
+        tables.label("topology", "topology"),
+        tables.label("executable", "executable"),
+        tables.Column("estimate ms", "estimate_seconds", scale=1e3),
+        tables.Column("bound ms", "bound_seconds", scale=1e3),
+        tables.Column("ratio", "ratio", show="{:.2f}".format),
+        tables.Column("of it kernels ms", lambda rows: _positive(rows, "kernel_seconds"), scale=1e3),
+        tables.Column("of it waiting ms", lambda rows: _positive(rows, "waiting_seconds"), scale=1e3),
+    ]
+    note = (
+        "Estimate: the compiler's cycles, loops times their trip count, over its clock. Bound: bytes and flops over "
+        "the chip's peaks. Kernels: of Pallas, from their bytes and flops. Waiting: for asynchronous copies."
+    )
+    return tables.make_table("executables", "Estimates", [[one] for one in executables], columns, note)
+
+
+def tabulate_operations(number: int, place: tuple, operations: Sequence[Any], notes: Sequence[str]) -> tables.Table:
+    """The longest instructions of one executable."""
+    columns = [
+        tables.label("instruction", "instruction"),
+        tables.Column("ms", "seconds", scale=1e3),
+        tables.label("runs", "runs"),
+        tables.label("result", "shape"),
+        tables.label("operation", "operation", lambda name: name.rpartition(TRACED_PREFIX)[2]),
+    ]
+    rows = [[one] for one in operations]
+    return tables.make_table(f"operations_{number}", ", ".join(place), rows, columns, "; ".join(notes))
+
+
+def _positive(rows: Sequence[Any], key: str) -> list[float]:
+    return [one[key] for one in rows if one[key] > 0]

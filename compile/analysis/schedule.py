@@ -1,0 +1,203 @@
+"""Schedule estimate: the time of a TPU executable by the compiler's own estimates, which its optimized HLO carries.
+
+The compiler writes `estimated_cycles` on each fusion, from the schedule that it chose for the fusion. The estimate is
+their sum, loops times their trip count, over the clock by which the compiler counts. It is no measurement: no two
+instructions overlap, and collectives and most other instructions without a figure take no time. Two kinds without a
+figure get one here. Pallas kernels take the time of their bytes and flops at the chip's peaks. Asynchronous copies run
+at the full bandwidth beside other instructions, and only the wait for their end counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstimate, UnestimatedWork
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
+from dflash_aot.compile.analysis.loop_counts import KnownNumbers, Value
+from dflash_aot.compile.analysis.roofline import RooflineCost
+
+LISTED_INSTRUCTIONS = 12
+SMALL_BYTES = 1024  # without a figure, instructions with smaller results are scalars and indices, and are ignored
+KERNEL_TARGET = "tpu_custom_call"  # of Pallas kernels
+# Opcodes that take no time, or whose computations are counted instead.
+FREE_OPCODES = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
+)
+# Asynchronous copies between memories of a device.
+TRANSFER_OPCODES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "async-start"})
+# Custom calls that take no time.
+FREE_TARGETS = frozenset(
+    {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+)
+
+
+def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
+    """Estimates one call of an executable on each of its devices; None if the compiler estimated nothing.
+
+    A conditional counts as its dearest branch. A loop whose trip count only the run tells counts once. The notes name
+    both. Raises BuildFailed if the text has an unknown form.
+    """
+    work = _WorkCounter(module, chip).count(module.entry.name, [None] * len(module.entry.parameters))
+    if not work.runs:
+        return None
+    instructions = {one.name: one for one in module.instructions}
+    estimates = [_describe(instructions[name], work, chip) for name in work.runs]
+    return ScheduleEstimate(
+        seconds=work.seconds(chip),
+        cycles=work.cycles.total(),
+        kernel_seconds=sum(work.kernel_seconds.values(), 0.0),
+        waiting_seconds=sum(work.waiting_seconds.values(), 0.0),
+        largest=tuple(sorted(estimates, key=lambda one: -one.seconds)[:LISTED_INSTRUCTIONS]),
+        left_out=tuple(
+            UnestimatedWork(opcode, runs, work.left_out_bytes[opcode])
+            for opcode, runs in sorted(work.left_out.items(), key=lambda item: -work.left_out_bytes[item[0]])
+        ),
+        notes=tuple(work.notes),
+    )
+
+
+@dataclass
+class _Work:
+    """What one run of a computation does.
+
+    runs, cycles, kernel_seconds, waiting_seconds: by the name of the instruction.
+    left_out, left_out_bytes: by opcode.
+    notes: in order, each once.
+    """
+
+    runs: Counter[str] = field(default_factory=Counter)
+    cycles: Counter[str] = field(default_factory=Counter)
+    kernel_seconds: dict[str, float] = field(default_factory=dict)
+    waiting_seconds: dict[str, float] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+    left_out_bytes: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def seconds(self, chip: Chip) -> float:
+        taken = (*self.kernel_seconds.values(), *self.waiting_seconds.values())
+        return self.cycles.total() / chip.cycles_per_second + sum(taken)
+
+    def add(self, other: "_Work", times: int = 1) -> None:
+        """Adds so many runs of other work."""
+        for name in ("runs", "cycles", "left_out", "left_out_bytes", "kernel_seconds", "waiting_seconds"):
+            mine = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                mine[key] = mine.get(key, 0) + value * times
+        self.notes |= other.notes
+
+
+class _WorkCounter:
+    """Counts the work of computations, whose instructions follow each other."""
+
+    def __init__(self, module: HloModule, chip: Chip):
+        self._module, self._chip, self._numbers = module, chip, KnownNumbers(module)
+
+    def count(self, computation: str, arguments: Sequence[Value]) -> _Work:
+        """The work of one run of a computation with these arguments."""
+        work, transfers = _Work(), _Transfers(self._chip)
+        found = self._module.computations[computation]
+        values = self._numbers.evaluate(computation, arguments)
+        types = {one.name: one.type for one in found.instructions}
+        for one in found.instructions:
+            inputs = [values[name] for name in one.operands]
+            match one.opcode:
+                case "while":
+                    self._count_loop(one, inputs[0], work)
+                case "conditional":
+                    work.add(self._count_conditional(one, inputs[1:]))
+                case "call":
+                    work.add(self.count(one.called("to_apply"), inputs))
+                case finished if finished.endswith("-done"):
+                    if wait := transfers.wait(one.operands[0], work.seconds(self._chip)):
+                        work.waiting_seconds[one.name] = wait
+                        work.runs[one.name] += 1
+                case _:
+                    self._count_instruction(one, [types[name] for name in one.operands], work)
+                    if one.opcode in TRANSFER_OPCODES:
+                        transfers.start(one.name, _result_bytes(one, ()), work.seconds(self._chip))
+        return work
+
+    def _count_loop(self, loop: Instruction, first: Value, work: _Work) -> None:
+        trips = self._numbers.count_trips(loop, first)
+        body = self.count(loop.called("body"), [self._numbers.find_invariants(loop, first)])
+        work.add(body, 1 if trips is None else trips)
+        if trips is None and body.runs:
+            work.notes[f"%{loop.name} counts once: its trip count is known at run time only{_origin(loop)}"] = None
+
+    def _count_conditional(self, one: Instruction, inputs: Sequence[Value]) -> _Work:
+        branches = [self.count(branch, [value]) for branch, value in zip(one.branches, inputs, strict=True)]
+        dearest = max(branches, key=lambda work: work.seconds(self._chip))
+        if dearest.runs:
+            dearest.notes[f"%{one.name} counts as the dearest of its {len(branches)} branches{_origin(one)}"] = None
+        return dearest
+
+    def _count_instruction(self, one: Instruction, operands: Sequence[Type], work: _Work) -> None:
+        if one.opcode in FREE_OPCODES or one.opcode.endswith("-update"):
+            return
+        if found := one.backend_config.get("window_config", {}).get("estimated_cycles"):
+            work.cycles[one.name] += int(found)
+            work.runs[one.name] += 1
+        elif one.opcode == "custom-call" and one.target == KERNEL_TARGET:
+            cost, source = _find_kernel_cost(one, operands)
+            work.kernel_seconds[one.name] = cost.bound_seconds(self._chip)
+            work.runs[one.name] += 1
+            work.notes[f"%{one.name} is a Pallas kernel: its time follows from {source}{_origin(one)}"] = None
+        elif one.target not in FREE_TARGETS and (size := _result_bytes(one, operands)) >= SMALL_BYTES:
+            opcode = f"custom-call {one.target}" if one.target else one.opcode
+            work.left_out[opcode] += 1
+            work.left_out_bytes[opcode] += size
+
+
+class _Transfers:
+    """Asynchronous copies that main memory serves one after the other, at its bandwidth. Times are in seconds."""
+
+    def __init__(self, chip: Chip):
+        self._bytes_per_second = chip.bytes_per_second / chip.devices
+        self._ends: dict[str, float] = {}
+
+    def start(self, name: str, size: int, now: float) -> None:
+        before = max(self._ends.values(), default=0.0)
+        self._ends[name] = max(before, now) + size / self._bytes_per_second
+
+    def wait(self, name: str, now: float) -> float:
+        """How long the end of a copy is ahead; 0 for one that is done, or that began in another computation."""
+        return max(0.0, self._ends.get(name, 0.0) - now)
+
+
+def _find_kernel_cost(kernel: Instruction, operands: Sequence[Type]) -> tuple[RooflineCost, str]:
+    """The cost of a run of a kernel, and where it comes from."""
+    found = kernel.backend_config.get("custom_call_config", {}).get("cost_estimate")
+    if found:
+        cost = RooflineCost(float(found["bytes_accessed"]), float(found["flops"]))
+        return cost, f"its cost estimate ({cost.bytes / 1e6:,.1f} MB, {cost.flops / 1e9:,.2f} Gflop)"
+    moved = sum(leaf.bytes for type_ in (*operands, kernel.type) for leaf in _leaves(type_) if leaf.in_main_memory)
+    return RooflineCost(moved, 0.0), f"the size of its operands and results ({moved / 1e6:,.1f} MB)"
+
+
+def _result_bytes(one: Instruction, operands: Sequence[Type]) -> int:
+    """Bytes that an instruction writes. An update writes its second operand; a start returns its operands too."""
+    if one.opcode == "dynamic-update-slice":
+        return sum(leaf.bytes for leaf in _leaves(operands[1]))
+    if one.opcode.endswith("-start") and isinstance(one.type, tuple):
+        return sum(leaf.bytes for leaf in _leaves(one.type[0 if one.opcode == "copy-start" else 1]))
+    return sum(leaf.bytes for leaf in _leaves(one.type))
+
+
+def _describe(one: Instruction, work: _Work, chip: Chip) -> InstructionEstimate:
+    seconds = work.cycles[one.name] / chip.cycles_per_second
+    seconds += work.kernel_seconds.get(one.name, 0.0) + work.waiting_seconds.get(one.name, 0.0)
+    shape = " ".join(leaf.shape for leaf in _leaves(one.type))
+    return InstructionEstimate(one.name, one.operation, shape, work.runs[one.name], seconds)
+
+
+def _origin(one: Instruction) -> str:
+    return f" ({one.operation})" if one.operation else ""
+
+
+def _leaves(type_: Type) -> Iterator[Buffer]:
+    if isinstance(type_, Buffer):
+        yield type_
+    else:
+        for part in type_:
+            yield from _leaves(part)

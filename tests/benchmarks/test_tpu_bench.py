@@ -1,0 +1,60 @@
+"""dflash-bench tpu: estimates of the embedded pair's executables by the TPU compiler."""
+
+import json
+
+import pytest
+
+from dflash_aot.benchmarks.machine import read_machine
+from dflash_aot.benchmarks.record import Record
+from dflash_aot.benchmarks.tpu_bench import Settings, find_fault, make_findings, measure
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.locations import locate_checkpoint
+
+GRID = "batch=1 length=64 k=0,3 prefill=32"
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path):
+    """The target is given as a file: a config is all that is needed."""
+    config = locate_checkpoint("embedded", "target") / "config.json"
+    settings = Settings(
+        target=str(config), topologies="v5e:1x1", buckets=GRID, executable="kv_write rows=1 width=4", jobs=1
+    )
+    notes: list[str] = []
+    samples = list(measure(settings, tmp_path, notes.append))
+    assert find_fault(samples) == "" and find_fault([]) != ""
+    (whole,) = (one for one in samples if one["kind"] == "executable")
+    operations = [one for one in samples if one["kind"] == "operation"]
+    assert whole["executable"] == settings.executable and whole["topology"] == "v5e:1x1"
+    assert whole["ratio"] == whole["estimate_seconds"] / whole["bound_seconds"] > 1
+    assert operations == sorted(operations, key=lambda one: -one["seconds"])
+    assert 0 < sum(one["seconds"] for one in operations) <= whole["estimate_seconds"] * (1 + 1e-9)
+    assert notes == [f"v5e:1x1, 1 of 1: {settings.executable}"]
+    assert not list(tmp_path.iterdir())
+    found = make_findings(make_record(samples, settings.executable))
+    assert found.tables[0].rows[0][:2] == ("v5e:1x1", settings.executable)
+    assert len(found.tables[1].rows) == len(operations)
+    assert len(make_findings(make_record(samples, None)).tables) == 1
+
+
+def make_record(samples, executable) -> Record:
+    facts = {"seconds": 1.0, "environment": read_machine(0.0), "settings": {"executable": executable}}
+    return Record(1, "tpu", "dflash-bench tpu", "", "2026-11-22T12:00:00", samples=samples, void="", **facts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"topologies": "v5e:9x9"}, BadInput, "v5e:9x9"),
+        ({"sampling": "never"}, BadInput, "never"),
+        ({"executable": "verify batch=2"}, BadInput, "no label begins so; there are: prefill prefill=32 length=64,"),
+        ({"target": "{tmp}/none.json"}, BadCheckpoint, "none.json is not the config of a model"),
+        ({"target": "{tmp}/list.json"}, BadCheckpoint, "list.json is not the config of a model"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_compiled(tmp_path, changed, error, words):
+    (tmp_path / "list.json").write_text(json.dumps([1]))
+    given = {name: value.replace("{tmp}", str(tmp_path)) for name, value in changed.items()}
+    with pytest.raises(error, match=words):
+        list(measure(Settings(**{"topologies": "v5e:1x1", "buckets": GRID, **given}), tmp_path, print))

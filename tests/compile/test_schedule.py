@@ -1,0 +1,326 @@
+"""Schedule estimates of hand-written programs, whose times are worked out by hand, and of the TPU compiler's own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dflash_aot.cache.bundle.manifest import UnestimatedWork
+from dflash_aot.cache.environment import libtpu_version
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.topology import TOPOLOGIES, Chip
+from dflash_aot.compile.analysis.hlo import parse_module
+from dflash_aot.compile.analysis.loop_counts import KnownNumbers
+from dflash_aot.compile.analysis.schedule import estimate_schedule
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
+
+# Two devices; each has 1e3 bytes and 1e6 flops per second, and 100 cycles per second.
+CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e3, 2e6, 100.0)
+STATE = "(s32[], s32[], f32[256])"
+SINGLE_CHIPS = ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
+
+
+def cycles(count: int) -> str:
+    return f'backend_config={{"flag_configs":[],"window_config":{{"estimated_cycles":"{count}","is_mask":false}}}}'
+
+
+def computation(name: str, parameters: str, *lines: str, entry: bool = False) -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"{'ENTRY ' * entry}%{name} ({parameters}) -> f32[256] {{\n{body}\n}}"
+
+
+def estimate(entry: str, *computations: str):
+    """The estimate of a program whose entry computation has these lines, with `%x` as its parameter."""
+    lines = ("%x = f32[256]{0} parameter(0)", *entry.strip().splitlines())
+    main = computation("main", "x: f32[256]", *lines, entry=True)
+    return estimate_schedule(parse_module("\n\n".join(("HloModule toy", *computations, main))), CHIP)
+
+
+FUSED = computation("fused", "p: f32[256]", "ROOT %p = f32[256]{0} parameter(0)")
+
+
+def loop_computations(limit: str, body_cycles: int = 50) -> tuple[str, ...]:
+    """A condition `counter < limit`, where `limit` is a line that defines %limit, and a body with one fusion."""
+    condition = computation(
+        "condition",
+        f"state: {STATE}",
+        f"%state = {STATE} parameter(0)",
+        "%counter = s32[] get-tuple-element(%state), index=0",
+        limit,
+        "ROOT %goes_on = pred[] compare(%counter, %limit), direction=LT",
+    )
+    body = computation(
+        "body",
+        f"state: {STATE}",
+        f"%state.1 = {STATE} parameter(0)",
+        "%counter.1 = s32[] get-tuple-element(%state.1), index=0",
+        "%bound.1 = s32[] get-tuple-element(%state.1), index=1",
+        "%array.1 = f32[256]{0} get-tuple-element(%state.1), index=2",
+        "%step = s32[] constant(2)",
+        "%next = s32[] add(%counter.1, %step)",
+        f"%work = f32[256]{{0}} fusion(%array.1), kind=kLoop, calls=%fused, "
+        f'metadata={{op_name="while/body/mul"}}, {cycles(body_cycles)}',
+        f"ROOT %new = {STATE} tuple(%next, %bound.1, %work)",
+    )
+    return FUSED, condition, body
+
+
+def loop(bound: str) -> str:
+    """Entry lines of a loop from 3 whose state holds a bound."""
+    return f"""%start = s32[] constant(3)
+{bound}
+%initial = {STATE} tuple(%start, %bound, %x)
+%loop = {STATE} while(%initial), condition=%condition, body=%body
+ROOT %result = f32[256]{{0}} get-tuple-element(%loop), index=2"""
+
+
+CONSTANT_LIMIT = "%limit = s32[] constant(12)"
+LIMIT_IN_STATE = "%limit = s32[] get-tuple-element(%state), index=1"
+CONSTANT_BOUND = "%bound = s32[] constant(12)"
+
+
+@pytest.mark.parametrize(
+    ("limit", "bound"), [(CONSTANT_LIMIT, "%bound = s32[] parameter(1)"), (LIMIT_IN_STATE, CONSTANT_BOUND)]
+)
+def test_loop_counts_as_often_as_it_runs(limit, bound):
+    """From 3 in steps of 2 while below 12: 5 iterations of 50 cycles at 100 cycles per second."""
+    entry = loop(bound)
+    main = computation("main", "x: f32[256]", "%x = f32[256]{0} parameter(0)", *entry.splitlines(), entry=True)
+    found = estimate_schedule(parse_module("\n\n".join(("HloModule toy", *loop_computations(limit), main))), CHIP)
+    assert (found.cycles, found.seconds, found.notes) == (250, 2.5, ())
+    (work,) = found.largest
+    assert (work.instruction, work.operation, work.shape) == ("work", "while/body/mul", "f32[256]")
+    assert (work.runs, work.seconds) == (5, 2.5)
+
+
+def test_loop_bounded_at_run_time_counts_once_and_is_named():
+    entry = loop('%bound = s32[] custom-call(%x), custom_call_target="Sensor"')
+    found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
+    assert found.cycles == 50
+    assert found.notes == ("%loop counts once: its trip count is known at run time only",)
+
+
+def test_known_trip_count_of_the_compiler_is_taken():
+    entry = loop('%bound = s32[] custom-call(%x), custom_call_target="Sensor"')
+    entry = entry.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
+    found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
+    assert (found.cycles, found.notes) == (350, ())
+
+
+def test_loop_that_never_runs_takes_no_time():
+    entry = f"%first = f32[256]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(10)}\n" + loop(
+        "%bound = s32[] constant(3)"
+    )
+    found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
+    assert found.cycles == 10
+
+
+def test_nested_loops_multiply():
+    """The outer loop runs the inner one's 5 iterations 4 times: from 0 in steps of 1 while 4 is greater."""
+    outer_condition = computation(
+        "outer_condition",
+        "state: (s32[], f32[256])",
+        "%state.2 = (s32[], f32[256]) parameter(0)",
+        "%counter.2 = s32[] get-tuple-element(%state.2), index=0",
+        "%four = s32[] constant(4)",
+        "ROOT %outer_goes_on = pred[] compare(%four, %counter.2), direction=GT",
+    )
+    outer_body = computation(
+        "outer_body",
+        "state: (s32[], f32[256])",
+        "%state.3 = (s32[], f32[256]) parameter(0)",
+        "%counter.3 = s32[] get-tuple-element(%state.3), index=0",
+        "%x = f32[256]{0} get-tuple-element(%state.3), index=1",
+        *loop(CONSTANT_BOUND).replace("ROOT ", "").splitlines(),
+        "%one = s32[] constant(1)",
+        "%next.3 = s32[] add(%counter.3, %one)",
+        "ROOT %new.3 = (s32[], f32[256]) tuple(%next.3, %result)",
+    )
+    entry = """%zero = s32[] constant(0)
+%initial.2 = (s32[], f32[256]) tuple(%zero, %x)
+%outer = (s32[], f32[256]) while(%initial.2), condition=%outer_condition, body=%outer_body
+ROOT %all = f32[256]{0} get-tuple-element(%outer), index=1"""
+    found = estimate(entry, *loop_computations(LIMIT_IN_STATE), outer_condition, outer_body)
+    assert found.cycles == 4 * 5 * 50
+    assert found.largest[0].runs == 20
+
+
+def test_conditional_counts_its_dearest_branch_and_calls_count_whole():
+    branches = [
+        computation(
+            name,
+            "p: f32[256]",
+            f"%p.{name} = f32[256]{{0}} parameter(0)",
+            f"ROOT %work.{name} = f32[256]{{0}} fusion(%p.{name}), kind=kLoop, calls=%fused, {cycles(count)}",
+        )
+        for name, count in (("cheap", 10), ("dear", 70))
+    ]
+    entry = """%which = s32[] constant(0)
+%chosen = f32[256]{0} conditional(%which, %x, %x), branch_computations={%cheap, %dear}
+ROOT %called = f32[256]{0} call(%chosen), to_apply=%cheap"""
+    found = estimate(entry, FUSED, *branches)
+    assert found.cycles == 70 + 10
+    assert [one.instruction for one in found.largest] == ["work.dear", "work.cheap"]
+    assert found.notes == ("%chosen counts as the dearest of its 2 branches",)
+
+
+KERNEL = 'custom_call_target="tpu_custom_call", metadata={op_name="attend"}'
+
+
+def test_kernel_takes_the_time_of_its_own_cost_estimate():
+    """2000 bytes at 1e3 per second; 3e6 flops at 1e6."""
+    config = '{{"custom_call_config":{{"body":"e30=","cost_estimate":{{"flops":"{}","bytes_accessed":"2000"}}}}}}'
+    for flops, seconds in ((1000, 2.0), (3_000_000, 3.0)):
+        found = estimate(
+            f"ROOT %kernel = f32[256]{{0}} custom-call(%x), {KERNEL}, backend_config={config.format(flops)}"
+        )
+        assert (found.seconds, found.kernel_seconds, found.cycles) == (seconds, seconds, 0)
+        assert found.notes[0].startswith("%kernel is a Pallas kernel: its time follows from its cost estimate (0.0 MB")
+
+
+def test_kernel_without_cost_estimate_moves_operands_and_results_in_main_memory():
+    """1024 bytes are read from main memory and 1024 written to it; 4096 more are in VMEM."""
+    found = estimate(
+        f"""%near = f32[1024]{{0:S(1)}} fusion(%x), kind=kLoop, calls=%fused, {cycles(100)}
+ROOT %kernel = f32[256]{{0}} custom-call(%x, %near), {KERNEL}, backend_config={{"custom_call_config":{{"body":""}}}}""",
+        FUSED,
+    )
+    assert found.kernel_seconds == pytest.approx(2.048)
+    assert found.seconds == pytest.approx(1 + 2.048)
+    assert "the size of its operands and results" in found.notes[0] and "(attend)" in found.notes[0]
+
+
+def test_asynchronous_copies_follow_each_other_and_count_while_they_are_awaited():
+    """Two copies of 1.024 s each beside 1.5 s of work: the first is over by then, the second takes 0.548 s longer."""
+    started = "copy-start(%x)"
+    found = estimate(
+        f"""%first = (f32[256]{{0:S(1)}}, f32[256]{{0}}, u32[]) {started}
+%second = (f32[256]{{0:S(1)}}, f32[256]{{0}}, u32[]) {started}
+%work = f32[256]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(150)}
+%one = f32[256]{{0:S(1)}} copy-done(%first)
+ROOT %two = f32[256]{{0:S(1)}} copy-done(%second)""",
+        FUSED,
+    )
+    assert found.waiting_seconds == pytest.approx(0.548)
+    assert found.seconds == pytest.approx(2.048)
+    assert found.left_out == (UnestimatedWork("copy-start", 2, 2048),)
+
+
+def test_instructions_without_estimate_are_listed_by_bytes():
+    found = estimate(
+        f"""%work = f32[256]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(1)}
+%small = s32[] constant(4)
+%index = s32[] add(%small, %small)
+%update = f32[300]{{0}} fusion(%x), kind=kLoop, calls=%fused
+%kv = f32[9000]{{0}} dynamic-update-slice(%kv.0, %update, %index)
+ROOT %sum = f32[400]{{0}} all-reduce(%kv), to_apply=%fused""".replace("%kv.0", "%x"),
+        FUSED,
+    )
+    listed = [(one.opcode, one.runs, one.bytes) for one in found.left_out]
+    assert listed == [("all-reduce", 1, 1600), ("fusion", 1, 1200), ("dynamic-update-slice", 1, 1200)]
+
+
+def test_program_without_any_estimate_has_none():
+    assert estimate("ROOT %copy = f32[256]{0} copy(%x)") is None
+
+
+def test_unreadable_config_is_refused():
+    with pytest.raises(BuildFailed, match="backend_config of copy"):
+        estimate("ROOT %copy = f32[256]{0} copy(%x), backend_config={1}")
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "limit", "direction", "trips"),
+    [
+        (0, 1, 36, "LT", 36),
+        (0, 1, 36, "LE", 37),
+        (36, -1, 0, "GT", 36),
+        (36, -2, 0, "GE", 19),
+        (0, 4, 36, "NE", 9),
+        (0, 5, 36, "NE", None),  # it never ends
+        (0, -1, 36, "LT", None),
+        (0, 0, 36, "LT", None),
+        (5, 1, 5, "LT", 0),
+    ],
+)
+def test_trip_counts_follow_start_step_and_limit(start, step, limit, direction, trips):
+    text = f"""HloModule toy
+
+%condition (s: (s32[])) -> pred[] {{
+  %s = (s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%s), index=0
+  %limit = s32[] constant({limit})
+  ROOT %goes_on = pred[] compare(%counter, %limit), direction={direction}
+}}
+
+%body (s: (s32[])) -> (s32[]) {{
+  %s.1 = (s32[]) parameter(0)
+  %counter.1 = s32[] get-tuple-element(%s.1), index=0
+  %step = s32[] constant({step})
+  %next = s32[] add(%counter.1, %step)
+  ROOT %new = (s32[]) tuple(%next)
+}}
+
+ENTRY %main () -> (s32[]) {{
+  %start = s32[] constant({start})
+  %initial = (s32[]) tuple(%start)
+  ROOT %loop = (s32[]) while(%initial), condition=%condition, body=%body
+}}"""
+    module = parse_module(text)
+    assert KnownNumbers(module).count_trips(module.entry.root, (start,)) == trips
+
+
+TPU_PROGRAMS = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import SingleDeviceSharding
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.pipeline.build_target import describe_devices
+
+def compile(name, function, *shapes):
+    sharding = SingleDeviceSharding(describe_devices(TOPOLOGIES[name]).devices[0])
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    return jax.jit(function).trace(*specs).lower(lowering_platforms=("tpu",)).compile().as_text()
+
+def double(x, y):
+    y[...] = x[...] * 2
+
+def doubled(x):
+    cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=81900000)
+    kernel = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), cost_estimate=cost)
+    return jax.lax.fori_loop(0, 3, lambda _, x: kernel(x), x)
+
+n = int(sys.argv[1])
+products = {name: compile(name, jnp.dot, (n, n), (n, n)) for name in sys.argv[2:]}
+print(json.dumps({**products, "kernel": compile("v5e:1x1", doubled, (256, 256))}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Optimized HLO of a product of 4096 by 4096 on each generation, and of a Pallas kernel in a loop of three."""
+    command = [sys.executable, "-c", TPU_PROGRAMS, "4096", *SINGLE_CHIPS]
+    done = subprocess.run(command, env={**os.environ, **COMPILE_ONLY}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+@pytest.mark.parametrize("topology", SINGLE_CHIPS)
+def test_large_product_is_estimated_near_the_peak_of_its_chip(compiled, topology):
+    """The clock of each generation: 1.03 to 1.21 times the time at peak flops (libtpu 0.0.42.1)."""
+    chip = TOPOLOGIES[topology].chip
+    found = estimate_schedule(parse_module(compiled[topology]), chip)
+    bound = 2 * 4096**3 / (chip.flops_per_second / chip.devices)
+    assert 1.0 < found.cycles / chip.cycles_per_second / bound < 1.25
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_cost_estimate_of_a_pallas_kernel_is_read_from_the_compilers_text(compiled):
+    """81.9 MB at 819 GB/s, three times."""
+    found = estimate_schedule(parse_module(compiled["kernel"]), TOPOLOGIES["v5e:1x1"].chip)
+    assert found.kernel_seconds == pytest.approx(3 * 81.9e6 / 819e9)
+    assert any("cost estimate (81.9 MB" in note for note in found.notes)
