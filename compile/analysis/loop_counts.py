@@ -4,8 +4,9 @@ The analysis follows the whole numbers that are constants of the program through
 moves the bound of a loop out of its condition into the state of the loop.
 """
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction
@@ -14,7 +15,13 @@ Value = int | None | tuple["Value", ...]  # nested like the type of the instruct
 Sides = tuple[Value, Value]  # of the comparison in a loop's condition
 
 FORWARDING_OPCODES = frozenset({"parameter", "copy", "bitcast", "convert", "reshape", "optimization-barrier"})
-ARITHMETIC = {"add": int.__add__, "subtract": int.__sub__, "multiply": int.__mul__, "minimum": min, "maximum": max}
+ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+}
 
 
 class KnownNumbers:
