@@ -32,7 +32,7 @@ class Committer:
         self.successes = 0
         self._scheduler = scheduler
         self._in_flight: deque[tuple[FirstTokenInFlight | RoundInFlight, bool]] = deque()
-        self._deltas: list[tuple[Request, Delta]] = []
+        self._deltas: deque[tuple[Request, Delta]] = deque()
         self._last_read = 0.0
 
     @property
@@ -85,9 +85,10 @@ class Committer:
 
     def send_deltas(self) -> None:
         """Tells callers what was committed, after it was counted."""
-        deltas, self._deltas = self._deltas, []
-        for request, delta in deltas:
+        while self._deltas:
+            request, delta = self._deltas[0]
             request.emit(delta)
+            self._deltas.popleft()  # not before: without memory `emit` raises, and the next call sends the delta
 
     # -- one outcome
 

@@ -23,6 +23,7 @@ from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.engine_parts import EngineParts, load_engine_parts
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
+from dflash_aot.runtime.executables.host_memory import estimate_step_bytes
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import AsyncStream, Delta, Request, Result, Stream, check_process
@@ -59,7 +60,8 @@ class Engine:
         self._bundle, self._target = parts.bundle, parts.target
         self._compile_guard, self._queue = CompileGuard(), RequestQueue(max_waiting)
         self._controller = parts.controller
-        self._loop = EngineLoop(parts.bundle, parts.state, Counters(), self._queue, self._controller)
+        step_bytes = estimate_step_bytes(parts.bundle.manifest)
+        self._loop = EngineLoop(parts.bundle, parts.state, Counters(), self._queue, self._controller, step_bytes)
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
         stop_token_ids = read_end_tokens(parts.target)
         self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
@@ -301,7 +303,10 @@ class Engine:
     ) -> Request:
         check_process(self._process)
         submitted = time.monotonic() if submitted is None else submitted
-        return self._builder.build(prompt, params, emit, self._queue.note_cancel, options, submitted)
+        try:
+            return self._builder.build(prompt, params, emit, self._queue.note_cancel, options, submitted)
+        except MemoryError as error:
+            raise EngineFailed("no memory is left in this process for another request") from error
 
     def _submit(self, request: Request, options: RequestOptions = DEFAULT_OPTIONS) -> None:
         check_process(self._process)

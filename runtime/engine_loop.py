@@ -12,6 +12,7 @@ from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.runtime.committer import Committer, copy_error
 from dflash_aot.runtime.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.host_memory import has_host_memory, require_host_memory
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
@@ -19,6 +20,7 @@ from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPla
 from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
+MEMORY_SECONDS = 2.0  # to wait where too little is left for a step
 MAX_FAILURES = 3  # in a row: then the device, or what was loaded on it, is at fault
 
 
@@ -32,13 +34,16 @@ class EngineLoop:
         counters: Counters,
         queue: RequestQueue,
         controller: SpeculationController,
+        step_bytes: int = 0,
     ):
+        """step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked."""
         manifest = bundle.manifest
         self._queue = queue
         self._scheduler = Scheduler(manifest.grid, manifest.sampling, bundle.k, queue, controller)
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
+        self._step_bytes = step_bytes
 
     @property
     def is_idle(self) -> bool:
@@ -52,6 +57,7 @@ class EngineLoop:
         counters = self._committer.counters
         began, worked, waited = time.perf_counter(), time.thread_time(), counters.wait_seconds
         try:
+            self._wait_for_memory()
             self._schedule()
             newest = self._dispatch_prefill() + self._dispatch_round()
             self._committer.commit(keep=newest)
@@ -128,6 +134,13 @@ class EngineLoop:
         return self._scheduler.plan_round()
 
     # -- faults
+
+    def _wait_for_memory(self) -> None:
+        """Raises MemoryError where the limit of the process leaves too little memory for a step for too long."""
+        if not self._step_bytes or has_host_memory(self._step_bytes):
+            return
+        self._committer.commit()  # callers get what is there already, and its memory is freed
+        require_host_memory(self._step_bytes, MEMORY_SECONDS)
 
     def _recover(self, error: Exception) -> None:
         """Ends the running requests with the error and starts from an empty state; waiting requests lose nothing.

@@ -11,6 +11,7 @@ from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.runtime.executables.host_memory import estimate_loading_bytes, require_host_memory
 
 
 class Executable:
@@ -83,12 +84,19 @@ class DeviceState:
         self._everywhere = devices[0] if len(devices) == 1 else make_sharding((), devices)
         self._declared = tuple(arrays)
         self._arrays: dict[str, jax.Array] = {}
-        self.reset()
+        self._allocate()
 
     def reset(self) -> None:
-        """Replaces all arrays by zeros, after a failed call that may have consumed its donated inputs."""
+        """Replaces all arrays by zeros, after a failed call that may have consumed its donated inputs.
+
+        Where memory is short, that is left to the next `read`.
+        """
         self._arrays.clear()  # first, so that old and new arrays are never in memory at the same time
-        self._arrays.update((array.name, self.zeros(array)) for array in self._declared)
+        try:
+            self._allocate()
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     def to_device(self, array: np.ndarray) -> jax.Array:
         """Copies a small host array, an argument of a call, to every device."""
@@ -104,7 +112,13 @@ class DeviceState:
 
     def read(self, names: Sequence[str]) -> list[jax.Array]:
         arrays = self._arrays
+        if not arrays:
+            self._allocate()
         return [arrays[name] for name in names]
+
+    def _allocate(self) -> None:
+        """All arrays or, where an error is raised, none."""
+        self._arrays.update({array.name: self.zeros(array) for array in self._declared})
 
     def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None:
         self._arrays.update(zip(names, outputs, strict=False))
@@ -132,6 +146,7 @@ def load_executable(
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
+    require_host_memory(estimate_loading_bytes(len(blob)))
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
     except Exception as error:  # a corrupt blob can make the library or the compiler raise anything
@@ -142,8 +157,11 @@ def load_executable(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the error reports a lack of memory, which is no fault of an executable."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    """Whether the error reports a lack of memory, which is no fault of an executable.
+
+    XLA:CPU reports what a thread of a running call could not allocate as INTERNAL, "Out of memory allocating N bytes".
+    """
+    return isinstance(error, MemoryError) or any(one in str(error) for one in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str, remedy: str) -> None:

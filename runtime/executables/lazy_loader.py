@@ -89,7 +89,7 @@ class LazyLoader:
         while (name := self._wait_for_next()) is not None:
             try:
                 self[name]
-            except DflashError as error:
+            except (DflashError, MemoryError) as error:
                 logger.error(error)
             self._on_loaded()
 

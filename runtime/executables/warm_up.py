@@ -4,6 +4,7 @@ import logging
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.host_memory import estimate_step_bytes, has_host_memory
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_executable
 from dflash_aot.runtime.executables.required_executables import list_round_shapes
 from dflash_aot.runtime.speculation.controller import AdaptiveK, SpeculationController
@@ -20,12 +21,15 @@ class WarmUp:
         self._bundle, self._state = bundle, state
         self._controller = controller if isinstance(controller, AdaptiveK) else None
         self._timer = RoundTimer(bundle, state)
+        self._step_bytes = estimate_step_bytes(bundle.manifest)
         manifest = bundle.manifest
         self._unmeasured = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._controller else []
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:
         """Calls one executable, or times one round shape. Returns False if nothing is left to do for now."""
+        if not has_host_memory(self._step_bytes):
+            return False
         for executable in self._bundle.executables.list_loaded():
             if not executable.called and executable not in self._broken:
                 self._call(executable)
@@ -36,7 +40,7 @@ class WarmUp:
         """An error is only logged: a request that needs the executable gets the error."""
         try:
             warm_up_executable(executable, self._state)
-        except (DflashError, RuntimeError) as error:
+        except (DflashError, MemoryError, RuntimeError) as error:
             logger.error(error)
             self._broken.add(executable)
             self._state.reset()

@@ -1,0 +1,67 @@
+"""Lack of memory while an engine serves: each request ends once, with its tokens or with an error of ours.
+
+The limits are those of a process of its own (RLIMIT_AS), lowered while it serves.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflash_aot.runtime.executables.executable import is_out_of_memory
+from tests.runtime.toy import ToyEngine
+
+
+@pytest.mark.slow
+def test_engine_without_memory_goes_on_or_ends_with_a_typed_error(bundle):
+    command = [sys.executable, "-m", "tests.runtime.run_out_of_memory", str(bundle("served"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    report = json.loads(done.stdout)
+    state = report.pop("state")
+    assert state[0] in ("MemoryError", "JaxRuntimeError") and state[1:] == ["(16, 1048576)"]
+    assert report.pop("opening").startswith("IncompatibleBundle: ")
+    ended = 6  # the expected answers
+    for limit in report.values():
+        assert limit["ends"].keys() <= {"right", "EngineFailed"} and sum(limit["ends"].values()) == 12
+        ended += 12 + (0 if limit["failure"] else 6)
+        assert sum(limit["finished"].values()) == ended
+        assert limit["compiles"] == 0
+    much, little, none = (report[name] for name in ("much", "little", "none"))
+    assert much["ends"] == {"right": 12}
+    assert 1 <= little["ends"]["EngineFailed"] <= 4, "only requests in a slot fail"
+    assert much["after"] == little["after"] == {"right": 6} and much["failure"] is little["failure"] is None
+    assert none["ends"].keys() == none["after"].keys() == {"EngineFailed"}
+    assert "3 engine steps failed in a row" in none["failure"] and "leaves less than" in none["failure"]
+
+
+def test_delta_is_sent_again_where_memory_was_short():
+    engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
+    request, waiting = engine.submit([1], 9), engine.submit([2], 9)
+    emit, failures = request.emit, [MemoryError("none is left")]
+
+    def emit_without_memory(delta):
+        if failures:
+            raise failures.pop()
+        emit(delta)
+
+    request.emit = emit_without_memory
+    engine.run()
+    assert (request.finish_reason, waiting.finish_reason) == ("error", "length")
+    for one in (request, waiting):
+        engine.check(one)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes."), True),
+        (RuntimeError("INTERNAL: Error dispatching computation: Out of memory allocating 3751952 bytes."), True),
+        (RuntimeError("INTERNAL: no such program"), False),
+    ],
+)
+def test_lack_of_memory_is_recognized(error, expected):
+    assert is_out_of_memory(error) == expected
