@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dflash_aot.bin import bundle as dflash_bundle
-from dflash_aot.bin import precompile, run
+from dflash_aot.bin import precompile, run, serve
 from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import decode_manifest
 from dflash_aot.cache.errors import CorruptBundle
@@ -103,7 +103,7 @@ def test_reports_escape_every_text_of_a_manifest(command, bundle, copy, hostile_
 
 def test_other_commands_escape_every_text_of_a_manifest(command, copy, hostile_manifests, make_key, tmp_path):
     private, public = make_key("hostile")
-    remote = tmp_path / "remote"
+    remote, walked = tmp_path / "remote", {"inspect", "diff"}  # see the test above
     for name in ("references", "environment.device_kind", "everywhere"):
         (copy / "manifest.json").write_bytes(hostile_manifests[name])
         remote.mkdir(exist_ok=True)
@@ -115,11 +115,16 @@ def test_other_commands_escape_every_text_of_a_manifest(command, copy, hostile_m
             ["fetch", f"file://{remote}"],
             ["sign", copy, f"--key={private}"],
             ["verify", copy, f"--key={public}"],
+            ["verify", copy, f"--record_golden={tmp_path / 'golden.json'}"],
         ):
             done = command(dflash_bundle, *arguments)
             check(done.out, done.err)
-        done = command(run, f"--bundle={copy}", "--prompt=a", "--stats")
-        check(done.out, done.err)
+            walked.add(arguments[0])
+        for module, *arguments in ((run, "--prompt=a", "--stats"), (serve, "--port=0")):
+            done = command(module, f"--bundle={copy}", *arguments)
+            check(done.out, done.err)
+            assert done.code
+    assert walked == {*dflash_bundle.COMMANDS}
     for name in ("entries.0.inspection.largest", "everywhere"):  # the first can be rebuilt
         (copy / "manifest.json").write_bytes(hostile_manifests[name])
         done = command(precompile, f"--rebuild={copy}")

@@ -1,7 +1,9 @@
 """Fixtures: dflash-serve in its own process, on the embedded pair."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from dflash_aot.runtime.engine import Engine
 
 PATIENCE = 120  # seconds, for a busy machine
 KEY = "sk-the-key-of-these-tests"
+EMBEDDED_TARGET = Path(__file__).parents[2] / "cache" / "embedded" / "target"
 
 
 @dataclass
@@ -93,6 +96,21 @@ def start_server(bundle: Callable[[str], Path]) -> Iterator[Callable[..., Server
     yield start
     for server in started:
         server.kill()
+
+
+@pytest.fixture
+def make_hostile_target(tmp_path: Path) -> Callable[[str], Path]:
+    """A regular expression → the embedded target with a tokenizer that splits texts by it."""
+
+    def make(pattern: str) -> Path:
+        target = Path(shutil.copytree(EMBEDDED_TARGET, tmp_path / "target"))
+        tokenizer = json.loads((target / "tokenizer.json").read_text())
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
+        (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return target
+
+    return make
 
 
 @pytest.fixture(scope="session")

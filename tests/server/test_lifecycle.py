@@ -220,15 +220,9 @@ def test_model_of_a_directory_is_named_without_its_path(start_server, bundle, sp
             assert str(speaking_target.parent) not in client.get(path).text
 
 
-def test_text_at_which_the_tokenizer_panics_is_answered_in_openai_form(start_server, tmp_path):
+def test_text_at_which_the_tokenizer_panics_is_answered_in_openai_form(start_server, make_hostile_target):
     """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
-    target = tmp_path / "target"
-    shutil.copytree(EMBEDDED_TARGET, target)
-    tokenizer = json.loads((target / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(a|a)*$"}, "behavior": "Isolated", "invert": False}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    server = start_server(f"--target={target}").wait_until_ready()
+    server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
     with server.client() as client:
         for stream in (False, True):
             body = {"prompt": "a" * 60 + "b", "max_tokens": 1, "stream": stream}

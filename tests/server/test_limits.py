@@ -3,7 +3,9 @@
 import asyncio
 import json
 import select
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -111,6 +113,28 @@ def test_cancelled_request_keeps_the_turn_of_its_key_until_its_thread_ends():
         return [other, await following]
 
     assert asyncio.run(parse_after_cancel()) == ["of another key", "parsed"]
+
+
+@pytest.mark.slow
+def test_slow_texts_of_clients_that_left_do_not_delay_other_keys(start_server, make_hostile_target, tmp_path):
+    """Each text takes a thread of the tokenizer a minute. The clients are gone, but nothing interrupts the thread."""
+    (tmp_path / "keys").write_text(OTHER)
+    target, body = make_hostile_target("(a|a){22}b|."), json.dumps({**SMALL, "prompt": "a" * 400}).encode()
+    server = start_server(f"--target={target}", f"--api_keys={tmp_path / 'keys'}", key=KEY).wait_until_ready()
+    with server.client(OTHER) as other:
+
+        def measure() -> float:
+            began = time.monotonic()
+            assert other.post(COMPLETIONS, json={**SMALL, "prompt": "b"}).status_code == 200
+            return time.monotonic() - began
+
+        measure()
+        alone = statistics.median(measure() for _ in range(3))
+        for _ in range(2 * PARSING_THREADS):
+            with RawClient(server) as client:
+                client.ask("POST", COMPLETIONS, body, authorization=f"Bearer {KEY}")
+            measure()  # the server has read the request and the disconnect
+        assert statistics.median(measure() for _ in range(3)) < 20 * alone
 
 
 # -- bodies
