@@ -3,6 +3,7 @@
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
 dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
 dflash-bundle verify BUNDLE --deep [--record]    also call every executable, in a subprocess
+dflash-bundle verify BUNDLE --execute            also run the executables of a TPU bundle on this machine's CPU
 dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]     also compare generated answers with FILE
 dflash-bundle verify BUNDLE --record_golden FILE     also write generated answers to FILE
 dflash-bundle diff A B                           show how two bundles differ
@@ -23,6 +24,7 @@ from pathlib import Path
 from absl import flags
 
 from dflash_aot.bin.bundle_changes import (
+    VerificationOptions,
     report_fetch,
     report_garbage,
     report_push,
@@ -53,6 +55,20 @@ _RECORD = flags.DEFINE_bool(
     False,
     "like --deep, and record the outputs of executables that have none recorded; this changes the manifest, so sign "
     "the bundle afterwards",
+    flag_values=FLAGS,
+)
+_EXECUTE = flags.DEFINE_bool(
+    "execute",
+    False,
+    "for a TPU bundle: also compile it again, run the compiler's optimized programs on this machine's CPU, and compare "
+    "with the same programs built for the CPU; with --target and --draft, --golden or --record_golden also generate "
+    "answers with them",
+    flag_values=FLAGS,
+)
+_EMULATED = flags.DEFINE_string(
+    "emulated",
+    None,
+    "with --execute: keep the emulated bundle in this directory; dflash-run and dflash-serve take it",
     flag_values=FLAGS,
 )
 _GOLDEN = flags.DEFINE_string(
@@ -101,10 +117,10 @@ COMMANDS = {
     "inspect": SubCommand(1, frozenset(), lambda bundle: report_inspection(bundle, _JSON.value)),
     "verify": SubCommand(
         1,
-        frozenset({"key", "set_aside", "deep", "record", "golden", "record_golden", "target", "draft"}),
-        lambda bundle: report_verification(
-            bundle, _key(), _SET_ASIDE.value, _JSON.value, _DEEP.value or _RECORD.value, _RECORD.value, _golden()
+        frozenset(
+            {"key", "set_aside", "deep", "record", "execute", "emulated", "golden", "record_golden", "target", "draft"}
         ),
+        lambda bundle: report_verification(bundle, _verification(), _JSON.value),
     ),
     "diff": SubCommand(2, frozenset(), lambda a, b: report_diff(a, b, _JSON.value)),
     "sign": SubCommand(1, frozenset({"key"}), lambda bundle: report_signing(bundle, _key(), _JSON.value)),
@@ -146,12 +162,26 @@ def _key() -> Path | None:
     return None if _KEY.value is None else Path(_KEY.value)
 
 
-def _golden() -> GoldenOptions:
-    """The flags of the golden check. Raises BadInput for checkpoints without such a check."""
+def _verification() -> VerificationOptions:
+    """The flags of verify. Raises BadInput for flags without the check that they belong to."""
     golden, record = (Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN))
-    if (_TARGET.value or _DRAFT.value) and not (golden or record):
-        raise BadInput("--target and --draft: verify reads checkpoints only with --golden or --record_golden")
-    return GoldenOptions(golden, record, _TARGET.value, _DRAFT.value)
+    if (_TARGET.value or _DRAFT.value) and not (golden or record or _EXECUTE.value):
+        raise BadInput(
+            "--target and --draft: verify reads checkpoints only with --golden, --record_golden or --execute"
+        )
+    if _EMULATED.value and not _EXECUTE.value:
+        raise BadInput("--emulated: verify emulates executables only with --execute")
+    if _EXECUTE.value and _RECORD.value:
+        raise BadInput("--record: results are recorded on the TPU; emulated executables round otherwise")
+    return VerificationOptions(
+        key=_key(),
+        quarantine=_SET_ASIDE.value,
+        deep=_DEEP.value or _RECORD.value,
+        record=_RECORD.value,
+        execute=_EXECUTE.value,
+        emulated=Path(_EMULATED.value) if _EMULATED.value else None,
+        golden=GoldenOptions(golden, record, _TARGET.value, _DRAFT.value),
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
+from dflash_aot.bin.bundle_emulation import EmulationReport, format_emulation
 from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.bundle_self_test import SelfTestReport, format_self_tests, self_test_bundle
 from dflash_aot.bin.command_line import print_json, print_lines
@@ -61,6 +62,7 @@ class VerificationReport(msgspec.Struct, frozen=True):
         rebuild: command that replaces the broken files.
         calls: what calling the executables showed; None without --deep, or where a file is broken.
         golden: answers compared; None without --golden and --record_golden, or where something is broken.
+        emulation: what the emulated executables compute; None without --execute, or where something is broken.
     """
 
     bundle: str
@@ -75,55 +77,69 @@ class VerificationReport(msgspec.Struct, frozen=True):
     rebuild: str = msgspec.field(name="mend")
     calls: SelfTestReport | None = None
     golden: AnswerReport | None = None
+    emulation: EmulationReport | None = None
 
 
-def report_verification(
-    bundle: Path,
-    key: Path | None,
-    quarantine: bool,
-    as_json: bool,
-    deep: bool = False,
-    record: bool = False,
-    golden: GoldenOptions = NO_GOLDEN,
-) -> int:
+class VerificationOptions(msgspec.Struct, frozen=True):
+    """Flags of `verify`.
+
+    Attributes:
+        key: public key that must have signed the bundle.
+        quarantine: move broken files to set-aside/.
+        deep: also call every executable.
+        record: also add missing self-test results to the manifest; implies `deep`.
+        execute: also emulate the executables of a TPU bundle.
+        emulated: where the emulated bundle stays.
+        golden: answers to compare or record.
+    """
+
+    key: Path | None = None
+    quarantine: bool = True
+    deep: bool = False
+    record: bool = False
+    execute: bool = False
+    emulated: Path | None = None
+    golden: GoldenOptions = NO_GOLDEN
+
+
+def report_verification(bundle: Path, options: VerificationOptions, as_json: bool) -> int:
     """Prints the report of `verify` and returns the exit code.
 
     0 if nothing is wrong, that of a corrupt bundle, or that of an incompatible one where only answers are wrong.
     """
-    report = verify_bundle(bundle, key, quarantine, deep, record, golden)
+    report = verify_bundle(bundle, options)
     if as_json:
         print_json(report)
     else:
         print_lines(*format_verification(report))
-    broken = report.flaws or (report.calls and report.calls.faults)
-    if broken:
+    emulation = report.emulation
+    if report.flaws or (report.calls and report.calls.faults) or (emulation and emulation.failures):
         return CorruptBundle.exit_code
-    return IncompatibleBundle.exit_code if report.golden and report.golden.failures else 0
+    answers = (report.golden, emulation.golden if emulation else None)
+    return IncompatibleBundle.exit_code if any(one and one.failures for one in answers) else 0
 
 
-def verify_bundle(
-    bundle: Path,
-    key: Path | None,
-    quarantine: bool,
-    deep: bool = False,
-    record: bool = False,
-    golden: GoldenOptions = NO_GOLDEN,
-) -> VerificationReport:
+def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationReport:
     """Compares every file of a bundle with its manifest; moves broken files away if `quarantine` is set.
 
-    With a public `key` the signature is verified first: an unsigned manifest is not parsed. `deep` also calls every
-    executable, if all files are sound; `record` adds missing self-test results to the manifest. `golden`: answers are
-    compared if files and executables are sound. Raises MissingBundle, CorruptBundle, BadInput, and what
-    `self_test_bundle` and `check_answers` raise.
+    With a public key the signature is verified first: an unsigned manifest is not parsed. Executables are called or
+    emulated if all files are sound, answers compared if the executables are. Raises MissingBundle, CorruptBundle,
+    BadInput, and what `self_test_bundle`, `check_emulation` and `check_answers` raise.
     """
     content = read_manifest_bytes(bundle)
-    signer = check_signature(bundle, content, key) if key is not None else None
+    signer = check_signature(bundle, content, options.key) if options.key is not None else None
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
     promises, flaws = list_expected_files(bundle, manifest), find_file_flaws(bundle, manifest)
-    moved, left = quarantine_flaws(bundle, manifest, flaws) if quarantine else ({}, None)
-    calls = self_test_bundle(bundle, manifest, quarantine, record) if deep and not flaws else None
+    moved, left = quarantine_flaws(bundle, manifest, flaws) if options.quarantine else ({}, None)
+    calls = emulation = golden = None
+    if options.deep and not flaws:
+        calls = self_test_bundle(bundle, manifest, options.quarantine, options.record)
     sound = not flaws and not (calls and calls.faults)
+    if options.execute and sound:
+        emulation = _check_emulation(bundle, manifest, options)
+    elif options.golden.wanted and sound:
+        golden = _check_answers(bundle, manifest, options.golden)
     return VerificationReport(
         bundle=str(bundle),
         files=len(promises),
@@ -136,8 +152,15 @@ def verify_bundle(
         not_quarantined=left,
         rebuild=_choose_rebuild(bundle, manifest, flaws),
         calls=calls,
-        golden=_check_answers(bundle, manifest, golden) if golden.wanted and sound else None,
+        golden=golden,
+        emulation=emulation,
     )
+
+
+def _check_emulation(bundle: Path, manifest: Manifest, options: VerificationOptions) -> EmulationReport:
+    from dflash_aot.bin.emulation_check import check_emulation  # noqa: PLC0415  imports JAX
+
+    return check_emulation(bundle, manifest, options.emulated, options.golden)
 
 
 def _check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> AnswerReport:
@@ -171,8 +194,10 @@ def format_verification(report: VerificationReport) -> list[str]:
     lines.append(f"{report.files} files, {format_bytes(report.bytes)}: all match the manifest")
     if report.calls:
         lines += format_self_tests(report.calls)
-    if report.golden:
-        lines += format_answers(report.golden)
+    if report.emulation:
+        lines += format_emulation(report.emulation)
+    for answers in (report.golden, report.emulation.golden if report.emulation else None):
+        lines += format_answers(answers) if answers else []
     return lines
 
 

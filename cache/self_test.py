@@ -66,6 +66,34 @@ class SelfTestResult(msgspec.Struct, frozen=True):
     compared: bool = False
 
 
+class OutputDifference(msgspec.Struct, frozen=True):
+    """How an output of two executables differs.
+
+    Attributes:
+        name: of the output.
+        largest: the largest difference of two numbers; for whole numbers, how many differ.
+        scale: the largest absolute number; for whole numbers, how many there are.
+        whole: whether the output holds whole numbers, such as tokens.
+    """
+
+    name: str
+    largest: float
+    scale: float
+    whole: bool
+
+
+class ExecutableDifference(msgspec.Struct, frozen=True):
+    """How the outputs of an executable differ from those of another bundle.
+
+    Attributes:
+        label: its program and sizes.
+        outputs: in the order of the signature.
+    """
+
+    label: str
+    outputs: tuple[OutputDifference, ...]
+
+
 class SelfTests:
     """Runs executables of a bundle, in one worker until it crashes, then in the next.
 

@@ -41,7 +41,7 @@ EXTRAS = (
     "transformers",
 )  # imported inside functions, since they may not be installed
 WORKERS = ("benchmarks/torch_worker.py",)  # run as a subprocess, which needs torch at once
-BUILDING = ("bin/precompile.py", "bin/precompile_report.py")  # one command
+BUILDING = ("bin/precompile.py", "bin/precompile_report.py", "bin/emulation_check.py")  # the commands that compile
 EXCEPTIONS = {
     *((module, "dflash_aot.compile") for module in BUILDING),
     ("bin/bench.py", "dflash_aot.benchmarks"),

@@ -114,6 +114,11 @@ class Instruction:
         except json.JSONDecodeError as error:
             raise _unreadable(f"backend_config of {self.name}: {error}") from error
 
+    def list_attributes(self) -> list[tuple[str, str]]:
+        """All attributes: name and text of the value."""
+        parts = (part.partition("=") for part in _split(self.attributes.lstrip(", ")))
+        return [(name, value) for name, _, value in parts]
+
     def _attribute(self, name: str) -> str:
         found = re.search(rf'\b{name}=("[^"]*"|\{{[^}}]*\}}|[^\s,]+)', self.attributes)
         return found[1].strip('"') if found else ""
@@ -177,6 +182,7 @@ ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (paramete
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 OPCODE = re.compile(r" ([\w\-]+)(?=\()")
+DELIMITER = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # or a quoted text, in which no comma counts
 COMMENT = re.compile(r"/\*.*?(?:\*/|$)")
 LEAF = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?$")  # a dynamic dimension is written <=8
 
@@ -226,7 +232,8 @@ def _split(text: str) -> Iterator[str]:
     """Splits text at the commas of the outermost level, and drops comments."""
     text = COMMENT.sub("", text)
     depth, begin = 0, 0
-    for at, letter in enumerate(text):
+    for found in DELIMITER.finditer(text):
+        letter, at = found[0], found.start()
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and not depth:
             yield text[begin:at].strip()

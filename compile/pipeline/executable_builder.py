@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 import msgspec
@@ -20,6 +21,7 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
 from dflash_aot.compile.analysis.inspection import inspect_module, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
+from dflash_aot.compile.emulation.portable_program import make_portable_program, print_optimized_program
 from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
@@ -32,12 +34,14 @@ class CompileJob(msgspec.Struct, frozen=True):
         known: the weights and state that the signature names, by name.
         program: portable StableHLO.
         key: the executable's key.
+        emulate: answer with the emulated program, and store nothing.
     """
 
     signature: Signature
     known: dict[str, ArraySpec]
     program: bytes
     key: str
+    emulate: bool = False
 
 
 class CompileResult(msgspec.Struct, frozen=True):
@@ -46,23 +50,49 @@ class CompileResult(msgspec.Struct, frozen=True):
     Attributes:
         entry: the executable's entry; None where it could not be built.
         failure: why it could not.
+        emulated: for `CompileJob.emulate`, a program for CPUs that computes what the executable computes.
     """
 
     entry: Entry | None
     failure: str = ""
+    emulated: bytes = b""
+
+
+class CompiledExecutable(NamedTuple):
+    """An executable in this process.
+
+    Attributes:
+        entry: its entry.
+        executable: the packed executable.
+        program: the packed program.
+        compiled: as JAX has it.
+    """
+
+    entry: Entry
+    executable: bytes
+    program: bytes
+    compiled: jax.stages.Compiled
 
 
 def build_executable(devices: TargetDevices, store: Store, job: CompileJob) -> Entry:
     """Compiles an executable and adds it to the store. Raises BuildFailed, or what the compiler raises."""
-    entry, executable, program = compile_executable(devices, job)
-    store.add(entry, executable, program)
-    return entry
+    built = compile_executable(devices, job)
+    store.add(built.entry, built.executable, built.program)
+    return built.entry
 
 
-def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, bytes, bytes]:
+def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult:
+    """Compiles an executable and makes its optimized program portable. Raises as `build_executable` does."""
+    built = compile_executable(devices, job)
+    text = print_optimized_program(built.compiled)
+    emulated = make_portable_program(text, job.signature, job.known, devices.environment.device_count)
+    return CompileResult(built.entry, emulated=emulated)
+
+
+def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecutable:
     """Compiles, checks and serializes; call it inside `jax_cache_disabled`.
 
-    Returns the entry, the packed executable and the packed program. Raises BuildFailed, or what the compiler raises.
+    Raises BuildFailed, or what the compiler raises.
     """
     began = time.monotonic()
     lowered = lower_program(job.program, job.signature, job.known, devices.devices)
@@ -88,7 +118,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> tuple[Entry, 
         cost=read_cost(compiled, module, find_chip(devices)),
         analysis=inspection,
     )
-    return entry, executable, program
+    return CompiledExecutable(entry, executable, program, compiled)
 
 
 def check_jax_version() -> None:

@@ -39,7 +39,7 @@ def compile_on_node(environment: bytes, job: bytes) -> tuple[bytes, bytes, bytes
     wanted, asked = msgspec.json.decode(environment, type=Environment), msgspec.json.decode(job, type=CompileJob)
     try:
         with jax_cache_disabled():
-            entry, executable, program = compile_executable(_open_devices(wanted, asked), asked)
+            entry, executable, program, _ = compile_executable(_open_devices(wanted, asked), asked)
     except Exception as error:
         return msgspec.json.encode(CompileResult(None, explain_failure(error))), b"", b""
     return msgspec.json.encode(CompileResult(entry)), executable, program

@@ -60,13 +60,13 @@ def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
     if manifest.environment.platform != "cpu":
         return f"on the host that serves, run dflash-bundle verify {shlex.quote(str(bundle))} --deep --record"
     needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(one.bytes for one in manifest.state)
-    available = _available_memory()
+    available = available_memory()
     if available is not None and needed > available:
         return f"that takes {format_bytes(needed)} of memory, and {format_bytes(available)} are available"
     return None
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Bytes; None where the system does not tell."""
     try:
         lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())

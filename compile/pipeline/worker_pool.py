@@ -52,10 +52,13 @@ class WorkerPool:
             self._end_worker(worker)
 
     def start(self, job: CompileJob) -> Future[Entry]:
-        return self._threads.submit(self._compile, job)
+        return self._threads.submit(lambda: self.compile(job)[0])
 
-    def _compile(self, job: CompileJob) -> Entry:
-        """Raises BuildFailed with the worker's reason, or with the last words of its log."""
+    def compile(self, job: CompileJob) -> tuple[Entry, bytes]:
+        """Returns the entry, and the emulated program if the job asks for it.
+
+        Raises BuildFailed with the worker's reason, or with the last words of its log.
+        """
         with self._lock:
             worker, self._idle = self._idle, None
         worker = worker or self._start_worker()
@@ -70,7 +73,7 @@ class WorkerPool:
             self._crashes = None
         if result.entry is None:
             raise BuildFailed(result.failure)
-        return result.entry
+        return result.entry, result.emulated
 
     def _start_worker(self) -> "_Worker":
         """Raises BuildFailed where it does not start, would crash as others have, or the pool is closed."""

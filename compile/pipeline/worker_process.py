@@ -20,6 +20,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
     CompileJob,
     CompileResult,
     build_executable,
+    emulate_executable,
     explain_failure,
     jax_cache_disabled,
 )
@@ -39,6 +40,8 @@ def main() -> None:
 def _build(devices: TargetDevices, store: Store, job: CompileJob) -> CompileResult:
     try:
         with jax_cache_disabled():
+            if job.emulate:
+                return emulate_executable(devices, job)
             return CompileResult(build_executable(devices, store, job))
     except Exception as error:
         return CompileResult(None, explain_failure(error))

@@ -1,6 +1,7 @@
 """Self-test of executables: calls one with reproducible inputs, records its results and compares records."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +21,20 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 AGREEING_TOKENS = {"float32": 1.0, "bfloat16": 0.5}
 
 
+class Output(NamedTuple):
+    """One output of a call.
+
+    Attributes:
+        name: of the array.
+        values: after the call.
+        before: of a state array, its values before the call.
+    """
+
+    name: str
+    values: np.ndarray
+    before: np.ndarray | None = None
+
+
 class SelfTestCaller:
     """Calls each executable once, with test weights and test state on the devices."""
 
@@ -29,16 +44,21 @@ class SelfTestCaller:
 
     def call(self, executable: Executable) -> SelfTest:
         """The record of the results. Raises ValueError for NaN or infinity."""
+        outputs = (_record_output(one.name, one.values, one.before) for one in self.run(executable))
+        return SelfTest(INPUTS_VERSION, tuple(outputs))
+
+    def run(self, executable: Executable) -> list[Output]:
+        """The results of a call: donated state, then results."""
         signature, donated = executable.signature, executable.signature.donated
         executable.bind(self._place_weights(signature))
         before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
         state = _State({name: self._to_device(self._known[name], values) for name, values in before.items()})
         arguments = [self._to_device(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
         results = executable(state, *arguments)
-        outputs = [_record_output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
+        outputs = [Output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):
-            outputs += [_record_output(name, values) for name, values in _read_result(signature, array.name, result)]
-        return SelfTest(INPUTS_VERSION, tuple(outputs))
+            outputs += [Output(name, values) for name, values in _read_result(signature, array.name, result)]
+        return outputs
 
     def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
         """Keeps this executable's weights only: the next executable takes mostly the same weights, or none of them."""

@@ -1,0 +1,143 @@
+"""Tiled layouts: where each element of an array lies in memory.
+
+A layout `{1,0:T(8,128)(2,1)S(1)}` lists the dimensions from minor to major, then tiles, each applied to the innermost
+dimensions that the tile before has left (https://openxla.org/xla/tiled_layout). Dimensions are padded to whole tiles.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.compile.analysis.hlo import Buffer
+
+LAYOUT = re.compile(r"\{([\d,]*)(?::((?:[A-Z]\([\d,]*\)|\([\d,]*\))*))?\}")
+PART = re.compile(r"([A-Z]?)\(([\d,]*)\)")
+LARGEST_MAP = 1 << 24  # elements; larger arrays split along their major dimensions, see `map_bitcast`
+
+
+@dataclass(frozen=True)
+class TiledLayout:
+    """The memory order of an array.
+
+    Attributes:
+        order: dimensions from major to minor.
+        dimensions: their sizes in that order.
+        tiles: from outer to inner.
+    """
+
+    order: tuple[int, ...]
+    dimensions: tuple[int, ...]
+    tiles: tuple[tuple[int, ...], ...]
+
+    @property
+    def tile_rank(self) -> int:
+        """How many of the minor dimensions tiles divide."""
+        return max(map(len, self.tiles), default=0)
+
+    @cached_property
+    def padded_size(self) -> int:
+        """Elements in memory, with the padding of tiles."""
+        return math.prod(_pad(self.dimensions, self.tiles))
+
+    def suffix(self, rank: int) -> "TiledLayout":
+        """The layout of one element of all but the `rank` minor dimensions."""
+        return TiledLayout(tuple(range(rank)), self.dimensions[len(self.dimensions) - rank :], self.tiles)
+
+    def offsets(self) -> np.ndarray:
+        """The offset in memory of each element, int64, elements from major to minor."""
+        positions: list[np.ndarray | np.int64] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]
+        sizes = list(self.dimensions)
+        for tile in self.tiles:
+            missing = max(0, len(tile) - len(sizes))
+            positions, sizes = [*[np.int64(0)] * missing, *positions], [1] * missing + sizes
+            kept = len(sizes) - len(tile)
+            inner = list(zip(positions[kept:], sizes[kept:], tile, strict=True))
+            positions = positions[:kept] + [at // t for at, _, t in inner] + [at % t for at, _, t in inner]
+            sizes = sizes[:kept] + [-(-size // t) for _, size, t in inner] + [t for _, _, t in inner]
+        offset = np.zeros(self.dimensions, np.int64)
+        for at, size in zip(positions, sizes, strict=True):
+            offset = offset * size + at
+        return offset.ravel()
+
+
+def read_layout(buffer: Buffer) -> TiledLayout:
+    """Parses the layout of an array. Raises BuildFailed for a layout of an unknown form."""
+    found = LAYOUT.fullmatch(buffer.layout or "{" + ",".join(map(str, reversed(range(len(buffer.dimensions))))) + "}")
+    minor_to_major = [int(number) for number in found[1].split(",") if number] if found else None
+    if found is None or sorted(minor_to_major or ()) != list(range(len(buffer.dimensions))):
+        raise BuildFailed(f"the layout of {buffer} is of an unknown form")
+    order = tuple(reversed(minor_to_major or ()))
+    # T begins the list of tiles; S is a memory space.
+    tiles, kind = [], ""
+    for letter, sizes in PART.findall(found[2] or ""):
+        kind = letter or kind
+        if kind == "T":
+            tiles.append(tuple(map(int, sizes.split(","))))
+        elif kind != "S":
+            raise BuildFailed(f"the layout of {buffer} is of an unknown form")
+    return TiledLayout(order, tuple(buffer.dimensions[axis] for axis in order), tuple(tiles))
+
+
+@dataclass(frozen=True)
+class BitcastMap:
+    """Which elements a bitcast's result takes, for each element of its leading dimensions.
+
+    Attributes:
+        repeats: product of the leading dimensions, which are equal on both sides.
+        held: elements of the operand per repeat.
+        sources: for each element of the result per repeat, in memory order, the operand's element; -1 where the result
+            reads the padding of a tile.
+    """
+
+    repeats: int
+    held: int
+    sources: np.ndarray
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the result has the operand's elements in the operand's order."""
+        return self.sources.size == self.held and bool((self.sources == np.arange(self.held)).all())
+
+    @property
+    def reads_padding(self) -> bool:
+        return bool((self.sources < 0).any())
+
+
+def map_bitcast(operand: TiledLayout, result: TiledLayout) -> BitcastMap:
+    """Returns how a bitcast between two layouts reads memory. Raises BuildFailed if it is too large to be followed."""
+    for ranks in _list_suffixes(operand, result):
+        before, after = operand.suffix(ranks[0]), result.suffix(ranks[1])
+        repeats = math.prod(operand.dimensions[: len(operand.dimensions) - ranks[0]])
+        whole = ranks == (len(operand.dimensions), len(result.dimensions))
+        same = repeats == math.prod(result.dimensions[: len(result.dimensions) - ranks[1]])
+        if whole or (same and before.padded_size == after.padded_size):
+            if max(before.padded_size, after.padded_size) > LARGEST_MAP:
+                raise BuildFailed(f"a bitcast of {before.padded_size} elements is too large to be followed")
+            return BitcastMap(repeats, math.prod(before.dimensions), _map_memory(before, after))
+    raise AssertionError("the whole arrays are the last suffixes")
+
+
+def _list_suffixes(operand: TiledLayout, result: TiledLayout) -> list[tuple[int, int]]:
+    """Pairs of ranks that tiles do not divide further, the smallest arrays first."""
+    ranks = [range(min(one.tile_rank, len(one.dimensions)), len(one.dimensions) + 1) for one in (operand, result)]
+    return sorted(((a, b) for a in ranks[0] for b in ranks[1]), key=sum)
+
+
+def _map_memory(operand: TiledLayout, result: TiledLayout) -> np.ndarray:
+    memory = np.full(max(operand.padded_size, result.padded_size), -1, np.int64)
+    offsets = operand.offsets()
+    memory[offsets] = np.arange(offsets.size)
+    return memory[result.offsets()]
+
+
+def _pad(dimensions: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> list[int]:
+    sizes = list(dimensions)
+    for tile in tiles:
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        kept = len(sizes) - len(tile)
+        sizes = sizes[:kept] + [-(-size // t) for size, t in zip(sizes[kept:], tile, strict=True)] + list(tile)
+    return sizes

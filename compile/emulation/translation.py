@@ -1,0 +1,402 @@
+"""Translation of the TPU compiler's optimized HLO into HLO that any backend compiles.
+
+Optimized HLO has what the compiler's passes made of a program: fusions, other layouts, narrowed types, rewritten
+gathers and convolutions, asynchronous copies. The translation keeps the arithmetic and drops memory and time:
+
+- layouts, tiles and memory spaces: a `bitcast`, which depends on layouts, becomes transpose, reshape, transpose;
+- fusions become calls, asynchronous instructions synchronous;
+- roundings to bfloat16 are spelled out, because XLA:CPU may leave them out;
+- the compiler's own custom calls are spelled out. Memory without contents is filled with NaN.
+
+What is not listed here is refused by its name.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Instruction, Type
+from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, map_bitcast, read_layout
+
+
+def _list_names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Opcodes that mean the same on every backend. Their bfloat16 results are rounded.
+ARITHMETIC = _list_names("""
+    abs add all-reduce and atan2 cbrt ceil clamp compare convert convolution cosine count-leading-zeros divide dot erf
+    exponential exponential-minus-one floor is-finite log log-plus-one logistic map maximum minimum multiply negate not
+    or popcnt power reduce reduce-precision reduce-scatter reduce-window remainder round-nearest-afz
+    round-nearest-even rsqrt shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor
+""")
+# The same, of opcodes that move values.
+MOVING = _list_names("""
+    after-all all-gather all-to-all bitcast-convert broadcast call collective-permute concatenate conditional constant
+    dynamic-slice dynamic-update-slice gather get-tuple-element iota pad parameter partition-id replica-id reshape
+    reverse rng-bit-generator scatter select slice sort transpose tuple while
+""")
+# Started by NAME-start, done by NAME-done.
+ASYNCHRONOUS = _list_names("""
+    all-gather all-reduce all-to-all call collective-permute copy dynamic-slice reduce-scatter slice
+""")
+SUMMING = frozenset({"all-reduce", "reduce-scatter"})
+# Attributes without a meaning for the results.
+DROPPED = _list_names("""
+    algorithm_picked api_version async_execution_thread backend_config constrain_layout control-predecessors
+    cross_program_prefetch_index custom_call_has_side_effect custom_call_schedule custom_call_target
+    frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
+""")
+FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
+IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
+UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}  # for other dtypes a number that stands out
+STANDS_OUT = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One instruction of the translated program: `expression` is its text without name and type."""
+
+    name: str
+    type: Type
+    expression: str
+
+    def format(self, root: bool) -> str:
+        return f"  {'ROOT ' if root else ''}%{self.name} = {format_type(self.type)} {self.expression}"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A computation that is translated, in its module."""
+
+    module: HloModule
+    computation: Computation
+
+    @cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        return {one.name: one for one in self.computation.instructions}
+
+    def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
+        return self.instructions[instruction.operands[number]]
+
+    def array(self, instruction: Instruction) -> Buffer:
+        """The type of an instruction whose result is one array. Raises BuildFailed."""
+        if not isinstance(instruction.type, Buffer):
+            raise refuse(instruction, "a tuple where an array is expected")
+        return instruction.type
+
+
+Rule = Callable[[Instruction, Scope], Iterator[Line]]
+
+
+def translate_module(module: HloModule) -> str:
+    """Returns the text of a program with the same results. Raises BuildFailed with the name of what is not known."""
+    return "\n".join(["HloModule emulated", *_translate_computations(module)]) + "\n"
+
+
+def _translate_computations(module: HloModule) -> Iterator[str]:
+    # XLA:CPU expects a single instruction there.
+    sums = {one.called("to_apply") for one in module.instructions if one.opcode.removesuffix("-start") in SUMMING}
+    for computation in module.computations.values():
+        scope = Scope(module, computation)
+        yield ""
+        yield f"{'ENTRY ' if computation is module.entry else ''}%{computation.name} {{"
+        for instruction in computation.instructions:
+            exact = computation.name in sums
+            *before, last = [_portable(instruction)] if exact else translate_instruction(instruction, scope)
+            yield from (line.format(False) for line in before)
+            yield last.format(instruction is computation.root)
+        yield "}"
+
+
+def translate_instruction(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """Yields the lines of one instruction; the last has its name. Raises BuildFailed if it is not known."""
+    if rule := RULES.get(instruction.opcode):
+        return rule(instruction, scope)
+    if instruction.opcode in MOVING:
+        return iter([_portable(instruction)])
+    if instruction.opcode in ARITHMETIC:
+        return _round(_portable(instruction))
+    kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+    if kind in ASYNCHRONOUS:
+        return (_start if instruction.opcode.endswith("-start") else _finish)(instruction, scope)
+    raise refuse(instruction, "its opcode is not known")
+
+
+def refuse(instruction: Instruction, reason: str) -> BuildFailed:
+    return BuildFailed(f"%{instruction.name}, {instruction.opcode}: {reason}. The program cannot be emulated")
+
+
+def _portable(instruction: Instruction) -> Line:
+    operands = instruction.literal or ", ".join(f"%{name}" for name in instruction.operands)
+    if instruction.opcode == "parameter":
+        operands = str(instruction.number)
+    return Line(instruction.name, instruction.type, f"{instruction.opcode}({operands}){_keep(instruction)}")
+
+
+def _keep(instruction: Instruction) -> str:
+    """The attributes that the meaning depends on, as text."""
+    kept = (f"{name}={value}" for name, value in instruction.list_attributes() if name not in DROPPED)
+    return "".join(f", {attribute}" for attribute in kept)
+
+
+def _round(line: Line) -> Iterator[Line]:
+    """Rounds a bfloat16 result explicitly: XLA:CPU computes in float32 and may leave a rounding out."""
+    if not isinstance(line.type, Buffer) or line.type.dtype != "bf16":
+        yield line
+        return
+    wide = Buffer("f32", line.type.dimensions, "")
+    yield Line(f"{line.name}.raw", line.type, line.expression)
+    yield Line(f"{line.name}.wide", wide, f"convert(%{line.name}.raw)")
+    yield Line(f"{line.name}.cut", wide, f"reduce-precision(%{line.name}.wide), exponent_bits=8, mantissa_bits=7")
+    yield Line(line.name, line.type, f"convert(%{line.name}.cut)")
+
+
+def _copy(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    yield Line(instruction.name, instruction.type, f"reshape(%{instruction.operands[0]})")
+
+
+def _fusion(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    operands = ", ".join(f"%{name}" for name in instruction.operands)
+    yield Line(instruction.name, instruction.type, f"call({operands}), to_apply=%{instruction.called('calls')}")
+
+
+def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """Nothing happens at the start; the name stands for the first operand, which nothing but the end reads."""
+    yield Line(instruction.name, scope.operand(instruction).type, f"copy(%{instruction.operands[0]})")
+
+
+def _finish(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The whole instruction happens at its end."""
+    start, opcode = scope.operand(instruction), instruction.opcode.removesuffix("-done")
+    if opcode == "copy":
+        yield Line(instruction.name, instruction.type, f"reshape(%{start.operands[0]})")
+        return
+    if opcode in SUMMING:
+        yield from _sum_devices(instruction.name, start, scope)
+        return
+    operands = ", ".join(f"%{name}" for name in start.operands)
+    line = Line(instruction.name, instruction.type, f"{opcode}({operands}){_keep(start)}")
+    yield from _round(line) if opcode in ARITHMETIC else [line]
+
+
+def _async_start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """A call, whose result the end reads."""
+    called = scope.module.computations[instruction.called("calls")]
+    operands = ", ".join(f"%{name}" for name in instruction.operands)
+    yield Line(instruction.name, called.root.type, f"call({operands}), to_apply=%{called.name}")
+
+
+def _async_done(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    yield Line(instruction.name, instruction.type, f"copy(%{instruction.operands[0]})")
+
+
+def _barrier(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """An order of events, which does not change a value."""
+    if len(instruction.operands) == 1:
+        yield Line(instruction.name, instruction.type, f"copy(%{instruction.operands[0]})")
+    else:
+        yield Line(instruction.name, instruction.type, _format_tuple(instruction.operands))
+
+
+def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The compiler narrows results that are not read, such as the values of an argmax; it computes in the wide type."""
+    line, leaves = _portable(instruction), _list_arrays(instruction)
+    starts = [scope.array(scope.instructions[name]) for name in instruction.operands[len(leaves) :]]
+    wide = [_retype(leaf, start.dtype) for start, leaf in zip(starts, leaves, strict=True)]
+    if [leaf.dtype for leaf in leaves] == [leaf.dtype for leaf in wide]:
+        yield from _round(line)
+        return
+    name = instruction.name
+    if not isinstance(instruction.type, tuple):
+        yield Line(f"{name}.reduced", wide[0], line.expression)
+        yield from _round(Line(name, instruction.type, f"convert(%{name}.reduced)"))
+        return
+    yield Line(f"{name}.reduced", tuple(wide), line.expression)
+    for number, (leaf, target) in enumerate(zip(wide, leaves, strict=True)):
+        yield Line(f"{name}.{number}.wide", leaf, f"get-tuple-element(%{name}.reduced), index={number}")
+        yield Line(f"{name}.{number}", target, f"convert(%{name}.{number}.wide)")
+    yield Line(name, instruction.type, _format_tuple([f"{name}.{number}" for number in range(len(wide))]))
+
+
+def _list_arrays(instruction: Instruction) -> list[Buffer]:
+    """The arrays of a result. Raises BuildFailed for nested tuples."""
+    types = instruction.type if isinstance(instruction.type, tuple) else (instruction.type,)
+    arrays = [one for one in types if isinstance(one, Buffer)]
+    if len(arrays) < len(types):
+        raise refuse(instruction, "a tuple where an array is expected")
+    return arrays
+
+
+def _exchange_sum(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The compiler sums bfloat16 of several devices in float32."""
+    yield from _sum_devices(instruction.name, instruction, scope)
+
+
+def _sum_devices(name: str, instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """A collective with a reduction, in the dtype of the reduction; `name` is that of the result."""
+    line = _portable(instruction)
+    array, root = instruction.type, scope.module.computations[instruction.called("to_apply")].root.type
+    if not isinstance(array, Buffer) or not isinstance(root, Buffer) or array.dtype == root.dtype:
+        yield from _round(Line(name, line.type, line.expression))
+        return
+    (operand,) = instruction.operands
+    opcode = instruction.opcode.removesuffix("-start")
+    yield Line(f"{name}.operand", _retype(scope.array(scope.operand(instruction)), root.dtype), f"convert(%{operand})")
+    yield Line(f"{name}.sum", _retype(array, root.dtype), f"{opcode}(%{name}.operand){_keep(instruction)}")
+    yield from _round(Line(name, array, f"convert(%{name}.sum)"))
+
+
+def _retype(array: Buffer, dtype: str) -> Buffer:
+    return Buffer(dtype, array.dimensions, "")
+
+
+def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    name, operands = instruction.name, instruction.operands
+    if instruction.target in IDENTITY_CALLS:
+        yield from _copy(instruction, scope)
+    elif instruction.target == "ConcatBitcast":
+        listed = ", ".join(f"%{operand}" for operand in operands)
+        yield Line(name, instruction.type, f"concatenate({listed}), dimensions={{0}}")
+    elif instruction.target == "PrepareAsyncCallStart":  # for a collective on the SparseCore
+        yield Line(name, instruction.type, "constant(0)")
+    elif instruction.target == "PrepareAsyncCallDone":
+        yield Line(name, instruction.type, "after-all()")
+    elif instruction.target == "AllocateBuffer":
+        yield from _fill(name, scope.array(instruction), instruction)
+    else:
+        raise refuse(instruction, f"the custom call {instruction.target!r} is not known")
+
+
+def _fill(name: str, array: Buffer, instruction: Instruction) -> Iterator[Line]:
+    """Memory without contents."""
+    value = UNDEFINED.get(array.dtype) or STANDS_OUT.get(array.dtype)
+    if value is None:
+        raise refuse(instruction, f"memory of dtype {array.dtype} is not known")
+    yield Line(f"{name}.undefined", Buffer(array.dtype, (), ""), f"constant({value})")
+    yield Line(name, array, f"broadcast(%{name}.undefined), dimensions={{}}")
+
+
+def _bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The memory of the operand, read in the order of the result's layout."""
+    operand = scope.operand(instruction)
+    source, result = scope.array(operand), scope.array(instruction)
+    if source.dtype != result.dtype:
+        raise refuse(instruction, f"it reads {source.dtype} as {result.dtype}")
+    before, after = read_layout(source), read_layout(result)
+    taken = map_bitcast(before, after)
+    if taken.reads_padding:
+        operand = find_whole_array(instruction, scope)
+        before = read_layout(scope.array(operand))
+        taken = map_bitcast(before, after)
+    yield from _relayout(instruction, operand.name, result, before, after, taken)
+
+
+def _relayout(
+    instruction: Instruction, source: str, result: Buffer, before: TiledLayout, after: TiledLayout, taken: BitcastMap
+) -> Iterator[Line]:
+    name = instruction.name
+    if (taken.sources != np.arange(taken.sources.size)).any() or taken.sources.size > taken.held:
+        raise refuse(instruction, f"its layouts place elements in another order: {result}")
+
+    def array(sizes: Sequence[int]) -> Buffer:
+        return Buffer(result.dtype, tuple(sizes), "")
+
+    rows = array((taken.repeats, taken.held))
+    yield Line(
+        f"{name}.ordered", array(before.dimensions), f"transpose(%{source}), dimensions={_format_list(before.order)}"
+    )
+    yield Line(f"{name}.rows", rows, f"reshape(%{name}.ordered)")
+    kept = array((taken.repeats, taken.sources.size))
+    yield Line(
+        f"{name}.kept", kept, f"slice(%{name}.rows), slice={{[0:{kept.dimensions[0]}], [0:{kept.dimensions[1]}]}}"
+    )
+    yield Line(f"{name}.shaped", array(after.dimensions), f"reshape(%{name}.kept)")
+    order = _format_list([after.order.index(axis) for axis in range(len(after.order))])
+    yield Line(name, result, f"transpose(%{name}.shaped), dimensions={order}")
+
+
+def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
+    """Returns the array whose first elements a bitcast was given, and the whole of which it reads.
+
+    The compiler reads the first element of a small array as an array of its own, carries it through a loop that does
+    not change it, and reads the whole array again: the other elements are still behind it in memory. Raises BuildFailed
+    if there is no such array.
+    """
+    result, found = scope.array(instruction), scope.operand(instruction)
+    while (found.type, found.opcode) and not _covers(found, result):
+        origin = _forward(found, scope)
+        if origin is None:
+            raise refuse(
+                instruction, f"it reads memory behind %{instruction.operands[0]}, whose contents are not known"
+            )
+        found = origin
+    return found
+
+
+def _covers(instruction: Instruction, result: Buffer) -> bool:
+    array = instruction.type
+    if not isinstance(array, Buffer) or array.dtype != result.dtype:
+        return False
+    return math.prod(array.dimensions) >= math.prod(result.dimensions) and not (
+        map_bitcast(read_layout(array), read_layout(result)).reads_padding
+    )
+
+
+def _forward(instruction: Instruction, scope: Scope) -> Instruction | None:
+    """The instruction whose value another one passes on, None if that is not known."""
+    if instruction.opcode in FORWARDED:
+        return scope.operand(instruction)
+    if instruction.opcode != "get-tuple-element":
+        return None
+    source, index = scope.operand(instruction), instruction.index
+    if source.opcode == "while":
+        body = Scope(scope.module, scope.module.computations[source.called("body")])
+        if not _is_unchanged(body, index):
+            return None
+        source = scope.operand(source)
+    return scope.operand(source, index) if source.opcode == "tuple" else None
+
+
+def _is_unchanged(body: Scope, index: int) -> bool:
+    """Whether a loop passes an element of its state on as it is."""
+    root = body.computation.root
+    if root.opcode != "tuple":
+        return False
+    element = body.operand(root, index)
+    while element.opcode in FORWARDED:
+        element = body.operand(element)
+    return (
+        element.opcode == "get-tuple-element" and element.index == index and body.operand(element).opcode == "parameter"
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    "bitcast": _bitcast,
+    "copy": _copy,
+    "fusion": _fusion,
+    "reduce": _reduce,
+    "all-reduce": _exchange_sum,
+    "reduce-scatter": _exchange_sum,
+    "custom-call": _custom_call,
+    "opt-barrier": _barrier,
+    "async-start": _async_start,
+    "async-done": _async_done,
+}
+
+
+def format_type(type_: Type) -> str:
+    """A type without layouts, as HLO writes it."""
+    return type_.shape if isinstance(type_, Buffer) else "(" + ", ".join(map(format_type, type_)) + ")"
+
+
+def _format_list(numbers: Sequence[int]) -> str:
+    return "{" + ",".join(map(str, numbers)) + "}"
+
+
+def _format_tuple(names: Sequence[str]) -> str:
+    return "tuple(" + ", ".join(f"%{name}" for name in names) + ")"

@@ -1,0 +1,131 @@
+"""Emulated build: a CPU bundle that computes what the executables of a TPU bundle compute.
+
+Every executable is compiled again for the described TPU. Its bytes must be those of the bundle, so that the compiler's
+optimized program is the bundle's own. That program, made portable (`compile.emulation`), is compiled for this machine's
+CPU. The result is a bundle as any other: engines open it, commands serve and verify it.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+
+from dflash_aot.cache.bundle.manifest import Manifest, rebuild_command
+from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences, jaxlib_version
+from dflash_aot.cache.errors import BadInput, BuildFailed, IncompatibleBundle
+from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.topology import TOPOLOGIES, Topology
+from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
+from dflash_aot.compile.pipeline.build_target import TargetDevices, attach_devices
+from dflash_aot.compile.pipeline.deployment import Deployment
+from dflash_aot.compile.pipeline.executable_builder import CompileJob
+from dflash_aot.compile.pipeline.observer import BuildObserver
+from dflash_aot.compile.pipeline.worker_pool import WorkerPool
+from dflash_aot.compile.programs.program_source import BundledPrograms, ProgramSource, TracedPrograms
+from dflash_aot.compile.programs.programs import Programs
+
+
+class EmulatedPrograms:
+    """The programs of a TPU bundle as the TPU compiler optimized them, for CPUs; a `ProgramSource`."""
+
+    def __init__(self, manifest: Manifest, store: Store, pool: WorkerPool):
+        self._programs, self._pool, self._bundle = BundledPrograms(manifest, store), pool, store.bundle
+        self._entries = {entry.signature.label: entry for entry in manifest.entries}
+        self.signatures, self.known = self._programs.signatures, self._programs.known
+        self.state, self.recipes = self._programs.state, self._programs.recipes
+        self.exporter = jaxlib_version()
+
+    def export(self, signature: Signature) -> bytes:
+        """Compiles the program for the TPU and translates the compiler's output.
+
+        Raises BuildFailed if the output has something that cannot be emulated, or the compiler makes another executable
+        than the bundle's; CorruptBundle as `BundledPrograms.export`.
+        """
+        promised = self._entries[signature.label]
+        named = {name: self.known[name] for name in (*signature.weights, *signature.state)}
+        job = CompileJob(signature, named, self._programs.export(signature), promised.key, emulate=True)
+        entry, emulated = self._pool.compile(job)
+        if entry.sha256 != promised.sha256:
+            raise BuildFailed(
+                f"compiled here it has sha256 {entry.sha256}, the bundle's has {promised.sha256}: another executable "
+                f"would be emulated than the bundle's. Rebuild the bundle here: {rebuild_command(self._bundle)}"
+            )
+        return emulated
+
+
+def find_topology(bundle: Path, manifest: Manifest) -> Topology:
+    """The slice that a bundle was built for. Raises BadInput if it was built for another device than a TPU."""
+    if (topology := TOPOLOGIES.get(manifest.environment.topology)) is None:
+        kind = manifest.environment.device_kind
+        raise BadInput(f"{bundle} was built for {kind}: only executables for TPUs can be emulated")
+    return topology
+
+
+def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: BuildObserver | None = None) -> None:
+    """Builds the emulated bundle of a TPU bundle in the directory `into`. Starts JAX for CPUs.
+
+    What `into` holds already is not compiled for the CPU again.
+
+    Raises BadInput if the bundle is not for TPUs, IncompatibleBundle if another compiler made it, and as `precompile`.
+    """
+    environment, topology = manifest.environment, find_topology(bundle, manifest)
+    devices = attach_devices("cpu", None, environment.device_count)
+    with WorkerPool(topology, into, jobs=1) as pool:
+        if found := find_differences(environment, pool.environment):
+            raise IncompatibleBundle(
+                f"{bundle} was built with other versions or settings than those here:",
+                *(f"  {one.field}: built with {one.built!r}, here {one.here!r}" for one in found),
+                "Install those versions, or rebuild the bundle here: " + rebuild_command(bundle),
+            )
+        source = EmulatedPrograms(manifest, Store(bundle), pool)
+        _build(manifest, source, devices, into, observer)
+
+
+def build_plain_bundle(manifest: Manifest, into: Path, observer: BuildObserver | None = None) -> None:
+    """Builds the programs of a manifest's pair for this machine's CPU, with the signatures of the TPU's.
+
+    Raises as `precompile`.
+    """
+    devices = attach_devices("cpu", None, manifest.environment.device_count)
+    source = TracedPrograms(_make_programs(manifest), manifest.grid, "cpu", manifest.environment.device_count)
+    _build(manifest, source, devices, into, observer)
+
+
+def _build(
+    manifest: Manifest, source: ProgramSource, devices: TargetDevices, into: Path, observer: BuildObserver | None
+) -> None:
+    deployment = Deployment(
+        target=manifest.target.facts,
+        draft=manifest.draft.facts,
+        programs=_make_programs(manifest),
+        grid=manifest.grid,
+        dtype=manifest.dtype,
+        platform="cpu",
+        devices=manifest.environment.device_count,
+        chip=None,
+    )
+    job = BuildJob(
+        target=manifest.target,
+        draft=manifest.draft,
+        deployment=deployment,
+        source=source,
+        build_target=devices,
+        store=Store(into),
+        self_test=False,
+    )
+    run_build(job, observer or BuildObserver())
+
+
+def _make_programs(manifest: Manifest) -> Programs:
+    """The pair's programs with the weights that a TPU takes: stacked."""
+    facts = manifest.target.facts, manifest.draft.facts
+    return Programs(
+        *facts, manifest.dtype, stacked=True, devices=manifest.environment.device_count, sampling=manifest.sampling
+    )
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Makes JAX start with `count` CPU devices, unless XLA_FLAGS says how many. Call it before JAX starts."""
+    if count > 1 and VIRTUAL_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,87 @@
+"""`dflash-bundle verify --execute`: executables of a TPU bundle are run as the TPU compiler optimized them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.bin import bundle as bundle_command
+from dflash_aot.compile import precompile
+from tests.optimized_programs import NEEDS_COMPILER
+from tests.runtime.conftest import MADE_UP
+
+needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
+
+
+def verify(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which starts JAX with as many CPU devices as the bundle has."""
+    command = [sys.executable, "-m", "dflash_aot.bin.bundle", "verify", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+
+
+@pytest.fixture
+def make_pair(tmp_path):
+    """Writes the configs of a made-up pair; returns its directories."""
+
+    def make(kind: str) -> list[Path]:
+        places = [tmp_path / role for role in ("target", "draft")]
+        for place, config in zip(places, MADE_UP[kind], strict=True):
+            place.mkdir()
+            (place / "config.json").write_text(json.dumps(config))
+        return places
+
+    return make
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("topology", "kind", "dtype"),
+    [("v5e:2x2", "experts", "float32"), pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_sharded_executables_compute_what_their_programs_say(make_pair, tmp_path, topology, kind, dtype):
+    bundle = tmp_path / "bundle"
+    grid = "batch=1 length=32 k=0,3 prefill=16"
+    precompile(*make_pair(kind), bundle, grid=grid, topology=topology, dtype=dtype, sampling=["greedy"])
+    done = verify(bundle, "--execute", "--json")
+    assert done.returncode == 0, done.stderr
+    emulation = json.loads(done.stdout)["emulation"]
+    labels = [one["label"] for one in emulation["executables"]]
+    assert {label.split()[0] for label in labels} == {"prefill", "draft", "verify", "kv_write"}
+    assert emulation["failures"] == []
+    assert emulation["golden"] is None and emulation["kept"] is None
+
+
+@needs_compiler
+def test_answers_equal_those_of_the_cpus_programs(tied, tmp_path):
+    """With checkpoints, and a bundle that is kept: an engine opens it like any bundle for this machine."""
+    bundle, kept = tmp_path / "bundle", tmp_path / "emulated"
+    grid = "batch=1 length=64 k=0,3 prefill=16"
+    precompile(tied.target, tied.draft, bundle, grid=grid, topology="v5e:1x1", dtype="float32", sampling=["greedy"])
+    pair = f"--target={tied.target}", f"--draft={tied.draft}"
+    done = verify(bundle, "--execute", f"--emulated={kept}", *pair)
+    assert done.returncode == 0, done.stderr
+    assert "7 of 7 emulated executables compute what the program says" in done.stdout
+    assert "golden, float32 on cpu: 32 of 32 tokens equal" in done.stdout
+    assert verify(kept, "--golden", tmp_path / "none.json", *pair).returncode == 2
+    other = verify(bundle, "--execute", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
+    assert other.returncode == 4 and "libtpu_init_args: built with" in other.stderr
+
+
+def test_bundle_for_another_device_than_a_tpu_is_refused(bundle, command):
+    done = command(bundle_command, "verify", bundle("tiny"), "--execute")
+    assert done.code == 2 and "only executables for TPUs can be emulated" in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--emulated=DIR"], "--emulated: verify emulates executables only with --execute"),
+        (["--execute", "--record"], "--record: results are recorded on the TPU"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(bundle, command, flags, message):
+    done = command(bundle_command, "verify", bundle("tiny"), *flags)
+    assert done.code == 2 and message in done.err

@@ -1,0 +1,309 @@
+"""Emulation of TPU executables: tiled layouts, translated instructions, and faults that it must find."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import export
+
+from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.compile.analysis.hlo import Buffer, parse_module
+from dflash_aot.compile.emulation.portable_program import make_portable_program
+from dflash_aot.compile.emulation.tiled_layout import map_bitcast, read_layout
+from dflash_aot.compile.emulation.translation import translate_module
+from dflash_aot.compile.programs.lowering import lower_program
+from dflash_aot.runtime.executables.executable import Executable
+from dflash_aot.runtime.self_test.comparison import compare_outputs, exceeds_rounding
+from dflash_aot.runtime.self_test.self_test import Output, SelfTestCaller
+from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
+
+DTYPES = ("float32", "bfloat16")
+
+
+def layout(dtype, dimensions, text):
+    return read_layout(Buffer(dtype, dimensions, text))
+
+
+def run(text, inputs, outputs):
+    """The results of optimized HLO: arrays in, arrays out. `outputs` are (shape, dtype)."""
+    results = tuple(ArraySpec(f"out{number}", *output) for number, output in enumerate(outputs))
+    arguments = tuple(ArraySpec(f"in{number}", one.shape, str(one.dtype)) for number, one in enumerate(inputs))
+    signature = Signature("move", {}, weights=(), state=(), donated=(), arguments=arguments, results=results)
+    program = make_portable_program(text, signature, {}, 1)
+    return [np.asarray(one) for one in jax.jit(export.deserialize(bytearray(program)).call)(*inputs)]
+
+
+def test_offsets_follow_the_example_of_the_xla_documentation():
+    """F32[3,5] in tiles of 2 x 2: element (2,3) lies at 17."""
+    offsets = layout("f32", (3, 5), "{1,0:T(2,2)}").offsets().reshape(3, 5)
+    assert offsets[2, 3] == 17
+    assert offsets[0].tolist() == [0, 1, 4, 5, 8]
+    assert layout("f32", (3, 5), "{1,0:T(2,2)}").padded_size == 24
+
+
+def test_second_tile_divides_the_first():
+    """bf16[4,4] in tiles of 4 x 4, each of pairs of rows: rows 0 and 1 alternate."""
+    offsets = layout("bf16", (4, 4), "{1,0:T(4,4)(2,1)}").offsets().reshape(4, 4)
+    assert offsets[0].tolist() == [0, 2, 4, 6]
+    assert offsets[1].tolist() == [1, 3, 5, 7]
+    assert offsets[2].tolist() == [8, 10, 12, 14]
+
+
+def test_layout_orders_dimensions_from_minor_to_major():
+    assert layout("f32", (2, 3), "{0,1}").offsets().tolist() == [0, 1, 2, 3, 4, 5]
+    assert layout("f32", (2, 3), "{0,1}").order == (1, 0)
+
+
+def test_layout_of_unknown_form_is_refused():
+    with pytest.raises(BuildFailed, match="unknown form"):
+        layout("s4", (8,), "{0:T(128)E(4)}")
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "sources"),
+    [
+        (("s32", (2,), "{0:T(128)}"), ("s32", (), "{:T(128)}"), [0]),
+        (("s32", (1, 1), "{1,0:T(1,128)}"), ("s32", (2,), "{0:T(128)}"), [0, -1]),
+        (("f32", (2, 2), "{1,0:T(2,128)}"), ("f32", (4,), "{0:T(256)}"), [0, 1, -1, -1]),
+        (("f32", (2, 128), "{1,0:T(2,128)}"), ("f32", (256,), "{0:T(256)}"), range(256)),
+    ],
+)
+def test_bitcast_reads_memory_in_the_other_order(source, result, sources):
+    assert map_bitcast(layout(*source), layout(*result)).sources.tolist() == list(sources)
+
+
+def test_large_bitcast_is_followed_along_its_minor_dimensions():
+    """A stack of 36 weights: one of them stands for all."""
+    stacked = layout("bf16", (36, 4096, 2560), "{2,1,0:T(8,128)(2,1)}")
+    split = layout("bf16", (36, 32, 128, 2560), "{3,2,1,0:T(8,128)(2,1)}")
+    taken = map_bitcast(stacked, split)
+    assert taken.is_identity
+    assert taken.repeats * taken.held == 36 * 4096 * 2560
+
+
+def test_bitcast_into_a_transposed_layout_transposes():
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    text = """HloModule m
+ENTRY %main (a: f32[2,3]) -> (f32[3,2]) {
+  %a = f32[2,3]{1,0:T(2,128)} parameter(0)
+  %b = f32[3,2]{0,1:T(2,128)} bitcast(%a)
+  ROOT %t = (f32[3,2]{0,1:T(2,128)}) tuple(%b)
+}
+"""
+    (found,) = run(text, [values], [((3, 2), "float32")])
+    np.testing.assert_array_equal(found, values.T)
+
+
+LOOP = """HloModule m
+%body (s: (s32[], s32[])) -> (s32[], s32[]) {{
+  %s = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) parameter(0)
+  %n = s32[]{{:T(128)}} get-tuple-element(%s), index=0
+  %first = s32[]{{:T(128)}} get-tuple-element(%s), index=1
+  %one = s32[]{{:T(128)}} constant(1)
+  %next = s32[]{{:T(128)}} add(%n, %one)
+  %more = s32[]{{:T(128)}} add(%first, %one)
+  ROOT %t = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) tuple(%next, %{carried})
+}}
+%condition (s: (s32[], s32[])) -> pred[] {{
+  %s = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) parameter(0)
+  %n = s32[]{{:T(128)}} get-tuple-element(%s), index=0
+  %three = s32[]{{:T(128)}} constant(3)
+  ROOT %less = pred[]{{:T(512)}} compare(%n, %three), direction=LT
+}}
+ENTRY %main (a: s32[2]) -> (s32[2], s32[]) {{
+  %a = s32[2]{{0:T(128)}} parameter(0)
+  %zero = s32[]{{:T(128)}} constant(0)
+  %first = s32[]{{:T(128)}} bitcast(%a)
+  %start = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) tuple(%zero, %first)
+  %loop = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) while(%start), condition=%condition, body=%body
+  %count = s32[]{{:T(128)}} get-tuple-element(%loop), index=0
+  %kept = s32[]{{:T(128)}} get-tuple-element(%loop), index=1
+  %whole = s32[2]{{0:T(128)}} bitcast(%kept)
+  ROOT %r = (s32[2]{{0:T(128)}}, s32[]{{:T(128)}}) tuple(%whole, %count)
+}}
+"""
+
+
+def test_rest_of_an_array_is_found_behind_its_first_element():
+    whole, count = run(LOOP.format(carried="first"), [np.array([5, 6], np.int32)], [((2,), "int32"), ((), "int32")])
+    assert (whole.tolist(), int(count)) == ([5, 6], 3)
+
+
+def test_rest_of_an_array_whose_first_element_changed_is_refused():
+    with pytest.raises(BuildFailed, match=r"%whole, bitcast: it reads memory behind %kept"):
+        translate_module(parse_module(LOOP.format(carried="more")))
+
+
+COPIES = """HloModule m, is_scheduled=true
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0:T(128)S(1)} parameter(0)
+  ROOT %twice = f32[4]{0:T(128)} add(%p, %p), metadata={op_name="jit(f)/add, twice)"}
+}
+%maximum (a: f32[], i: s32[], b: f32[], j: s32[]) -> (f32[], s32[]) {
+  %a = f32[]{:T(128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %b = f32[]{:T(128)} parameter(2)
+  %j = s32[]{:T(128)} parameter(3)
+  %greater = pred[]{:T(512)} compare(%a, %b), direction=GE
+  %value = f32[]{:T(128)} select(%greater, %a, %b)
+  %index = s32[]{:T(128)} select(%greater, %i, %j)
+  ROOT %t = (f32[]{:T(128)}, s32[]{:T(128)}) tuple(%value, %index)
+}
+ENTRY %main (x: f32[4]) -> (f32[4], bf16[], s32[]) {
+  %x = f32[4]{0:T(128)} parameter(0), sharding={replicated}
+  %start = (f32[4]{0:T(128)S(1)}, f32[4]{0:T(128)}, u32[]{:S(2)}) copy-start(%x)
+  %done = f32[4]{0:T(128)S(1)} copy-done(%start)
+  %doubled = f32[4]{0:T(128)} fusion(%done), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9"}
+  %places = s32[4]{0:T(128)} iota(), iota_dimension=0
+  %low = f32[]{:T(128)} constant(-inf)
+  %zero = s32[]{:T(128)} constant(0)
+  %best = (bf16[]{:T(256)}, s32[]{:T(128)}) reduce(%doubled, %places, %low, %zero), dimensions={0}, to_apply=%maximum
+  %value = bf16[]{:T(256)} get-tuple-element(%best), index=0
+  %index = s32[]{:T(128)} get-tuple-element(%best), index=1
+  ROOT %r = (f32[4]{0:T(128)}, bf16[]{:T(256)}, s32[]{:T(128)}) tuple(%doubled, %value, %index)
+}
+"""
+
+
+def test_copies_fusions_and_narrowed_results_are_spelled_out():
+    """The narrowed maximum decides in float32: 2.002 and 2.004 are equal in bfloat16, and the second is larger."""
+    values = np.array([1, 1.001, 1.002, 0], np.float32)
+    doubled, value, index = run(COPIES, [values], [((4,), "float32"), ((), "bfloat16"), ((), "int32")])
+    np.testing.assert_array_equal(doubled, values * 2)
+    assert (float(value), int(index)) == (2.0, 2)
+
+
+def test_bfloat16_results_are_rounded():
+    """1 + 2^-8 lies between two bfloat16 numbers, and is 1 when rounded to the even one."""
+    text = """HloModule m
+ENTRY %main (a: bf16[2], b: bf16[2]) -> (f32[2]) {
+  %a = bf16[2]{0:T(256)} parameter(0)
+  %b = bf16[2]{0:T(256)} parameter(1)
+  %sum = bf16[2]{0:T(256)} add(%a, %b)
+  %wide = f32[2]{0:T(128)} convert(%sum)
+  ROOT %t = (f32[2]{0:T(128)}) tuple(%wide)
+}
+"""
+    one, small = np.ones(2, ml_dtypes.bfloat16), np.array([2**-8, 2**-7], ml_dtypes.bfloat16)
+    (found,) = run(text, [one, small], [((2,), "float32")])
+    assert found.tolist() == [1.0, 1 + 2**-7]
+
+
+def test_memory_without_contents_is_not_a_number():
+    text = """HloModule m
+ENTRY %main (a: f32[1]) -> (f32[2]) {
+  %a = f32[1]{0:T(128)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %empty = f32[2]{0:T(128)} custom-call(), custom_call_target="AllocateBuffer"
+  %written = f32[2]{0:T(128)} dynamic-update-slice(%empty, %a, %zero)
+  ROOT %t = (f32[2]{0:T(128)}) tuple(%written)
+}
+"""
+    (found,) = run(text, [np.array([3], np.float32)], [((2,), "float32")])
+    assert found[0] == 3 and np.isnan(found[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('%b = f32[2]{0} custom-call(%a), custom_call_target="Unheard"', "%b, custom-call: the custom call 'Unheard'"),
+        ("%b = f32[2]{0} infeed(%a)", "%b, infeed: its opcode is not known"),
+        ("%b = s32[2]{0} bitcast(%a)", "%b, bitcast: it reads f32 as s32"),
+    ],
+)
+def test_unknown_instruction_is_refused_by_name(line, message):
+    text = f"HloModule m\nENTRY %main (a: f32[2]) -> f32[2] {{\n  %a = f32[2]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+    with pytest.raises(BuildFailed, match=re.escape(message)):
+        translate_module(parse_module(text))
+
+
+# Faults in the optimized program of verify, each at one place: pattern and replacement.
+FAULTS = {
+    "changed constant": (r"constant\(\{1, 0\.4216", "constant({1, 0.4316"),  # a rotary frequency
+    "swapped operands": (r"subtract\((%[\w.\-]+), (%[\w.\-]+)\)", r"subtract(\2, \1)"),
+    "dropped mask": (r"(f32\S* )select\((%[\w.\-]+), (%[\w.\-]+), (%[\w.\-]+)\)", r"\1copy(\3)"),
+}
+
+
+LABEL = "verify batch=1 length=64 k=7"
+GRID = "batch=1 length=64 k=0,7 prefill=16"
+GENERATIONS = [(f"{name}-{dtype}", name, dtype) for name in ("v4:1x1x1", "v5p:1x1x1", "v6e:1x1") for dtype in DTYPES]
+
+
+class Comparer:
+    """Calls emulated programs of a pair, and compares with the programs built for the CPU."""
+
+    def __init__(self, pair: OptimizedPair, folder: Path):
+        self._devices, self._dtype = (jax.devices("cpu")[0],), pair.dtype
+        self.source, self._plain = EmulatedPair(pair, folder), pair.trace("cpu")
+        self.signatures = {one.label: one for one in self.source.signatures if pair.takes(one)}
+        self._caller = SelfTestCaller(self.source.known, 512, self._devices)
+
+    def find_wrong(self, label: str, text: str) -> list[str]:
+        """Optimized HLO of an executable → the outputs that differ more than rounding explains."""
+        found = self._call(self.source.translate(text, self.signatures[label]), label)
+        differences = map(compare_outputs, found, self._expect(label))
+        return [one.name for one in differences if exceeds_rounding(one, self._dtype)]
+
+    @functools.cache  # noqa: B019  lives as long as its module
+    def _expect(self, label: str) -> list[Output]:
+        return self._call(self._plain.export(self.signatures[label]), label)
+
+    def _call(self, program: bytes, label: str) -> list[Output]:
+        signature = self.signatures[label]
+        compiled = lower_program(program, signature, self.source.known, self._devices).compile()
+        return self._caller.run(Executable(signature, compiled))
+
+
+@pytest.fixture(scope="module")
+def verify(tied, tmp_path_factory):
+    """Compares emulated programs of the tied pair on v5e."""
+    if NEEDS_COMPILER:
+        pytest.skip(NEEDS_COMPILER)
+    pair = OptimizedPair("tied", str(tied.target), str(tied.draft), GRID, labels=(LABEL,))
+    folder = tmp_path_factory.mktemp("optimized")
+    optimize([pair], folder)
+    return Comparer(pair, folder)
+
+
+def test_optimized_program_computes_what_the_program_says(verify):
+    assert verify.find_wrong(LABEL, verify.source.read(LABEL)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_one_instruction_is_found(fault, verify):
+    """At the first place where the fault can show."""
+    pattern, replacement = FAULTS[fault]
+    text = verify.source.read(LABEL)
+    places = re.finditer(pattern, text)
+    changed = (text[: one.start()] + one.expand(replacement) + text[one.end() :] for one in places)
+    assert any(verify.find_wrong(LABEL, text) for text in changed)
+
+
+@pytest.fixture(scope="module")
+def generations(tied, tmp_path_factory):
+    """Compares emulated programs of the tied pair, by generation and dtype."""
+    if NEEDS_COMPILER:
+        pytest.skip(NEEDS_COMPILER)
+    labels = "draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8"
+    pairs = [
+        OptimizedPair(name, str(tied.target), str(tied.draft), GRID, topology, dtype, sampling=True, labels=labels)
+        for name, topology, dtype in GENERATIONS
+    ]
+    folder = tmp_path_factory.mktemp("generations")
+    optimize(pairs, folder)
+    return {pair.name: Comparer(pair, folder) for pair in pairs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, *_ in GENERATIONS])
+def test_programs_of_other_generations_compute_what_they_say(name, generations):
+    """v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py."""
+    comparer = generations[name]
+    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in comparer.signatures}
+    assert wrong == dict.fromkeys(comparer.signatures, [])
