@@ -1,6 +1,7 @@
 """dflash-bundle: inspects, verifies, signs and copies bundles. Only verify runs executables, if asked to.
 
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
+dflash-bundle inspect BUNDLE --executable LABEL  show the operations of a TPU executable that take longest
 dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
 dflash-bundle verify BUNDLE --deep [--record]    also call every executable, in a subprocess
 dflash-bundle verify BUNDLE --execute            also run the executables of a TPU bundle on this machine's CPU
@@ -87,6 +88,12 @@ _TARGET = flags.DEFINE_string(
     flag_values=FLAGS,
 )
 _DRAFT = flags.DEFINE_string("draft", None, "as --target, for the draft's checkpoint", flag_values=FLAGS)
+_EXECUTABLE = flags.DEFINE_string(
+    "executable",
+    None,
+    "with inspect: show the longest operations of this executable, such as 'verify batch=1 length=1024 k=15'",
+    flag_values=FLAGS,
+)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "remove nothing, show what would be removed", flag_values=FLAGS)
 _KEEP_HOURS = flags.DEFINE_float(
     "keep_hours", 24.0, "keep files that changed less than this many hours ago", lower_bound=0, flag_values=FLAGS
@@ -114,7 +121,9 @@ class SubCommand:
 
 
 COMMANDS = {
-    "inspect": SubCommand(1, frozenset(), lambda bundle: report_inspection(bundle, _JSON.value)),
+    "inspect": SubCommand(
+        1, frozenset({"executable"}), lambda bundle: report_inspection(bundle, _JSON.value, _EXECUTABLE.value)
+    ),
     "verify": SubCommand(
         1,
         frozenset(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
+from dflash_aot.bin.time_estimates import ExecutableTime, list_times, report_executable, tabulate_times
 from dflash_aot.cache.bundle.export_window import ExportWindow
 from dflash_aot.cache.bundle.manifest import (
     Blob,
@@ -113,6 +114,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
         bytes: size of the executables' files; a file that several executables share counts once.
         program_bytes: size of the StableHLO programs that they were compiled from.
         memory_per_device: what serving allocates on each device.
+        times: estimated times of the executables, of a bundle for a TPU.
         environment: machine and library versions that the bundle was built for.
         rebuild_window: until when its programs can be rebuilt.
         signers: keys named in the signature file, not verified; None without such a file.
@@ -131,6 +133,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
     bytes: int
     program_bytes: int
     memory_per_device: DeviceMemory
+    times: tuple[ExecutableTime, ...]
     environment: Environment
     rebuild_window: RebuildWindow
     signers: Signers | None
@@ -140,11 +143,16 @@ class BundleInspection(msgspec.Struct, frozen=True):
 # -- inspect
 
 
-def report_inspection(bundle: Path, as_json: bool) -> int:
-    """Prints the report of `inspect`; returns 0 if this machine can serve the bundle, else the exit code for that."""
+def report_inspection(bundle: Path, as_json: bool, executable: str | None = None) -> int:
+    """Prints the report of `inspect`; returns 0 if this machine can serve the bundle, else the exit code for that.
+
+    With `executable`, the label of one, prints its longest operations instead, and returns 0.
+    """
     content = read_manifest_bytes(bundle)
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
+    if executable is not None:
+        return report_executable(bundle, manifest, executable, as_json)
     inspection = inspect_bundle(bundle, manifest, list_signers(bundle, content))
     if as_json:
         print_json(inspection)
@@ -171,6 +179,7 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         bytes=_count_bytes(manifest.entries),
         program_bytes=_count_bytes(entry.program for entry in manifest.entries),
         memory_per_device=sum_device_memory(manifest),
+        times=list_times(manifest.entries),
         environment=manifest.environment,
         rebuild_window=RebuildWindow(window.exporter, window.until, window.ends_soon(date.today())),
         signers=signers,
@@ -230,6 +239,7 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
         [f"{inspection.bundle}: schema {inspection.schema}, {inspection.executables} executables, {sizes}"],
         _align(facts),
         format_table(PROGRAM_HEADER, rows),
+        tabulate_times(inspection.times),
         ["built for", *_align({f"  {name}": _join_words(value) for name, value in environment.items() if value})],
         format_compatibility(inspection.compatibility),
     )

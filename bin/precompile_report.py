@@ -8,6 +8,7 @@ import msgspec
 from tqdm import tqdm
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
+from dflash_aot.bin.time_estimates import TIME_HEADER, TIME_NOTE, format_time_cells
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.printable import escape_line
@@ -19,16 +20,16 @@ from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
 from dflash_aot.compile.pipeline.deployment import BucketEstimate, Deployment, MemoryEstimate
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 
-EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "its GB", "GFLOP", "its GFLOP")
-EXECUTABLE_NOTE = (
-    "GB, GFLOP: what one call must move and compute, calculated from the models' facts",
-    "its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once",
-)
+EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")
+COUNT_HEADER = ("its GB", "its GFLOP")
+WORK_NOTE = "GB, GFLOP: what one call must move and compute, calculated from the models' facts"
+COUNT_NOTE = "its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once"
 BUCKET_HEADER = ("batch", "length", "k", "memory", "fits", "draft ms", "verify ms", "kv_write ms", "round ms")
 BUCKET_NOTE = (
     "memory: of each device, for a grid that ends at this bucket",
     "ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement",
 )
+ESTIMATE_NOTE = "estimate, and with it ms/token: of the whole round, by the compiler's own cycles"
 
 
 class TerminalObserver(BuildObserver):
@@ -148,7 +149,8 @@ def print_report(report: BuildReport, as_json: bool) -> None:
         print_json({**summary, **list_memory(report.memory)})
         return
     rows = [_format_entry(deployment, entry, entry.key in compiled) for entry in entries]
-    lines = [*format_table(EXECUTABLE_HEADER, rows), *EXECUTABLE_NOTE, *format_memory(report.memory, deployment)]
+    lines = [*format_table(list_columns(deployment), rows), *list_notes(deployment)]
+    lines += format_memory(report.memory, deployment)
     lines += [f"WARNING: {finding}" for finding in report.findings]
     if report.reproducibility:
         lines.append(f"built twice: {report.reproducibility.summary}")
@@ -180,19 +182,32 @@ def list_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str
         "work": {"bytes": work.bytes, "flops": work.flops},
         "compiler": {"bytes": entry.cost.bytes_accessed, "flops": entry.cost.flops},
         "bound_seconds": chip and work.bound_seconds(chip),
+        "estimate_seconds": entry.cost.estimate_seconds,
+        "ratio": entry.cost.ratio,
         "compiled": compiled,
     }
 
 
+def list_columns(deployment: Deployment) -> tuple[str, ...]:
+    """On a TPU the last columns are times, because the compiler's count of a loop over layers says little."""
+    return (*EXECUTABLE_HEADER, *(TIME_HEADER if deployment.chip else COUNT_HEADER))
+
+
+def list_notes(deployment: Deployment) -> tuple[str, ...]:
+    return WORK_NOTE, TIME_NOTE if deployment.chip else COUNT_NOTE
+
+
 def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple[str, ...]:
     work, cost = deployment.roofline.cost(entry.signature), entry.cost
+    counts = [f"{figure / 1e9:.3f}" for figure in (cost.bytes_accessed, cost.flops)]
     return (
         entry.signature.program,
         " ".join(f"{axis}={extent}" for axis, extent in entry.signature.bucket.items()),
         f"{entry.seconds:.1f}" if compiled else "kept",
         format_bytes(entry.bytes),
         format_bytes(entry.memory.temporaries),
-        *(f"{figure / 1e9:.3f}" for figure in (work.bytes, cost.bytes_accessed, work.flops, cost.flops)),
+        *(f"{figure / 1e9:.3f}" for figure in (work.bytes, work.flops)),
+        *(format_time_cells(cost) if deployment.chip else counts),
     )
 
 
@@ -222,6 +237,8 @@ def _list_bucket(bucket: BucketEstimate) -> dict[str, Any]:
         "fits": bucket.fits,
         "bound_seconds": {**msgspec.structs.asdict(bucket.bound), "round": bucket.bound.round},
         "bound_seconds_per_token": bucket.seconds_per_token,
+        "estimate_seconds": bucket.estimate,
+        "estimate_seconds_per_token": bucket.estimate_per_token,
     }
 
 
@@ -234,19 +251,24 @@ def format_memory(estimate: MemoryEstimate | None, deployment: Deployment) -> li
     return [
         *_format_buckets(estimate.buckets, estimate.tau),
         *BUCKET_NOTE,
+        *([ESTIMATE_NOTE] if any(bucket.estimate for bucket in estimate.buckets) else []),
         f"{verdict} {estimate.chip.name}: {describe_verdict(estimate.memory, available)}",
         describe_proposal(estimate.proposal, deployment.grid),
     ]
 
 
 def _format_buckets(buckets: Sequence[BucketEstimate], tau: float | None) -> list[str]:
-    header = BUCKET_HEADER if tau is None else (*BUCKET_HEADER, f"ms/token, τ={tau:g}")
-    return format_table(header, [_format_bucket(bucket)[: len(header)] for bucket in buckets])
+    estimated = any(bucket.estimate for bucket in buckets)
+    header = (*BUCKET_HEADER, *(["estimate ms"] if estimated else []))
+    header = header if tau is None else (*header, f"ms/token, τ={tau:g}")
+    return format_table(header, [_format_bucket(bucket, estimated)[: len(header)] for bucket in buckets])
 
 
-def _format_bucket(bucket: BucketEstimate) -> list[str]:
+def _format_bucket(bucket: BucketEstimate, estimated: bool) -> list[str]:
+    """`estimated`: whether some bucket has an estimate; then the time per token follows from the estimate."""
     bound = bucket.bound
-    times = (bound.draft, bound.verify, bound.kv_write, bound.round, bucket.seconds_per_token)
+    last = [bucket.estimate, bucket.estimate_per_token] if estimated else [bucket.seconds_per_token]
+    times = (bound.draft, bound.verify, bound.kv_write, bound.round, *last)
     return [
         *(str(size) for size in msgspec.structs.astuple(bucket.bucket)),
         f"{bucket.hbm_bytes / 1e9:.2f} GB",

@@ -118,11 +118,16 @@ class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound_seconds: float | msgspec.UnsetType = msgspec.UNSET
 
     @property
+    def estimate_seconds(self) -> float | None:
+        """The estimated time; None if it is absent."""
+        return None if self.schedule is msgspec.UNSET else self.schedule.seconds
+
+    @property
     def ratio(self) -> float | None:
         """Estimated time over least time; None if either is absent."""
-        if self.schedule is msgspec.UNSET or self.bound_seconds is msgspec.UNSET:
+        if self.estimate_seconds is None or self.bound_seconds is msgspec.UNSET:
             return None
-        return self.schedule.seconds / self.bound_seconds if self.bound_seconds else None
+        return self.estimate_seconds / self.bound_seconds if self.bound_seconds else None
 
 
 class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

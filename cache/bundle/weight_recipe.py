@@ -1,11 +1,13 @@
 """Weight recipes: which checkpoint tensors make each weight argument, so that the runtime needs no model code."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
+MAX_COMPARED = 64  # placements of a recipe that are compared pair by pair
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "bool": 1}
 
 # msgspec checks these patterns when it reads JSON.
@@ -69,7 +71,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
-    """Returns why a recipe is invalid (slices outside, wrong shapes, a wrong element count), None if it is valid."""
+    """Returns why a recipe is invalid (slices outside, wrong shapes, gaps, overlaps), None if it is valid."""
     for placement in recipe.placements:
         place = (placement.offset, placement.extent)
         if any(len(part) != len(recipe.shape) for part in place):
@@ -82,7 +84,35 @@ def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
     filled = sum(math.prod(placement.extent) for placement in recipe.placements)
     if filled != math.prod(recipe.shape):
         return f"its tensors fill {filled} of {math.prod(recipe.shape)} elements"
-    return None
+    return _find_overlap(recipe.placements)
+
+
+def _find_overlap(placements: Sequence[Placement], axis: int = 0) -> str | None:
+    """Returns which placements share elements, None if none do.
+
+    Splits them axis by axis where one ends before the next begins: stacked layers fall apart at once. What is left is
+    compared pair by pair. Many that no axis splits are refused, because comparing them could take hours.
+    """
+    if len(placements) < 2:
+        return None
+    if axis == len(placements[0].offset):
+        if len(placements) > MAX_COMPARED:
+            return f"{len(placements)} tensors from {placements[0].tensor} on are not split along any axis"
+        pairs = (pair for pair in itertools.combinations(placements, 2) if _share_elements(*pair))
+        return next((f"{one.tensor} and {other.tensor} fill the same elements" for one, other in pairs), None)
+    groups: list[list[Placement]] = []
+    end = -1
+    for one in sorted(placements, key=lambda placement: placement.offset[axis]):
+        if one.offset[axis] >= end:
+            groups.append([])
+        groups[-1].append(one)
+        end = max(end, one.offset[axis] + one.extent[axis])
+    return next(filter(None, (_find_overlap(group, axis + 1) for group in groups)), None)
+
+
+def _share_elements(one: Placement, other: Placement) -> bool:
+    sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+    return all(a < b + other_size and b < a + size for a, size, b, other_size in sides)
 
 
 def _is_split(stored: Sequence[int], extent: Sequence[int]) -> bool:

@@ -1,7 +1,9 @@
-"""Executable checks: finds unexpected temporaries, copies, collectives and layouts in manifest entries."""
+"""Executable checks: finds unexpected temporaries, copies, collectives, layouts and times in manifest entries."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.signature import ArraySpec, Signature
@@ -10,6 +12,11 @@ from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
 # Programs whose temporaries are checked.
 LEAN_PROGRAMS = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
+# Estimated time over bound. A bare product with a large weight reaches 1.2 (v6e), 1.4 (v5e) and 1.6 (v5p).
+MAX_RATIO = 3.0
+# Programs whose ratio is checked. Not sampled_verify: its bound leaves out top_k and top_p. Not move: it is rare.
+RATED_PROGRAMS = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
+MIN_RATED_SECONDS = 0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
 MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled verification may need besides
 
 
@@ -28,6 +35,7 @@ def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, co
         *_check_temporaries(entry, known, devices),
         *_check_copies(entry, known),
         *_check_collectives(entry, collectives),
+        *_check_ratio(entry),
     ]
     return [f"{entry.signature.label}: {line}" for line in found]
 
@@ -87,6 +95,19 @@ def _check_collectives(entry: Entry, expected: int) -> Iterable[str]:
     if (count := sum(found.values())) > expected:
         kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
         yield f"{count} collectives ({kinds}), but the program needs {expected}"
+
+
+def _check_ratio(entry: Entry) -> Iterable[str]:
+    cost, ratio = entry.cost, entry.cost.ratio
+    if cost.schedule is msgspec.UNSET or cost.bound_seconds is msgspec.UNSET or ratio is None:
+        return
+    if entry.signature.program in RATED_PROGRAMS and cost.bound_seconds >= MIN_RATED_SECONDS and ratio > MAX_RATIO:
+        longest = cost.schedule.largest[0]
+        milliseconds = f"{longest.seconds * 1e3:.2f} ms"
+        yield (
+            f"estimated at {cost.schedule.seconds * 1e3:.2f} ms, {ratio:.1f} times its bound, more than {MAX_RATIO:g}; "
+            f"the longest: %{longest.instruction} = {longest.shape}, {milliseconds} ({longest.operation})"
+        )
 
 
 def _buffers(signature: Signature) -> Iterable[tuple[str, tuple[int, ...]]]:

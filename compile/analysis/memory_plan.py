@@ -10,7 +10,7 @@ from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name, state_arrays
+from dflash_aot.cache.signature import ArraySpec, ExecutableId, Signature, arrays_by_name, state_arrays
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
 
@@ -61,10 +61,12 @@ class CompilerFigures(msgspec.Struct, frozen=True):
     Attributes:
         memory: by the executable's label.
         layouts: of weights and state, by name, as XLA writes them.
+        seconds: estimated times of the executables for which there is an estimate.
     """
 
     memory: Mapping[str, MemoryUse] = {}
     layouts: Mapping[str, str] = {}
+    seconds: Mapping[ExecutableId, float] = {}
 
 
 def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
@@ -76,7 +78,13 @@ def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
         for entry in entries
         for name in (*entry.signature.weights, *entry.signature.state)
     }
-    return CompilerFigures({entry.signature.label: entry.memory for entry in entries}, layouts)
+    return CompilerFigures({entry.signature.label: entry.memory for entry in entries}, layouts, read_estimates(entries))
+
+
+def read_estimates(entries: Iterable[Entry]) -> dict[ExecutableId, float]:
+    """Estimated seconds of the executables for which there is an estimate."""
+    schedules = {entry.signature.executable_id: entry.cost.schedule for entry in entries}
+    return {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
 
 
 class MemoryPlanner:

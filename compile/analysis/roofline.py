@@ -40,7 +40,7 @@ class RooflineCost(msgspec.Struct, frozen=True):
 
 
 class RoundBound(msgspec.Struct, frozen=True):
-    """The least seconds of one round, by executable. A round without speculation has no draft and no kv_write.
+    """The least seconds of one round, by executable. A round without speculation has no draft.
 
     Attributes:
         draft: seconds.
@@ -66,12 +66,11 @@ class Roofline:
         self._item = ITEM_BYTES[dtype]
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
-        """The bound of a round in a bucket. K = 0 counts no kv_write, as in an engine opened with k=0."""
+        """The bound of a round in a bucket. If the grid has drafts, K = 0 writes the draft's kv, as k="auto" does."""
         B, S, K = bucket.batch, bucket.length, bucket.k
-        verify = self.verify(B, S, K).bound_seconds(chip)
-        if not K:
-            return RoundBound(0.0, verify, 0.0)
-        return RoundBound(self.draft(B, S, K).bound_seconds(chip), verify, self.kv_write(B, K + 1).bound_seconds(chip))
+        draft = self.draft(B, S, K).bound_seconds(chip) if K else 0.0
+        written = self.kv_write(B, K + 1).bound_seconds(chip) if self._grid.k[-1] else 0.0
+        return RoundBound(draft, self.verify(B, S, K).bound_seconds(chip), written)
 
     def cost(self, signature: Signature) -> RooflineCost:
         """The cost of the executable with this signature."""

@@ -18,6 +18,7 @@ from dflash_aot.compile.analysis.loop_counts import KnownNumbers, Value
 from dflash_aot.compile.analysis.roofline import RooflineCost
 
 LISTED_INSTRUCTIONS = 12
+LISTED_RESULTS = 3  # of an instruction with many
 SMALL_BYTES = 1024  # without a figure, instructions with smaller results are scalars and indices, and are ignored
 KERNEL_TARGET = "tpu_custom_call"  # of Pallas kernels
 # Opcodes that take no time, or whose computations are counted instead.
@@ -187,7 +188,9 @@ def _result_bytes(one: Instruction, operands: Sequence[Type]) -> int:
 def _describe(one: Instruction, work: _Work, chip: Chip) -> InstructionEstimate:
     seconds = work.cycles[one.name] / chip.cycles_per_second
     seconds += work.kernel_seconds.get(one.name, 0.0) + work.waiting_seconds.get(one.name, 0.0)
-    shape = " ".join(leaf.shape for leaf in _leaves(one.type))
+    shapes = [leaf.shape for leaf in _leaves(one.type)]
+    more = len(shapes) - LISTED_RESULTS
+    shape = " ".join(shapes[:LISTED_RESULTS]) + (f" and {more} more" if more > 0 else "")
     return InstructionEstimate(one.name, one.operation, shape, work.runs[one.name], seconds)
 
 

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.bundle.manifest import Entry, read_manifest
+from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.remote.shared_store import StoreReport
-from dflash_aot.cache.signature import state_arrays
+from dflash_aot.cache.signature import ExecutableId, state_arrays
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_problems
-from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures
+from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
 from dflash_aot.compile.pipeline.build_job import BuildJob
 from dflash_aot.compile.pipeline.compilation_manager import Compilation
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
+from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.reproducibility import Comparison
 
 
@@ -71,8 +73,11 @@ class BuildReport(msgspec.Struct, frozen=True):
     store: StoreReport | None = None
 
 
-def plan_executables(job: BuildJob, tau: float | None) -> BuildPlan:
-    """The plan of a job. `tau`: tokens per round, if known."""
+def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) -> BuildPlan:
+    """The plan of a job. `tau`: tokens per round, if known.
+
+    Estimated times are those of a bundle of the same pair and devices, if there is one where the job builds.
+    """
     deployment = job.deployment
     programs, grid = deployment.programs, deployment.grid
     signatures = programs.list_signatures(grid)
@@ -85,8 +90,28 @@ def plan_executables(job: BuildJob, tau: float | None) -> BuildPlan:
         jobs=choose_jobs(job.build_target, job.jobs),
         estimate=estimate_build(signatures, programs.pair, deployment.platform),
         padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
-        memory=estimate_memory(deployment, tau, CompilerFigures()),
+        memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),
     )
+
+
+def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[ExecutableId, float]:
+    """Estimates of the executables in the bundle where the job builds; none of another pair or other devices."""
+    deployment = job.deployment
+    try:
+        manifest = read_manifest(job.store.bundle)
+    except MissingBundle:
+        return {}
+    except CorruptBundle as error:
+        observer.on_warning(f"estimated times of the bundle are not used: {error}")
+        return {}
+    built = manifest.environment
+    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype) == (
+        deployment.target,
+        deployment.draft,
+        deployment.dtype,
+    )
+    where = deployment.chip and (deployment.chip.device_kind, deployment.devices)
+    return read_estimates(manifest.entries) if same and where == (built.device_kind, built.device_count) else {}
 
 
 def report_compilation(

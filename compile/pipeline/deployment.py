@@ -6,6 +6,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
@@ -54,14 +55,18 @@ class BucketEstimate(msgspec.Struct, frozen=True):
         hbm_bytes: memory of each device for a grid that ends at this bucket.
         fits: whether the device has that memory.
         bound: the least time that a full bucket's round takes.
+        estimate: the compiler's estimate of that time; None where one of the executables has none.
         seconds_per_token: the least time per token; None where τ is unknown or too large for the bucket's k.
+        estimate_per_token: the estimated time per token; None likewise.
     """
 
     bucket: Bucket
     hbm_bytes: int
     fits: bool
     bound: RoundBound
+    estimate: float | None
     seconds_per_token: float | None
+    estimate_per_token: float | None
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
@@ -130,20 +135,41 @@ def estimate_memory(deployment: Deployment, tau: float | None, measured: Compile
         memory=planner.plan(deployment.grid),
         proposal=planner.propose(deployment.grid, chip.available_bytes, deployment.positions),
         tau=tau,
-        buckets=tuple(_estimate_buckets(deployment, chip, planner, tau)),
+        buckets=tuple(_estimate_buckets(deployment, chip, planner, tau, measured)),
     )
 
 
 def _estimate_buckets(
-    deployment: Deployment, chip: Chip, planner: MemoryPlanner, tau: float | None
+    deployment: Deployment, chip: Chip, planner: MemoryPlanner, tau: float | None, measured: CompilerFigures
 ) -> list[BucketEstimate]:
     """In the grid's order. A round without speculation yields one token, a round with it `tau`."""
     roofline, grid, estimates = deployment.roofline, deployment.grid, []
     for bucket in grid.buckets():
         size = planner.plan(cut_grid(grid, bucket)).total
-        bound = roofline.bound_round(bucket, chip)
+        bound, estimate = roofline.bound_round(bucket, chip), estimate_round(bucket, deployment, measured)
         yielded = tau if bucket.k else 1.0
-        possible = yielded is not None and yielded <= bucket.k + 1
-        per_token = bound.round / yielded if yielded and possible else None
-        estimates.append(BucketEstimate(bucket, size, size <= chip.available_bytes, bound, per_token))
+        if yielded is not None and yielded > bucket.k + 1:
+            yielded = None
+        estimates.append(
+            BucketEstimate(
+                bucket=bucket,
+                hbm_bytes=size,
+                fits=size <= chip.available_bytes,
+                bound=bound,
+                estimate=estimate,
+                seconds_per_token=yielded and bound.round / yielded,
+                estimate_per_token=yielded and estimate and estimate / yielded,
+            )
+        )
     return estimates
+
+
+def estimate_round(bucket: Bucket, deployment: Deployment, measured: CompilerFigures) -> float | None:
+    """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
+    sizes = (bucket.batch, bucket.length, bucket.k)
+    verify = "verify" if "greedy" in deployment.programs.pair.sampling else "sampled_verify"
+    called: list[ExecutableId] = [(verify, sizes)]
+    called += [("draft", sizes)] if bucket.k else []
+    called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
+    found = [measured.seconds[name] for name in called if name in measured.seconds]
+    return sum(found) if len(found) == len(called) else None

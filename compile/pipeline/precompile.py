@@ -135,8 +135,9 @@ def plan_build(
         jobs=jobs,
     )
     check_tau(tau, job.deployment.grid, job.deployment.chip)
-    (observer or BuildObserver()).on_plan(job.deployment)
-    return plan_executables(job, tau)
+    observer = observer or BuildObserver()
+    observer.on_plan(job.deployment)
+    return plan_executables(job, tau, observer)
 
 
 def rebuild(

@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 import jax
+import msgspec
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
@@ -43,15 +45,28 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
 
 
 def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
-    """Estimates from the compiler's counts of bytes and operations, memory time plus compute time. Right in ratios."""
-    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE)
-    work = {
-        entry.signature.executable_id: max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
-        for entry in manifest.entries
-    }
+    """Estimates of each shape, right in ratios; see `estimate_executables`."""
+    seconds = estimate_executables(manifest)
     return {
-        (bucket, sampled): sum(work[name] for name in list_round_executables(bucket, sampled, k > 0)) / BYTES_PER_SECOND
+        (bucket, sampled): sum(seconds[name] for name in list_round_executables(bucket, sampled, k > 0))
         for bucket, sampled in list_round_shapes(manifest.grid, manifest.sampling, k)
+    }
+
+
+def estimate_executables(manifest: Manifest) -> Mapping[ExecutableId, float]:
+    """Seconds of each executable: the compiler's estimates if all have one, else from bytes and operations.
+
+    The latter is memory time plus compute time by the compiler's counts, and right in ratios only.
+    """
+    schedules = {entry.signature.executable_id: entry.cost.schedule for entry in manifest.entries}
+    estimates = {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
+    if len(estimates) == len(schedules):
+        return estimates
+    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE)
+    return {
+        entry.signature.executable_id: (max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance)
+        / BYTES_PER_SECOND
+        for entry in manifest.entries
     }
 
 

@@ -11,6 +11,15 @@ from types import ModuleType
 
 import pytest
 from absl.testing import flagsaver
+from msgspec import structs
+
+from dflash_aot.cache.bundle.manifest import (
+    InstructionEstimate,
+    ScheduleEstimate,
+    UnestimatedWork,
+    encode_manifest,
+    read_manifest,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,24 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
     """A bundle that a test may damage or build into."""
     return Path(shutil.copytree(bundle("tiny"), tmp_path / "bundle"))
+
+
+@pytest.fixture
+def estimated(copy: Path) -> Path:
+    """A bundle as if for a TPU v5e: its executables have estimates of 3, 4, 5 … ms, each twice the bound."""
+    manifest = read_manifest(copy)
+    entries = []
+    for milliseconds, entry in enumerate(manifest.entries, 3):
+        seconds = milliseconds * 1e-3
+        longest = InstructionEstimate("fusion.7", "while/body/dot_general", "f32[1,64]", 36, seconds / 4)
+        left_out = UnestimatedWork("all-reduce", 4, 2_000_000)
+        schedule = ScheduleEstimate(seconds, 1, 0.0, 1e-4, (longest,), (left_out,), ("%while.1 counts once",))
+        cost = structs.replace(entry.cost, schedule=schedule, bound_seconds=seconds / 2)
+        entries.append(structs.replace(entry, cost=cost))
+    environment = structs.replace(manifest.environment, platform="tpu", device_kind="TPU v5 lite", topology="v5e:1x1")
+    changed = structs.replace(manifest, entries=tuple(entries), environment=environment)
+    (copy / "manifest.json").write_bytes(encode_manifest(changed))
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -2,20 +2,21 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from datetime import date, timedelta
 
 import pytest
-from msgspec import structs
+from msgspec import convert, structs
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
 from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
-from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, rebuild_command
+from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BuildFailed
@@ -113,6 +114,33 @@ def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(m
     text = f"released by {date.today() + timedelta(days)} compile them"
     soon = f"{text}. With a later version, export them anew: {manifest.build_command(copy)}"
     assert (soon if days == 0 else f"{text}\n") in manage("inspect", copy).out
+
+
+def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
+    entry, *_ = read_manifest(estimated).entries
+    label = entry.signature.label
+    table = manage("inspect", estimated).out
+    assert re.search(rf"^{label} +3\.000 +1\.500 +2\.00$", table, re.MULTILINE)
+    told, _ = report("inspect", estimated)
+    times = {"executable": label, "estimate_seconds": 3e-3, "bound_seconds": 1.5e-3, "ratio": 2.0}
+    assert told["times"][0] == times and len(told["times"]) == told["executables"]
+    one = manage("inspect", estimated, f"--executable={label}")
+    assert one.code == 0
+    for words in ("fusion.7", "0.750", "while/body/dot_general", "left out: all-reduce, 4 runs, 2.000 MB"):
+        assert words in one.out
+    assert "waiting for asynchronous copies: 0.100 ms\n" in one.out and "%while.1 counts once" in one.out
+    told, code = report("inspect", estimated, f"--executable={label}")
+    assert code == 0 and convert(told.pop("schedule"), ScheduleEstimate) == entry.cost.schedule
+    assert told == {"bundle": str(estimated), **times}
+
+
+def test_inspect_refuses_unknown_executables_and_those_without_an_estimate(manage, copy):
+    label = read_manifest(copy).entries[0].signature.label
+    done = manage("inspect", copy, "--executable=verify")
+    assert done.code == 2 and f"the bundle has no such executable, but {label}, " in done.err
+    done = manage("inspect", copy, f"--executable={label}")
+    assert done.code == 2 and "has no estimate of it" in done.err
+    assert "ratio" not in manage("inspect", copy).out
 
 
 def test_inspect_json_has_every_field(report, copy):

@@ -128,6 +128,36 @@ def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy)
     assert "its GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
 
 
+def plan_again(command, tied, bundle, *arguments):
+    """Plans the bundle's own grid for a v5e."""
+    pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={bundle}", f"--buckets={SMALL_GRID}"]
+    where = ["--topology=v5e:1x1", "--dtype=float32", "--sampling=greedy", "--plan", "--tau=2"]
+    return command(precompile, *pair, *where, *arguments)
+
+
+@needs_libtpu
+def test_plan_uses_the_estimates_of_a_bundle_that_is_there(command, tied, estimated):
+    seconds = {one.signature.executable_id: one.cost.schedule.seconds for one in read_manifest(estimated).entries}
+    plain, speculative = json.loads(plan_again(command, tied, estimated, "--json").out)["buckets"]
+    written = seconds["kv_write", (1, 1)]
+    assert plain["estimate_seconds"] == pytest.approx(seconds["verify", (1, 32, 0)] + written)
+    assert plain["bound_seconds"]["kv_write"] > 0
+    drafted = [("verify", (1, 32, 3)), ("draft", (1, 32, 3)), ("kv_write", (1, 4))]
+    assert speculative["estimate_seconds"] == pytest.approx(sum(seconds[name] for name in drafted))
+    assert speculative["estimate_seconds_per_token"] == pytest.approx(speculative["estimate_seconds"] / 2)
+    text = plan_again(command, tied, estimated).err
+    assert "estimate ms  ms/token, τ=2" in text and f"{speculative['estimate_seconds'] * 500:.2f}" in text
+    other = plan_again(command, tied, estimated, "--json", "--dtype=bfloat16")
+    assert {one["estimate_seconds"] for one in json.loads(other.out)["buckets"]} == {None}
+
+
+@needs_libtpu
+def test_plan_warns_of_a_manifest_that_cannot_be_read(command, tied, copy):
+    (copy / "manifest.json").write_text("{")
+    done = plan_again(command, tied, copy)
+    assert done.code == 0 and "WARNING: estimated times of the bundle are not used: " in done.err
+
+
 def test_report_for_a_tpu_uses_the_compilers_memory_figures(copy, capsys):
     manifest, chip = read_manifest(copy), TOPOLOGIES["v5e:1x1"].chip
     target, draft = manifest.target.facts, manifest.draft.facts
@@ -147,3 +177,4 @@ def test_report_for_a_tpu_uses_the_compilers_memory_figures(copy, capsys):
     print_report(report, as_json=False)
     table = capsys.readouterr().err
     assert "ms/token, τ=2" in table and "fits v5e" in table
+    assert "estimate ms  bound ms  ratio" in table and "its GB" not in table

@@ -3,7 +3,16 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest import Blob, CallCost, Entry, ExecutableAnalysis, LargeCopy, MemoryUse
+from dflash_aot.cache.bundle.manifest import (
+    Blob,
+    CallCost,
+    Entry,
+    ExecutableAnalysis,
+    InstructionEstimate,
+    LargeCopy,
+    MemoryUse,
+    ScheduleEstimate,
+)
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import ArraySpec
@@ -70,6 +79,27 @@ def with_layout(entry, name, layout):
 
 
 VERIFY = "verify batch=2 length=32 k=3"
+
+
+def with_times(entry, estimate, bound):
+    longest = InstructionEstimate("fusion.7", "while/body/dot_general", "bf16[16,9728]", 36, estimate / 2)
+    schedule = ScheduleEstimate(estimate, 1, 0.0, 0.0, (longest,), (), ())
+    return structs.replace(entry, cost=structs.replace(entry.cost, schedule=schedule, bound_seconds=bound))
+
+
+def test_estimate_far_above_the_bound_is_found_with_its_longest_instruction(entries, known):
+    (problem,) = find_problems(with_times(entries[VERIFY], 40e-3, 10e-3), known, 1, 0)
+    assert problem.startswith(f"{VERIFY}: estimated at 40.00 ms, 4.0 times its bound, more than 3; the longest: ")
+    assert problem.endswith("%fusion.7 = bf16[16,9728], 20.00 ms (while/body/dot_general)")
+
+
+@pytest.mark.parametrize(
+    ("label", "estimate", "bound"),
+    [(VERIFY, 30e-3, 10e-3), (VERIFY, 2e-3, 0.4e-3), ("move", 40e-3, 10e-3)],
+    ids=["at the border", "short", "rare"],
+)
+def test_times_of_good_short_and_rare_executables_are_no_problem(entries, known, label, estimate, bound):
+    assert find_problems(with_times(entries[label], estimate, bound), known, 1, 0) == []
 
 
 def test_good_executables_have_no_problems(entries, known):

@@ -1,10 +1,12 @@
 """Round times measured when a bundle is opened."""
 
 import numpy as np
+from msgspec import structs
 
+from dflash_aot.cache.bundle.manifest import ScheduleEstimate, read_manifest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.speculation.round_timing import bound_times, time_rounds
+from dflash_aot.runtime.speculation.round_timing import bound_times, estimate_rounds, time_rounds
 
 
 def test_smaller_shape_takes_no_longer():
@@ -16,6 +18,24 @@ def test_smaller_shape_takes_no_longer():
         (more_rows, False): 2.0,
         (one, True): 9.0,  # sampling is more, not less
     }
+
+
+def test_estimates_are_the_compilers_where_each_executable_has_one(bundle):
+    """The first executable has 1 s, the second one 2 s, and so on. K = 0 writes the draft's kv if the engine drafts."""
+    manifest = read_manifest(bundle("tiny"))
+    entries = [
+        structs.replace(entry, cost=structs.replace(entry.cost, schedule=ScheduleEstimate(number, 0, 0, 0, (), (), ())))
+        for number, entry in enumerate(manifest.entries, 1)
+    ]
+    seconds = {one.signature.label: one.cost.schedule.seconds for one in entries}
+    batch, length = manifest.grid.batch[0], manifest.grid.length[0]
+    shape = (Bucket(batch, length, 0), False)
+    verify, written = f"verify batch={batch} length={length} k=0", f"kv_write rows={batch} width=1"
+    estimated = structs.replace(manifest, entries=tuple(entries))
+    assert estimate_rounds(estimated, manifest.grid.k[-1])[shape] == seconds[verify] + seconds[written]
+    assert estimate_rounds(estimated, 0)[shape] == seconds[verify]
+    partly = structs.replace(manifest, entries=(*entries[:-1], manifest.entries[-1]))
+    assert estimate_rounds(partly, 0) == estimate_rounds(manifest, 0)  # from bytes and operations, as on other devices
 
 
 def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
