@@ -100,11 +100,45 @@ class BitcastMap:
     @property
     def is_identity(self) -> bool:
         """Whether the result has the operand's elements in the operand's order."""
-        return self.sources.size == self.held and bool((self.sources == np.arange(self.held)).all())
+        return self.sources.size == self.held and self.is_prefix
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the result has the operand's first elements in the operand's order."""
+        return bool((self.sources == np.arange(self.sources.size)).all())
 
     @property
     def reads_padding(self) -> bool:
         return bool((self.sources < 0).any())
+
+    def factor(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The map as a transposition: dimensions of the operand's elements, and their order in the result.
+
+        None if the map is no transposition.
+        """
+        digits = _find_digits(self.sources)
+        if digits is None or self.sources.size != self.held:
+            return None
+        strides = sorted((stride for _, stride in digits), reverse=True)
+        sizes = {stride: size for size, stride in digits}
+        return tuple(sizes[stride] for stride in strides), tuple(strides.index(stride) for _, stride in digits)
+
+
+def _find_digits(sources: np.ndarray) -> list[tuple[int, int]] | None:
+    """Sizes and strides, from major to minor, of which `sources` is the sum; None if there are none."""
+    digits: list[tuple[int, int]] = []
+    rest = sources
+    while rest.size > 1:
+        stride = int(rest[1] - rest[0])
+        regular = int(np.argmax(np.append(np.diff(rest) != stride, True))) + 1
+        if regular < 2 or rest.size % regular:
+            return None
+        if (rest.reshape(-1, regular) - rest[::regular, None] != stride * np.arange(regular)).any():
+            return None
+        digits.insert(0, (regular, stride))
+        rest = rest[::regular]
+    known = len({stride for _, stride in digits}) == len(digits) and all(stride > 0 for _, stride in digits)
+    return digits if known and not rest.any() else None
 
 
 def map_bitcast(operand: TiledLayout, result: TiledLayout) -> BitcastMap:

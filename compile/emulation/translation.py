@@ -12,11 +12,10 @@ What is not listed here is refused by its name.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Instruction, Type
@@ -51,6 +50,7 @@ DROPPED = _list_names("""
     cross_program_prefetch_index custom_call_has_side_effect custom_call_schedule custom_call_target
     frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
 """)
+WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
 FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
 UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}  # for other dtypes a number that stands out
@@ -140,8 +140,14 @@ def _portable(instruction: Instruction) -> Line:
 
 def _keep(instruction: Instruction) -> str:
     """The attributes that the meaning depends on, as text."""
-    kept = (f"{name}={value}" for name, value in instruction.list_attributes() if name not in DROPPED)
-    return "".join(f", {attribute}" for attribute in kept)
+    kept = ((name, value) for name, value in instruction.list_attributes() if name not in DROPPED)
+    return "".join(f", {name}={_list_devices(value) if name == 'replica_groups' else value}" for name, value in kept)
+
+
+def _list_devices(groups: str) -> str:
+    """Device groups as a list: JAX 0.12 names the whole axis of a mesh, which StableHLO 1.8 does not know."""
+    found = WHOLE_AXIS.fullmatch(groups)
+    return "{{" + ",".join(map(str, range(int(found[2])))) + "}}" if found else groups
 
 
 def _round(line: Line) -> Iterator[Line]:
@@ -166,8 +172,8 @@ def _fusion(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 
 def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    """Nothing happens at the start; the name stands for the first operand, which nothing but the end reads."""
-    yield Line(instruction.name, scope.operand(instruction).type, f"copy(%{instruction.operands[0]})")
+    """Nothing happens at the start, whose result nothing but the end reads."""
+    yield Line(instruction.name, Buffer("s32", (), ""), "constant(0)")
 
 
 def _finish(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -192,13 +198,38 @@ def _async_start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 
 def _async_done(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    yield Line(instruction.name, instruction.type, f"copy(%{instruction.operands[0]})")
+    yield from _rename(instruction, instruction.operands[0])
+
+
+def _rename(instruction: Instruction, source: str) -> Iterator[Line]:
+    """The value of another instruction."""
+    name = instruction.name
+    if isinstance(instruction.type, Buffer):
+        yield Line(name, instruction.type, f"reshape(%{source})")
+        return
+    for number, part in enumerate(instruction.type):
+        yield Line(f"{name}.{number}", part, f"get-tuple-element(%{source}), index={number}")
+    yield Line(name, instruction.type, _format_tuple([f"{name}.{number}" for number in range(len(instruction.type))]))
+
+
+def _custom_call_start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The start of a computation whose operands are given later."""
+    if not instruction.called("called_computations").strip("{}%"):
+        raise refuse(instruction, f"the custom call {instruction.target!r} is not known")
+    yield Line(instruction.name, Buffer("s32", (), ""), "constant(0)")
+
+
+def _custom_call_update(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    called = scope.operand(instruction).called("called_computations").strip("{}%")
+    operands = ", ".join(f"%{name}" for name in instruction.operands[1:])
+    result = scope.module.computations[called].root.type
+    yield Line(instruction.name, result, f"call({operands}), to_apply=%{called}")
 
 
 def _barrier(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """An order of events, which does not change a value."""
     if len(instruction.operands) == 1:
-        yield Line(instruction.name, instruction.type, f"copy(%{instruction.operands[0]})")
+        yield from _rename(instruction, instruction.operands[0])
     else:
         yield Line(instruction.name, instruction.type, _format_tuple(instruction.operands))
 
@@ -300,24 +331,32 @@ def _relayout(
     instruction: Instruction, source: str, result: Buffer, before: TiledLayout, after: TiledLayout, taken: BitcastMap
 ) -> Iterator[Line]:
     name = instruction.name
-    if (taken.sources != np.arange(taken.sources.size)).any() or taken.sources.size > taken.held:
+
+    def array(*sizes: int) -> Buffer:
+        return Buffer(result.dtype, sizes, "")
+
+    yield Line(f"{name}.ordered", array(*before.dimensions), _transpose(source, before.order))
+    yield Line(f"{name}.rows", array(taken.repeats, taken.held), f"reshape(%{name}.ordered)")
+    if taken.is_prefix and taken.sources.size <= taken.held:
+        kept = array(taken.repeats, taken.sources.size)
+        bounds = ", ".join(f"[0:{size}]" for size in kept.dimensions)
+        yield Line(f"{name}.kept", kept, f"slice(%{name}.rows), slice={{{bounds}}}")
+    elif factors := taken.factor():
+        sizes, order = factors
+        yield Line(f"{name}.digits", array(taken.repeats, *sizes), f"reshape(%{name}.rows)")
+        moved = (0, *(axis + 1 for axis in order))
+        exchanged = array(taken.repeats, *(sizes[axis] for axis in order))
+        yield Line(f"{name}.kept", exchanged, _transpose(f"{name}.digits", moved))
+    else:
         raise refuse(instruction, f"its layouts place elements in another order: {result}")
-
-    def array(sizes: Sequence[int]) -> Buffer:
-        return Buffer(result.dtype, tuple(sizes), "")
-
-    rows = array((taken.repeats, taken.held))
+    yield Line(f"{name}.shaped", array(*after.dimensions), f"reshape(%{name}.kept)")
     yield Line(
-        f"{name}.ordered", array(before.dimensions), f"transpose(%{source}), dimensions={_format_list(before.order)}"
+        name, result, _transpose(f"{name}.shaped", [after.order.index(axis) for axis in range(len(after.order))])
     )
-    yield Line(f"{name}.rows", rows, f"reshape(%{name}.ordered)")
-    kept = array((taken.repeats, taken.sources.size))
-    yield Line(
-        f"{name}.kept", kept, f"slice(%{name}.rows), slice={{[0:{kept.dimensions[0]}], [0:{kept.dimensions[1]}]}}"
-    )
-    yield Line(f"{name}.shaped", array(after.dimensions), f"reshape(%{name}.kept)")
-    order = _format_list([after.order.index(axis) for axis in range(len(after.order))])
-    yield Line(name, result, f"transpose(%{name}.shaped), dimensions={order}")
+
+
+def _transpose(name: str, order: Sequence[int]) -> str:
+    return f"transpose(%{name}), dimensions={{{','.join(map(str, order))}}}"
 
 
 def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
@@ -386,16 +425,15 @@ RULES: Mapping[str, Rule] = {
     "opt-barrier": _barrier,
     "async-start": _async_start,
     "async-done": _async_done,
+    "custom-call-start": _custom_call_start,
+    "custom-call-update": _custom_call_update,
+    "custom-call-done": _async_done,
 }
 
 
 def format_type(type_: Type) -> str:
     """A type without layouts, as HLO writes it."""
     return type_.shape if isinstance(type_, Buffer) else "(" + ", ".join(map(format_type, type_)) + ")"
-
-
-def _format_list(numbers: Sequence[int]) -> str:
-    return "{" + ",".join(map(str, numbers)) + "}"
 
 
 def _format_tuple(names: Sequence[str]) -> str:

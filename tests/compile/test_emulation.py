@@ -86,6 +86,20 @@ def test_large_bitcast_is_followed_along_its_minor_dimensions():
     assert taken.repeats * taken.held == 36 * 4096 * 2560
 
 
+def test_bitcast_that_joins_tiles_side_by_side_exchanges_dimensions():
+    """Three arrays of one tile each lie in memory as one array of three tiles in a row."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    text = """HloModule m
+ENTRY %main (a: f32[3,2,2]) -> (f32[2,6]) {
+  %a = f32[3,2,2]{2,1,0:T(2,2)} parameter(0)
+  %b = f32[2,6]{1,0:T(2,2)} bitcast(%a)
+  ROOT %t = (f32[2,6]{1,0:T(2,2)}) tuple(%b)
+}
+"""
+    (found,) = run(text, [values], [((2, 6), "float32")])
+    assert found.tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
 def test_bitcast_into_a_transposed_layout_transposes():
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     text = """HloModule m
