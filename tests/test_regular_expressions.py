@@ -169,7 +169,8 @@ def list_repetitions(items: list, before: str, after: str, letters: list[str]) -
     These are the letters that the repetition takes, or an example of it, each alone and with examples of what comes
     after it. `before` and `after` are examples of what surrounds the items.
     """
-    examples = [make_example([item], letters) for item in items]
+    groups: dict[int, str] = {}
+    examples = [make_example([item], letters, groups) for item in items]
     for at, (kind, value) in enumerate(items):
         start = before + "".join(examples[:at])
         rest = ["".join(examples[at + 1 : end]) for end in range(at + 2, len(items) + 1)]
@@ -183,22 +184,26 @@ def list_repetitions(items: list, before: str, after: str, letters: list[str]) -
             case name if name in REPEATS:
                 body = list(value[2])
                 taken = [letter for letter in letters if len(body) == 1 and takes(body[0], letter)]
-                units = taken or [make_example(body, letters)]
+                units = taken or [make_example(body, letters, groups)]
                 yield start, [*units, *(unit + tail for unit in units for tail in rest if tail)]
                 yield from list_repetitions(body, start, rest[-1], letters)
 
 
-def make_example(items: list, letters: list[str]) -> str:
-    """A short text that the items match."""
+def make_example(items: list, letters: list[str], groups: dict[int, str] | None = None) -> str:
+    """A short text that the items match. groups: examples of numbered groups before them, to which theirs are added."""
+    groups = {} if groups is None else groups
     parts = []
     for item in items:
         kind, value = str(item[0]), item[1]
         if kind in REPEATS:
-            parts.append(make_example(list(value[2]), letters) * max(value[0], 1))
+            parts.append(make_example(list(value[2]), letters, groups) * max(value[0], 1))
         elif kind == "SUBPATTERN":
-            parts.append(make_example(list(value[3]), letters))
+            groups[value[0]] = make_example(list(value[3]), letters, groups)
+            parts.append(groups[value[0]])
         elif kind == "BRANCH":
-            parts.append(make_example(list(value[1][0]), letters))
+            parts.append(make_example(list(value[1][0]), letters, groups))
+        elif kind == "GROUPREF":
+            parts.append(groups.get(value, ""))
         elif kind not in ("AT", "ASSERT", "ASSERT_NOT"):
             parts.append(next(letter for letter in letters if takes(item, letter)))
     return "".join(parts)
@@ -255,6 +260,7 @@ def test_regular_expression_is_linear(expression):
         Expression("comments", r"/\*.*?\*/"),
         Expression("two repetitions of the same letter", r"x\d*\d*y", method="match"),
         Expression("a repeated group", r"(?:ab|cd)*!"),
+        Expression("a back-reference", r"(a)\1*x"),
         Expression("a part that may begin anywhere", r"a \(.*\) -> .*\{$", method="match"),
     ],
     ids=lambda one: one.place,
