@@ -25,18 +25,18 @@ SoftmaxState = tuple[jax.Array, jax.Array, jax.Array]
 def attend_context(
     q: jax.Array, context: KvContext, mask: MaskOfPositions, end: jax.Array, *beside: MaskedKeyValues
 ) -> jax.Array:
-    """Attention over a kv context and over the keys and values `beside` it: q and result [B, T, G, R, D].
+    """Attention over a kv context and over the keys and values `beside` it: q and result [B, G, R, T, D].
 
     `end` is a scalar: `mask` is False for every kv position from `end` on.
     """
-    _, T, G, R, _ = q.shape
+    _, G, R, T, _ = q.shape
     if 4 * G * R * T * context.length <= MAX_SCORE_BYTES:
         return attend(q, (*context.read(0, context.length), mask(jnp.arange(context.length))), *beside)
     return attend_blockwise(q, context, mask, end, beside, min(KV_BLOCK, context.length))
 
 
 def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
-    """Softmax attention over the union of `parts`, whose keys are not concatenated: q and result [B, T, G, R, D].
+    """Softmax attention over the union of `parts`, whose keys are not concatenated: q and result [B, G, R, T, D].
 
     Scores and softmax are float32.
     """
@@ -44,7 +44,7 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
     scores = [
         jnp.where(
             mask[:, None, None],
-            jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale,
+            jnp.einsum("BGRTD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale,
             MASKED_SCORE,
         )
         for keys, _, mask in parts
@@ -53,7 +53,7 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
     start, mixed = 0, jnp.zeros((), q.dtype)
     for keys, values, _ in parts:
         part = jax.lax.slice_in_dim(weights, start, start + keys.shape[2], axis=-1)
-        mixed = mixed + jnp.einsum("BGRTS,BGSD->BTGRD", part, values)
+        mixed = mixed + jnp.einsum("BGRTS,BGSD->BGRTD", part, values)
         start += keys.shape[2]
     return mixed
 
@@ -70,12 +70,12 @@ def attend_blockwise(
 
     Blocks from position `end` on are skipped, so the time depends on the prompt's length and not on the bucket's.
     """
-    B, T, G, R, D = q.shape
+    B, G, R, T, D = q.shape
     scale = D**-0.5
 
     def add(state: SoftmaxState, keys: jax.Array, values: jax.Array, mask: jax.Array) -> SoftmaxState:
         peak, total, mixed = state
-        scores = jnp.einsum("BTGRD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("BGRTD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
         higher = jnp.maximum(peak, scores.max(axis=-1))
         faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
@@ -93,4 +93,4 @@ def attend_blockwise(
         state = add(state, *part)
     blocks = (jnp.minimum(end, context.length) + block - 1) // block
     _, total, mixed = jax.lax.fori_loop(0, blocks, add_block, state)
-    return jnp.einsum("BGRTD->BTGRD", mixed / total[..., None]).astype(q.dtype)
+    return (mixed / total[..., None]).astype(q.dtype)

@@ -22,7 +22,7 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 Kv = TypeVar("Kv")
 # Writes keys and values, then attends:
-# (kv, layer, queries [B,T,G,R,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,T,G,R,D], kv)
+# (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
 
 

@@ -21,7 +21,7 @@ from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # Attention over the draft context and the block itself:
-# (layer, queries [B,T,G,R,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,T,G,R,D]
+# (layer, queries [B,G,R,T,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,G,R,T,D]
 AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 
 # Writes the context keys and values of a layer:

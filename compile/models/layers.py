@@ -100,22 +100,23 @@ class Attention(nnx.Module):
         self.shape = shape
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
-        """x [B, T, H] → rotated queries [B, T, G, R, D]."""
+        """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
         q = matmul(self.q[...], x)
-        q = q + self.q_bias[...] if self.shape.biased else q
+        q = (q + self.q_bias[...] if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
         return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
         both = matmul(self.kv[...], x)
-        both = both + self.kv_bias[...] if self.shape.biased else both
-        keys = both[..., :1, :]
-        keys = rotation(self.k_norm(keys) if self.shape.normed else keys)[..., 0, :]
-        return keys.swapaxes(1, 2), both[..., 1, :].swapaxes(1, 2)
+        both = (both + self.kv_bias[...] if self.shape.biased else both).transpose(0, 2, 3, 1, 4)
+        keys = both[:, :, :1]
+        return rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0], both[:, :, 1]
 
     def output(self, mixed: jax.Array) -> jax.Array:
-        """Attention result [B, T, G, R, D] → [B, T, H]."""
-        x = self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
+        """Attention result [B, G, R, T, D] → [B, T, H]."""
+        B, G, R, T, D = mixed.shape
+        # Two axes are exchanged, of merged heads: the TPU compiler would pad tiles of R rows.
+        x = self.o_proj(mixed.reshape(B, G * R, T, D).swapaxes(1, 2).reshape(B, T, -1))
         return x + self.o_bias[...] if self.shape.biased else x
 
 
@@ -125,11 +126,11 @@ class Rotation:
     def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype):
         """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`."""
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
-        angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, None, :]
+        angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
         self.cos, self.sin = (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Rotates x [B, T, G, R, D]."""
+        """Rotates x [B, G, R, T, D]."""
         low, high = jnp.split(x, 2, axis=-1)
         return x * self.cos + jnp.concatenate([-high, low], axis=-1) * self.sin

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
+UNLIMITED = 1 << 30  # more than any distance between two positions
+SEE_ALL = (UNLIMITED, 0, UNLIMITED, UNLIMITED)  # `window_limits` without a window
+
 
 def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Array) -> jax.Array:
     """Which context positions [B, S] the block at positions [B, T] attends to: bool [B, T, S]."""
@@ -30,11 +33,21 @@ def block_mask(window: SlidingWindow | None, block: jax.Array) -> jax.Array:
     return near & (distance >= 0) if window.causal else near
 
 
+def window_limits(window: SlidingWindow | None) -> tuple[int, int, int, int]:
+    """The same masks as `limits` of `kernels.kv_attention.attend_kv`: reach, slope, behind, ahead."""
+    if window is None:
+        return SEE_ALL
+    reach, slope = (window.size, 0) if window.anchored else (window.size - 1, 1)
+    near = UNLIMITED if window.anchored else window.size - 1
+    return reach, slope, near, 0 if window.causal else near
+
+
 class LayerWindows:
     """The masks of one layer. In a loop over layers the index is traced, and the mask is selected on the device."""
 
     def __init__(self, windows: Sequence[SlidingWindow | None], layer: LayerIndex):
         """`windows` has one entry per layer, None for full attention."""
+        self._limited = any(window is not None for window in windows)
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
         self._kind_of_layer = None
         if len(self._kinds) > 1:
@@ -47,6 +60,13 @@ class LayerWindows:
     def block_mask(self, block: jax.Array) -> jax.Array:
         """`block_mask` of this layer."""
         return self._select(lambda window: block_mask(window, block))
+
+    def limits(self) -> jax.Array | None:
+        """`window_limits` of this layer, int32 [4]; None if no layer has a window."""
+        if not self._limited:
+            return None
+        limits = jnp.array([window_limits(window) for window in self._kinds], jnp.int32)
+        return limits[0 if self._kind_of_layer is None else self._kind_of_layer]
 
     def _select(self, make_mask: Callable[[SlidingWindow | None], jax.Array]) -> jax.Array:
         masks = jnp.broadcast_arrays(*map(make_mask, self._kinds))

@@ -10,6 +10,7 @@ from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
+from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import BuildTarget, count_target_devices, find_chip, name_platform
 from dflash_aot.compile.programs.programs import Programs
 
@@ -107,8 +108,10 @@ def plan_deployment(
     """
     platform, devices = name_platform(build_target), count_target_devices(build_target)
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
-    programs = Programs(target, draft, dtype, stacked=platform == "tpu", devices=devices, sampling=sampling)
-    return Deployment(target, draft, programs, grid, dtype, platform, devices, find_chip(build_target))
+    chip = find_chip(build_target)
+    kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
+    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels)
+    return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
 
 
 def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:

@@ -9,11 +9,12 @@ from contextlib import nullcontext
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
+from dflash_aot.compile.kernels.kernel_device import KernelDevice
 
 # Custom calls that later versions of JAX need not understand. Needed by `kv_cache._keep_layout`; a rebuild is checked
 # by its self-test.
@@ -63,7 +64,12 @@ def jit_program(
 
 
 def export_program(
-    signature: Signature, function: Program, known: Mapping[str, ArraySpec], platform: str, devices: int
+    signature: Signature,
+    function: Program,
+    known: Mapping[str, ArraySpec],
+    platform: str,
+    devices: int,
+    kernels: KernelDevice | None = None,
 ) -> bytes:
     """Traces a program and serializes it as portable StableHLO.
 
@@ -75,8 +81,9 @@ def export_program(
         known: weights and state by name.
         platform: as JAX names it; no device of the platform is needed.
         devices: number of devices that share the program (see `TensorParallel`).
+        kernels: the device that kernels are lowered for, None if the program has none.
     """
-    mesh = AbstractMesh((devices,), (MESH_AXIS,))
+    mesh = AbstractMesh((devices,), (MESH_AXIS,), abstract_device=kernels.describe() if kernels else None)
     jitted = jit_program(signature, function, known, mesh)
     specs = [
         jax.ShapeDtypeStruct(
@@ -90,7 +97,9 @@ def export_program(
     precision = nullcontext() if platform == "cpu" else jax.default_matmul_precision("highest")
     # JAX calls CUDA and ROCm both "gpu" when it runs, and by their own names when it lowers.
     name = "cuda" if platform == "gpu" else platform
-    with precision:
+    # Pallas asks the mesh of the context for the device, which is described and not attached.
+    context = use_abstract_mesh(mesh) if kernels else nullcontext()
+    with precision, context:
         exported = export.export(jitted, platforms=[name], disabled_checks=UNSTABLE_CALLS)(*specs)
     return bytes(exported.serialize())
 

@@ -59,7 +59,7 @@ class TracedPrograms:
     def export(self, signature: Signature) -> bytes:
         """Traces the program and lowers it to StableHLO."""
         function = self._programs.function(signature)
-        return export_program(signature, function, self.known, self._platform, self._devices)
+        return export_program(signature, function, self.known, self._platform, self._devices, self._programs.kernels)
 
 
 class BundledPrograms:

@@ -25,6 +25,7 @@ from dflash_aot.cache.signature import (
     list_signatures,
     state_arrays,
 )
+from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_slots
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM
 from dflash_aot.compile.models.dflash import DFlash
@@ -65,6 +66,7 @@ class Programs:
 
     Attributes:
         pair: the shapes of both models, from which the signatures follow.
+        kernels: the device that kernels are lowered for, None if the programs use none.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Programs:
         stacked: bool = False,
         devices: int = 1,
         sampling: Sequence[str] = ("greedy",),
+        kernels: KernelDevice | None = None,
     ):
         """Describes both models; nothing is allocated.
 
@@ -85,6 +88,7 @@ class Programs:
             stacked: whether layers are loops over stacked weights (TPU) or unrolled.
             devices: number of devices that share heads, MLPs and vocabulary.
             sampling: the kinds of verification, of "greedy" and "sample".
+            kernels: the device that kernels are lowered for; None: XLA's operations only.
 
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
@@ -92,7 +96,7 @@ class Programs:
         self._tp, self._stacked = TensorParallel(devices), stacked
         self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp))
         self._draft = AbstractModel(lambda: DFlash(draft, dtype, stacked, self._tp))
-        self._facts = draft
+        self._facts, self.kernels = draft, kernels
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
@@ -178,7 +182,7 @@ class Programs:
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         kv = (arrays["target_k"], arrays["target_v"])
         x, features, kv = target.forward(
-            tokens, positions, self._facts.target_layer_ids, kv, _causal_attention(slots, positions, length)
+            tokens, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
         )
         last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
         first = self._tp.argmax(target.logits(last))[:, 0]
@@ -202,14 +206,20 @@ class Programs:
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
 
+        slots = jnp.arange(batch)
+
         def attend_both(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            windows = LayerWindows(self._facts.windows, layer)
+            windows, kv = LayerWindows(self._facts.windows, layer), (arrays["draft_k"], arrays["draft_v"])
+            own, limits = (keys, values), windows.limits()
+            mixed = attend_slots(self.kernels, q, kv, layer, slots, lengths, length, own, limits)
+            if mixed is not None:
+                return mixed
 
             def mask(at: jax.Array) -> jax.Array:
                 return (at < lengths[:, None])[:, None] & windows.context_mask(positions, at[None])
 
-            context = KvContext(arrays["draft_k"], arrays["draft_v"], layer, 0, batch, length)
-            return attend_context(q, context, mask, lengths.max(), (keys, values, windows.block_mask(positions)))
+            context = KvContext(*kv, layer, 0, batch, length)
+            return attend_context(q, context, mask, lengths.max(), (*own, windows.block_mask(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
         drafted = draft.to_target(self._tp.argmax(draft.logits(hidden[:, 1 : k + 1], target)))
@@ -263,9 +273,32 @@ class Programs:
         kv = (arrays["target_k"], arrays["target_v"])
         slots = jnp.arange(batch)
         x, features, kv = target.forward(
-            block, positions, self._facts.target_layer_ids, kv, _causal_attention(slots, positions, length)
+            block, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
         )
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv)
+
+    def _causal_attention(self, slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
+        """Causal attention over the first `length` positions of the target's kv arrays.
+
+        Writes the keys and values of each row from its first position on, then attends to all positions up to each
+        query. slots [B], positions [B, T].
+        """
+        starts, end = positions[:, 0], positions.max() + 1
+
+        def mask(at: jax.Array) -> jax.Array:
+            return at <= positions[..., None]
+
+        def attend_written(
+            kv: KvArrays, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, KvArrays]:
+            keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
+            mixed = attend_slots(self.kernels, q, (keys, values), layer, slots, starts, length)
+            if mixed is not None:
+                return mixed, (keys, values)
+            context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
+            return attend_context(q, context, mask, end), (keys, values)
+
+        return attend_written
 
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Writes the draft's context keys and values for all features.
@@ -346,27 +379,6 @@ class Programs:
         rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted")}
         rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
-
-
-def _causal_attention(slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
-    """Causal attention over the first `length` positions of the target's kv arrays.
-
-    Writes the keys and values of each row from its first position on, then attends to all positions up to each query.
-    slots [B], positions [B, T].
-    """
-    starts, end = positions[:, 0], positions.max() + 1
-
-    def mask(at: jax.Array) -> jax.Array:
-        return at <= positions[..., None]
-
-    def attend_kv(
-        kv: KvArrays, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, KvArrays]:
-        keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
-        context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
-        return attend_context(q, context, mask, end), (keys, values)
-
-    return attend_kv
 
 
 def _replace_row(features: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:

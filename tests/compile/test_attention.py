@@ -21,7 +21,7 @@ def make_case(seed, length, end):
     keys, values = rng.standard_normal((2, 2, 4, G, length + 2, D), np.float32)
     keys[..., end:, :] = values[..., end:, :] = 1e9
     context = KvContext(jnp.asarray(keys), jnp.asarray(values), 1, 1, B, length)
-    q = jnp.asarray(rng.standard_normal((B, T, G, R, D)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((B, G, R, T, D)), jnp.float32)
     beside_part = rng.standard_normal((2, B, G, T, D)).astype(np.float32)
     mask = rng.random((B, T, length + 2)) < 0.7
     mask[..., 0] = True

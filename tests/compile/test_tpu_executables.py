@@ -23,6 +23,7 @@ from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
+from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
@@ -160,7 +161,8 @@ class Executables:
 def built(request, pair, tmp_path_factory) -> Executables:
     """Built once for all tests, because builds take most of the time."""
     topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
-    programs = Programs(*pair, "bfloat16", stacked=True, devices=topology.devices, sampling=SAMPLING_MODES)
+    kernels = choose_kernel_device(topology.chip, *pair)
+    programs = Programs(*pair, "bfloat16", True, topology.devices, SAMPLING_MODES, kernels)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]

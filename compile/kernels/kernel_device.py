@@ -1,0 +1,70 @@
+"""Decides where programs use kernels instead of XLA's operations: by device, pair and sizes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice
+
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.kernels.tiling import LANES, AttentionSizes, choose_tiling
+
+
+@dataclass(frozen=True)
+class KernelDevice:
+    """The device that kernels are lowered for.
+
+    Attributes:
+        kind: JAX's name, which some lowering rules ask for.
+        cores: TensorCores of a device.
+        interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
+    """
+
+    kind: str
+    cores: int
+    interpret: Any = False
+
+    def describe(self) -> AbstractDevice:
+        """The device as JAX's lowering rules ask for it."""
+        return AbstractDevice(device_kind=self.kind, num_cores=self.cores, platform="tpu")
+
+
+def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> KernelDevice | None:
+    """The device of a chip; None where the programs use XLA's operations.
+
+    Kernels need a TPU whose figures are known, and heads of whole vector registers: 128 lanes, or a multiple. Memory
+    tiles of narrower heads are padded, and a kernel would copy the padding.
+    """
+    if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
+        return None
+    return KernelDevice(chip.device_kind, chip.cores // chip.devices)
+
+
+def attend_slots(
+    device: KernelDevice | None,
+    q: jax.Array,
+    kv: tuple[jax.Array, jax.Array],
+    layer: int | jax.Array,
+    slots: jax.Array,
+    starts: jax.Array,
+    length: int,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    limits: jax.Array | None = None,
+) -> jax.Array | None:
+    """`attend_kv` over the first `length` positions of each row's slot, int32 [B]; None where there is no kernel.
+
+    That is without a device for kernels, and for sizes that `choose_tiling` does not divide.
+    """
+    _, G, R, T, D = q.shape
+    capacity = kv[0].shape[3]
+    sizes = AttentionSizes(T, G, R, D, q.dtype.itemsize, length, capacity)
+    if device is None or (tiling := choose_tiling(sizes, device.cores)) is None:
+        return None
+    # Pallas takes 0.3 s to import, and programs without kernels need none of it.
+    from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv, make_table  # noqa: PLC0415
+
+    pages = -(-length // tiling.page)
+    paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), make_table(slots, pages), pages, length)
+    return attend_kv(q, paged, starts, tiling, own, limits, device.interpret)

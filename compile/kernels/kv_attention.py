@@ -1,0 +1,319 @@
+"""Attention over the kv arrays as a Pallas TPU kernel: each row reads the kv pages up to its own length, and no others.
+
+XLA's operations (`models.attention`) read the whole bucket for every row, and write masked scores to main memory. Here
+pages are copied to VMEM while the block of pages before them is computed, and scores stay in VMEM (FlashAttention, Dao
+et al. 2022; pages as in vLLM, Kwon et al. 2023).
+
+B rows · T positions of this call · G kv heads · R query heads per kv head · D head width
+L layers · N slots · C capacity and slack · M query rows of a kv head in a grid step
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, Tiling, round_up
+from dflash_aot.compile.models.sliding_window import SEE_ALL
+
+NAME = "attend_kv_pages"
+MASKED_SCORE = -1e30  # finite, so that masked positions give no NaN
+
+
+@dataclass(frozen=True)
+class PagedKv:
+    """The kv arrays of a model, and where each row's pages lie in them.
+
+    Attributes:
+        keys: array [L, N, G, C, D].
+        values: array [L, N, G, C, D].
+        layer: the layer that is read, int32 scalar.
+        table: int32 [B, pages of the bucket]; entry e is page e % `pages_per_slot` of slot e // `pages_per_slot`.
+        pages_per_slot: static.
+        end: static; no position from `end` on is read.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    layer: jax.Array
+    table: jax.Array
+    pages_per_slot: int
+    end: int
+
+
+def make_table(slots: jax.Array, pages_per_slot: int) -> jax.Array:
+    """The table of rows whose pages lie in order, each row in one slot: slots [B] → int32 [B, pages_per_slot]."""
+    return slots[:, None] * pages_per_slot + jnp.arange(pages_per_slot, dtype=jnp.int32)
+
+
+def attend_kv(
+    q: jax.Array,
+    kv: PagedKv,
+    starts: jax.Array,
+    tiling: Tiling,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    limits: jax.Array | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of a block of T positions per row: q and result [B, G, R, T, D].
+
+    Without `own`, position t of row b attends to the kv positions up to starts[b] + t (causal; the block is in the kv
+    arrays). With `own`, it attends to the kv positions before starts[b], and to the block's own keys and values.
+
+    Args:
+        q: queries [B, G, R, T, D].
+        kv: the kv arrays.
+        starts: int32 [B], the position of each row's block.
+        tiling: from `choose_tiling`.
+        own: keys and values of the block, each [B, G, T, D].
+        limits: int32 [4] of the layer, None if no layer has a window: reach, slope, behind, ahead. Position t sees
+            kv positions from starts[b] + slope · t - reach on, and the block's positions t - behind … t + ahead.
+        interpret: for tests on CPU: `pltpu.InterpretParams`.
+    """
+    B, G, R, T, D = q.shape
+    heads, tile = tiling.heads, tiling.queries
+    tiles, M = T // tile, round_up(R * tile, SUBLANES)
+    x = q.reshape(B, G, R, tiles, tile, D).swapaxes(2, 3).reshape(B, G, tiles, R * tile, D)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
+    width = round_up(T, 2 * SUBLANES)
+    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own or ()]
+    facts = _Facts(
+        tiling=tiling,
+        pages_per_slot=kv.pages_per_slot,
+        end=kv.end,
+        own=T if own else 0,
+        windowed=limits is not None,
+        scale=D**-0.5,
+        # Explicit: the precision of the context is for products of float32.
+        precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
+    )
+    queries = pl.BlockSpec((1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0))
+    block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
+    main_memory = pl.BlockSpec(memory_space=pl.ANY)
+    buffers = pltpu.VMEM((2, heads, tiling.block, D), kv.keys.dtype)
+    scores = B * G * R * T * kv.end
+    mixed = pl.pallas_call(
+        partial(_attend_tile, facts),
+        out_shape=jax.ShapeDtypeStruct(x.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(G // heads, B, tiles),
+            in_specs=[queries, *[block] * len(block_kv), main_memory, main_memory],
+            out_specs=queries,
+            scratch_shapes=[
+                buffers,
+                buffers,
+                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.VMEM((heads, M, LANES), jnp.float32),
+                pltpu.VMEM((heads, M, LANES), jnp.float32),
+                pltpu.VMEM((heads, M, D), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        # Chips with two cores per device (v4, v5p) divide the groups of heads.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        # Of rows that fill the bucket.
+        cost_estimate=pl.CostEstimate(
+            flops=4 * scores * D,
+            transcendentals=scores,
+            bytes_accessed=2 * B * G * kv.end * D * kv.keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name=NAME,
+    )(
+        kv.layer.reshape(1),
+        kv.table,
+        starts,
+        jnp.array(SEE_ALL, jnp.int32) if limits is None else limits,
+        x,
+        *block_kv,
+        kv.keys,
+        kv.values,
+    )
+    mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
+    return mixed.reshape(B, G, R, T, D)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        tiling: how the work is divided.
+        pages_per_slot: see `PagedKv`.
+        end: see `PagedKv`.
+        own: positions of the block's own keys; 0 if there are none.
+        windowed: whether a layer may have a window.
+        scale: factor of the scores.
+        precision: of the products.
+    """
+
+    tiling: Tiling
+    pages_per_slot: int
+    end: int
+    own: int
+    windowed: bool
+    scale: float
+    precision: jax.lax.Precision
+
+
+def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any) -> None:
+    """The kernel: one grid step attends with one tile of queries of one row, for one group of kv heads."""
+    *own, keys, values, out, key_buffers, value_buffers, copied, peak, total, mixed, first_buffer = refs
+    group, row, tile = (pl.program_id(axis) for axis in range(3))
+    reader = _Reader(facts, layer, table, starts, limits, group, keys, values, key_buffers, value_buffers, copied)
+    softmax = _Softmax(facts, q, peak, total, mixed)
+    reach, slope, behind, ahead = (limits[index] for index in range(4))
+    M, queries = q.shape[-2], facts.tiling.queries
+    t = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries  # of each query row
+    here = starts[row] + t
+
+    @pl.when((row == 0) & (tile == 0))
+    def start_first() -> None:
+        # No page may be NaN that no copy has filled: its weights are zero, and zero times NaN is NaN.
+        value_buffers[...] = jnp.zeros_like(value_buffers)
+        first_buffer[0] = 0
+        reader.start(row, tile, 0, 0)
+
+    softmax.clear()
+    if facts.own:
+        other = jax.lax.broadcasted_iota(jnp.int32, (1, own[0].shape[2]), 1)
+        softmax.add(own[0].at[0], own[1].at[0], (other <= t + ahead) & (other >= t - behind) & (other < facts.own))
+
+    blocks, buffer_before = reader.count_blocks(row, tile), first_buffer[0]
+    first_position = reader.find_pages(row, tile)[0] * facts.tiling.page
+    last_tile = tile + 1 == pl.num_programs(2)
+    next_row, next_tile = jnp.where(last_tile, row + 1, row), jnp.where(last_tile, 0, tile + 1)
+
+    def add_block(index: jax.Array, _: None) -> None:
+        buffer = jax.lax.rem(buffer_before + index, 2)
+        last = index + 1 == blocks
+
+        @pl.when(jnp.logical_not(last) | (next_row < pl.num_programs(1)))
+        def start_next() -> None:
+            at = (jnp.where(last, next_row, row), jnp.where(last, next_tile, tile), jnp.where(last, 0, index + 1))
+            reader.start(*at, 1 - buffer)
+
+        reader.wait(row, tile, index, buffer)
+        shape = (1, facts.tiling.block)
+        position = first_position + index * facts.tiling.block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        mask = position < starts[row] if facts.own else position <= here
+        if facts.windowed:
+            mask &= position >= starts[row] + slope * t - reach
+        softmax.add(key_buffers.at[buffer], value_buffers.at[buffer], mask)
+
+    jax.lax.fori_loop(0, blocks, add_block, None)
+    first_buffer[0] = jax.lax.rem(buffer_before + blocks, 2)
+    softmax.write(out)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Copies blocks of pages from main memory to one of two buffers in VMEM. The arrays are Pallas references."""
+
+    facts: _Facts
+    layer: Any
+    table: Any
+    starts: Any
+    limits: Any
+    group: jax.Array
+    keys: Any
+    values: Any
+    key_buffers: Any
+    value_buffers: Any
+    copied: Any
+
+    def find_pages(self, row: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first page that a tile of a row reads, and the page behind the last."""
+        start, page, queries = self.starts[row], self.facts.tiling.page, self.facts.tiling.queries
+        first: jax.Array | int = 0
+        if self.facts.windowed:
+            first = jax.lax.div(jnp.maximum(start + self.limits[1] * tile * queries - self.limits[0], 0), page)
+        end = start if self.facts.own else start + (tile + 1) * queries
+        return jnp.int32(first), jax.lax.div(jnp.minimum(end, self.facts.end) + page - 1, page)
+
+    def count_blocks(self, row: jax.Array, tile: jax.Array) -> jax.Array:
+        """Blocks of a tile of a row, at least one: a block without pages copies nothing."""
+        (first, end), pages = self.find_pages(row, tile), self.facts.tiling.pages
+        return jnp.maximum(jax.lax.div(end - first + pages - 1, pages), 1)
+
+    def start(self, row: jax.Array, tile: jax.Array, index: jax.Array | int, buffer: jax.Array | int) -> None:
+        """Starts the copies of block `index` of a tile of a row."""
+        self._for_copies(row, tile, index, buffer, lambda copy: copy.start())
+
+    def wait(self, row: jax.Array, tile: jax.Array, index: jax.Array, buffer: jax.Array) -> None:
+        """Waits for the copies that `start` began with the same arguments."""
+        self._for_copies(row, tile, index, buffer, lambda copy: copy.wait())
+
+    def _for_copies(self, row: Any, tile: Any, index: Any, buffer: Any, act: Callable[[Any], None]) -> None:
+        first, end = self.find_pages(row, tile)
+        for part in range(self.facts.tiling.pages):
+            at = first + index * self.facts.tiling.pages + part
+            pl.when(at < end)(partial(self._for_page, row, at, part, buffer, act))
+
+    def _for_page(self, row: Any, at: Any, part: int, buffer: Any, act: Callable[[Any], None]) -> None:
+        entry, page, heads = self.table[row, at], self.facts.tiling.page, self.facts.tiling.heads
+        slot = jax.lax.div(entry, self.facts.pages_per_slot)
+        position = pl.multiple_of(jax.lax.rem(entry, self.facts.pages_per_slot) * page, page)
+        source = (self.layer[0], slot, pl.ds(self.group * heads, heads), pl.ds(position, page))
+        place = (buffer, slice(None), pl.ds(part * page, page))
+        act(pltpu.make_async_copy(self.keys.at[source], self.key_buffers.at[place], self.copied.at[0, buffer]))
+        act(pltpu.make_async_copy(self.values.at[source], self.value_buffers.at[place], self.copied.at[1, buffer]))
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """Online softmax (Milakov & Gimelshein 2018) of all kv heads of a grid step, in VMEM. The arrays are references.
+
+    peak, total: largest score and sum of weights, float32 [heads, M, LANES], equal in all lanes.
+    mixed: weighted values, float32 [heads, M, D].
+    """
+
+    facts: _Facts
+    q: Any
+    peak: Any
+    total: Any
+    mixed: Any
+
+    def clear(self) -> None:
+        """Sets the state before any key."""
+        self.peak[...] = jnp.full_like(self.peak, MASKED_SCORE)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.mixed[...] = jnp.zeros_like(self.mixed)
+
+    def add(self, keys: Any, values: Any, mask: jax.Array) -> None:
+        """Adds keys and values, references [heads, n, D], under a mask [M, n]."""
+        for head in range(self.facts.tiling.heads):
+            self._add(head, keys[head], values[head], mask)
+
+    def _add(self, head: int, keys: jax.Array, values: jax.Array, mask: jax.Array) -> None:
+        scores = self._multiply(self.q[0, head, 0], keys, ((1,), (1,))) * self.facts.scale
+        scores = jnp.where(mask, scores, MASKED_SCORE)
+        before = self.peak[head]
+        higher = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        faded, weights = jnp.exp(before - higher), jnp.exp(scores - _widen(higher, scores.shape[1]))
+        news = self._multiply(weights.astype(values.dtype), values, ((1,), (0,)))
+        self.peak[head] = higher
+        self.total[head] = self.total[head] * faded + jnp.sum(weights, axis=1, keepdims=True)
+        self.mixed[head] = self.mixed[head] * _widen(faded, news.shape[1]) + news
+
+    def _multiply(self, a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
+        precision = self.facts.precision
+        return jax.lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+    def write(self, out: Any) -> None:
+        """Writes the result."""
+        for head in range(self.facts.tiling.heads):
+            mixed = self.mixed[head]
+            out[0, head, 0] = (mixed / _widen(self.total[head], mixed.shape[1])).astype(out.dtype)
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    """x [M, LANES], equal in all lanes → [M, width]."""
+    copies = -(-width // LANES)
+    return (jnp.concatenate([x] * copies, axis=1) if copies > 1 else x)[:, :width]

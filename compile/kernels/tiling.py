@@ -1,0 +1,98 @@
+"""Tiling of the attention kernel: how much of its work one grid step takes, by shapes, VMEM and cores."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LANES, SUBLANES = 128, 8  # of a vector register
+PAGES = (128, 64, 32, 16)  # positions; 16 rows of bfloat16 are whole memory tiles on every generation
+BLOCK = 512  # kv positions
+MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the attention kernel divides its work.
+
+    Attributes:
+        heads: kv heads of a grid step.
+        queries: positions of this call in a grid step.
+        page: kv positions of a page, the unit of copies.
+        pages: pages of a block, the unit of computation.
+    """
+
+    heads: int
+    queries: int
+    page: int
+    pages: int
+
+    @property
+    def block(self) -> int:
+        """kv positions of a block."""
+        return self.page * self.pages
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a call of the attention kernel on one device.
+
+    Attributes:
+        queries: positions of the call.
+        kv_heads: kv heads of the device.
+        group: query heads per kv head.
+        head_dim: width of a head.
+        itemsize: bytes of an element.
+        length: kv positions that rows may attend to.
+        capacity: positions of the kv arrays.
+    """
+
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    itemsize: int
+    length: int
+    capacity: int
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
+    """The tiling for a device with `cores` TensorCores; None where the kernel does not fit the sizes.
+
+    It does not fit where no page size covers `length` within `capacity`, or a tile of queries exceeds VMEM.
+    """
+    page = next((page for page in PAGES if round_up(sizes.length, page) <= sizes.capacity), None)
+    if page is None:
+        return None
+    pages = max(1, min(BLOCK, round_up(sizes.length, page)) // page)
+    queries = _largest_divisor(
+        sizes.queries, lambda size: sizes.group * size <= MAX_QUERY_ROWS and (size == sizes.queries or size % 8 == 0)
+    )
+    if queries is None:
+        return None
+
+    def fits(heads: int) -> bool:
+        rows, vmem = heads * sizes.group * queries, count_vmem(sizes, Tiling(heads, queries, page, pages))
+        divided = sizes.kv_heads // heads >= min(cores, sizes.kv_heads)
+        return divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
+
+    heads = _largest_divisor(sizes.kv_heads, fits)
+    return None if heads is None else Tiling(heads, queries, page, pages)
+
+
+def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:
+    """Bytes of VMEM: kv buffers, queries and results (two of each), softmax state, and the scores of a head."""
+    rows = round_up(sizes.group * tiling.queries, SUBLANES)
+    width = round_up(sizes.head_dim, LANES)
+    kv = 2 * 2 * tiling.block * width * sizes.itemsize
+    ends = 2 * 2 * rows * width * sizes.itemsize
+    state = 4 * rows * (2 * LANES + width)
+    return tiling.heads * (kv + ends + state) + 2 * 4 * rows * tiling.block
+
+
+def _largest_divisor(size: int, fits: Callable[[int], bool]) -> int | None:
+    return next((size // parts for parts in range(1, size + 1) if size % parts == 0 and fits(size // parts)), None)

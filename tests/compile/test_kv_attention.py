@@ -1,0 +1,212 @@
+"""The attention kernel, interpreted on CPU with a check for races, computes what `attend` computes."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from msgspec.structs import replace as replace_struct
+
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.model_config.architecture import SlidingWindow
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.topology import CHIPS
+from dflash_aot.compile.kernels.kernel_device import KernelDevice, choose_kernel_device
+from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
+from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
+from dflash_aot.compile.models.attention import attend
+from dflash_aot.compile.models.sliding_window import block_mask, context_mask, window_limits
+from dflash_aot.compile.programs.programs import Programs
+from tests.compile.conftest import Models, Rig
+from tests.compile.quick import jit_quickly
+
+INTERPRETED = KernelDevice("", 1, pltpu.InterpretParams(detect_races=True))
+LAYERS, SLOTS = 2, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes that are compiled once, for any lengths, pages and windows."""
+
+    tiling: Tiling
+    group: int
+    T: int
+    length: int
+    own: bool = False
+    windowed: bool = False
+    kv_heads: int = 2
+    D: int = 8
+    rows: int = 3
+
+    @cached_property
+    def pages(self) -> int:
+        return -(-self.length // self.tiling.page)
+
+    @cached_property
+    def run(self):
+        def call(q, keys, values, table, starts, own, limits):
+            kv = PagedKv(keys, values, jnp.int32(1), table, self.pages, self.length)
+            return attend_kv(
+                q, kv, starts, self.tiling, own or None, limits if self.windowed else None, INTERPRETED.interpret
+            )
+
+        return jit_quickly(call)
+
+    def expect(self, q, keys, values, table, starts, own, window):
+        """By `attend`, on a context whose pages are put in order."""
+        page, width = self.tiling.page, self.pages * self.tiling.page
+        at = np.arange(width)
+        slot, position = np.divmod(np.asarray(table)[:, at // page], self.pages)
+        position = position * page + at % page
+        context = [array[1][slot, :, position].transpose(0, 2, 1, 3) for array in (keys, values)]
+        block = starts[:, None] + np.arange(self.T)
+        seen = (at < starts[:, None, None]) if own else (at <= block[..., None])
+        mask = seen & (at < self.length) & context_mask(window, jnp.asarray(block), at[None])
+        parts = [(*map(np.nan_to_num, context), mask)]
+        return attend(q, *parts, *([(*own, block_mask(window, jnp.asarray(block)))] if own else []))
+
+
+CASES = {
+    "verify: one head group, blocks of two pages": Case(Tiling(2, 4, 16, 2), group=2, T=4, length=80),
+    "verify: one token, head groups, pages beyond the length": Case(Tiling(1, 1, 16, 3), group=3, T=1, length=72),
+    "prefill: tiles of queries": Case(Tiling(1, 8, 16, 2), group=1, T=24, length=64, rows=1),
+    "draft: its own block": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80, own=True),
+    "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, own=True, windowed=True),
+}
+WINDOWS = [
+    None,
+    *(
+        SlidingWindow(size, causal, anchored)
+        for size in (1, 4, 37)
+        for causal in (True, False)
+        for anchored in (True, False)
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_attends_as_attend_does_and_reads_no_other_page(case, capfd):
+    """At random lengths and pages, in each kind of window. Pages that no query sees are NaN."""
+
+    @given(data=st.data(), seed=st.integers(0, 99))
+    @settings(max_examples=6)
+    def check(data, seed):
+        rng, page = np.random.default_rng(seed), case.tiling.page
+        last = case.length - (0 if case.own else case.T)
+        starts = np.array([data.draw(st.integers(0, last)) for _ in range(case.rows)], np.int32)
+        window = data.draw(st.sampled_from(WINDOWS)) if case.windowed else None
+        table = rng.permutation(SLOTS * case.pages)[: case.rows * case.pages].reshape(case.rows, case.pages)
+        shape = (2, LAYERS, SLOTS, case.kv_heads, case.pages * page, case.D)
+        filled, kv = rng.standard_normal(shape, np.float32), np.full(shape, np.nan, np.float32)
+        for row, start in enumerate(starts):
+            reach = 0 if window is None else max(0, start - window.size + (0 if window.anchored else 1))
+            for index in range(reach // page, -(-(start + (0 if case.own else case.T)) // page)):
+                slot, at = divmod(int(table[row, index]), case.pages)
+                part = (slice(None), 1, slot, slice(None), slice(at * page, (at + 1) * page))
+                kv[part] = filled[part]
+        q = rng.standard_normal((case.rows, case.kv_heads, case.group, case.T, case.D), np.float32)
+        own = tuple(rng.standard_normal((2, case.rows, case.kv_heads, case.T, case.D), np.float32)) if case.own else ()
+        found = case.run(q, *kv, table.astype(np.int32), starts, own, jnp.array(window_limits(window), jnp.int32))
+        np.testing.assert_allclose(found, case.expect(q, *kv, table, starts, own, window), rtol=1e-5, atol=1e-5)
+
+    check()
+    assert "RACE" not in capfd.readouterr().out
+
+
+QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize=2, length=4096, capacity=4352)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cores", "expected"),
+    [
+        (QWEN3_4B_VERIFY, 1, Tiling(8, 16, 128, 4)),
+        (QWEN3_4B_VERIFY, 2, Tiling(4, 16, 128, 4)),  # the cores share the heads
+        (replace(QWEN3_4B_VERIFY, kv_heads=1), 2, Tiling(1, 16, 128, 4)),
+        (replace(QWEN3_4B_VERIFY, queries=256), 1, Tiling(1, 256, 128, 4)),
+        (replace(QWEN3_4B_VERIFY, queries=1000), 1, Tiling(1, 200, 128, 4)),  # tiles of whole registers
+        (replace(QWEN3_4B_VERIFY, queries=509), 1, None),  # prime: no tile divides it
+        (replace(QWEN3_4B_VERIFY, length=3984, capacity=3999), 1, Tiling(8, 16, 16, 32)),
+        (replace(QWEN3_4B_VERIFY, length=100, capacity=111), 1, None),  # the last page would end behind the arrays
+        (replace(QWEN3_4B_VERIFY, length=100, capacity=128), 1, Tiling(8, 16, 128, 1)),
+    ],
+)
+def test_choose_tiling_divides_heads_queries_and_pages(sizes, cores, expected):
+    assert choose_tiling(sizes, cores) == expected
+
+
+def test_kernels_are_for_known_chips_and_heads_of_whole_registers(small_pair):
+    v5p = next(chip for chip in CHIPS if chip.name == "v5p")
+
+    def choose(chip, head_dim):
+        models = []
+        for model in small_pair:
+            attention = replace_struct(model.decoder.attention, head_dim=head_dim)
+            models.append(replace_struct(model, decoder=replace_struct(model.decoder, attention=attention)))
+        return choose_kernel_device(chip, *models)
+
+    assert choose(v5p, 128) == KernelDevice("TPU v5", 2)
+    assert choose(v5p, 64) is None
+    assert choose(None, 128) is None
+
+
+CALLS = {
+    "prefill prefill=16 length=32": {"tokens": [range(5, 21)], "slots": [1], "starts": [3], "counts": [9]},
+    "draft batch=2 length=32 k=3": {},
+    "verify batch=2 length=32 k=0": {"active": [True, True]},
+    "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
+}
+
+
+@dataclass(frozen=True)
+class WithKernels:
+    """Models whose programs use the interpreted kernel."""
+
+    models: Models
+
+    @cached_property
+    def programs(self) -> Programs:
+        pair = self.models.target, self.models.draft
+        return Programs(*pair, "float32", sampling=SAMPLING_MODES, kernels=INTERPRETED)
+
+    @property
+    def weights(self):
+        return self.models.weights
+
+
+def test_programs_with_kernels_compute_what_programs_of_xla_compute(small, make_rig, capfd):
+    """The draft of the pair has one sliding layer and one full layer."""
+    grid = parse_grid("batch=2 length=32 k=0,3 prefill=16", small.draft.block)
+    rigs = Rig(small, grid), Rig(WithKernels(small), grid)
+    rng = np.random.default_rng(1)
+    state = {name: jnp.asarray(rng.standard_normal(one.shape), one.dtype) for name, one in rigs[0].empty().items()}
+    state |= {"lengths": jnp.array([4, 19]), "anchors": jnp.array([11, 30])}
+    for label, arguments in CALLS.items():
+        expected, found = (rig.run(label, state, **arguments) for rig in rigs)
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=f"{label}: {name}")
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", ["swa"])
+def test_programs_with_kernels_reproduce_rounds_of_the_reference(reading, runs, load_models):
+    """The first rounds of two prompts, in the layers with windows: blocks, chosen tokens and acceptance."""
+    run = runs[reading]
+    models, prompts = load_models(run.target, run.draft), run.facts["prompts"][:2]
+    k = models.draft.block - 1
+    rig = Rig(WithKernels(models), parse_grid(f"batch=2 length=208 k={k} prefill=32", k + 1))
+    arrays = rig.empty()
+    for slot, prompt in enumerate(prompts):
+        arrays = rig.prefill(arrays, slot, prompt["prompt_ids"], 32)
+    assert arrays["anchors"].tolist() == [prompt["first_token"] for prompt in prompts]
+    for cycles in zip(*(prompt["cycles"][:6] for prompt in prompts), strict=False):
+        arrays = rig.run(f"draft batch=2 length=208 k={k}", arrays)
+        arrays = rig.run(f"verify batch=2 length=208 k={k}", arrays, active=[True, True])
+        arrays = rig.run(f"kv_write rows=2 width={k + 1}", arrays, slots=[0, 1])
+        assert np.asarray(arrays["block"]).tolist() == [cycle["block"] for cycle in cycles]
+        expected = [[cycle["acceptance"], *cycle["block"][1:], *cycle["posterior"]] for cycle in cycles]
+        assert np.asarray(arrays["verdict"]).tolist() == expected
