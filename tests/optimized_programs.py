@@ -22,6 +22,7 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.compile.emulation.portable_program import make_portable_program, print_optimized_program
+from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.programs.lowering import lower_program
@@ -58,7 +59,8 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         target = read_target(read_config(Path(self.target)))
         draft = read_draft(read_config(Path(self.draft)), target)
         modes = SAMPLING_MODES if self.sampling else ("greedy",)
-        programs = Programs(target, draft, self.dtype, stacked=True, devices=self.devices, sampling=modes)
+        kernels = choose_kernel_device(TOPOLOGIES[self.topology].chip, target, draft) if platform == "tpu" else None
+        programs = Programs(target, draft, self.dtype, True, self.devices, modes, kernels)
         return Deployment(
             target, draft, programs, parse_grid(self.grid, draft.block), self.dtype, platform, self.devices, None
         )

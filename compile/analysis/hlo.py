@@ -168,7 +168,7 @@ def parse_module(text: str) -> HloModule:
     """Parses a whole program. Raises BuildFailed if the text has an unknown form."""
     computations: dict[str, Computation] = {}
     entry = None
-    lines = iter(text.splitlines())
+    lines = iter(KERNEL_METADATA.sub(lambda found: found[0].replace("\n", ""), text).splitlines())
     for line in lines:
         if (head := HEAD.match(line)) and ") -> " in line and line.endswith("{"):
             computations[head[2]] = _parse_computation(head[2], lines)
@@ -178,6 +178,7 @@ def parse_module(text: str) -> HloModule:
     return HloModule(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
 
 
+KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)  # JSON on several lines
 ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")

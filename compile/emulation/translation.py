@@ -19,6 +19,7 @@ from functools import cached_property
 
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Instruction, Type
+from dflash_aot.compile.emulation.kernels import interpret_kernel
 from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, map_bitcast, read_layout
 
 
@@ -52,6 +53,7 @@ DROPPED = _list_names("""
 """)
 WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
 FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
+KERNEL, KERNEL_ENTRY = "tpu_custom_call", "interpreted"  # the target of Pallas kernels; the name of what replaces it
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
 UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}  # for other dtypes a number that stands out
 STANDS_OUT = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
@@ -71,10 +73,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Scope:
-    """A computation that is translated, in its module."""
+    """A computation that is translated, in its module.
+
+    Attributes:
+        module: the whole program.
+        computation: the computation.
+        exact: whether its instructions stay as they are.
+    """
 
     module: HloModule
     computation: Computation
+    exact: bool = False
 
     @cached_property
     def instructions(self) -> Mapping[str, Instruction]:
@@ -102,15 +111,33 @@ def _translate_computations(module: HloModule) -> Iterator[str]:
     # XLA:CPU expects a single instruction there.
     sums = {one.called("to_apply") for one in module.instructions if one.opcode.removesuffix("-start") in SUMMING}
     for computation in module.computations.values():
-        scope = Scope(module, computation)
+        scope = Scope(module, computation, computation.name in sums)
+        for instruction in computation.instructions:
+            if instruction.opcode == "custom-call" and instruction.target == KERNEL:
+                yield from _translate_kernel(instruction, scope)
         yield ""
         yield f"{'ENTRY ' if computation is module.entry else ''}%{computation.name} {{"
-        for instruction in computation.instructions:
-            exact = computation.name in sums
-            *before, last = [_portable(instruction)] if exact else translate_instruction(instruction, scope)
-            yield from (line.format(False) for line in before)
-            yield last.format(instruction is computation.root)
-        yield "}"
+        yield from _translate_computation(scope)
+
+
+def _translate_computation(scope: Scope) -> Iterator[str]:
+    for instruction in scope.computation.instructions:
+        *before, last = [_portable(instruction)] if scope.exact else translate_instruction(instruction, scope)
+        yield from (line.format(False) for line in before)
+        yield last.format(instruction is scope.computation.root)
+    yield "}"
+
+
+def _translate_kernel(instruction: Instruction, scope: Scope) -> Iterator[str]:
+    """The computations of a kernel's interpreted form, with names of their own. Raises BuildFailed."""
+    operands = [scope.array(scope.instructions[name]) for name in instruction.operands]
+    if (kernel := interpret_kernel(instruction, operands)) is None:
+        raise refuse(instruction, "the kernel is not known")
+    for computation in kernel.computations.values():
+        name = KERNEL_ENTRY if computation is kernel.entry else computation.name
+        lines = (f"%{name} {{", *_translate_computation(Scope(kernel, computation)))
+        yield ""
+        yield from (line.replace("%", f"%{instruction.name}.") for line in lines)
 
 
 def translate_instruction(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -297,6 +324,9 @@ def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
         yield Line(name, instruction.type, "constant(0)")
     elif instruction.target == "PrepareAsyncCallDone":
         yield Line(name, instruction.type, "after-all()")
+    elif instruction.target == KERNEL:
+        listed = ", ".join(f"%{operand}" for operand in operands)
+        yield Line(name, instruction.type, f"call({listed}), to_apply=%{name}.{KERNEL_ENTRY}")
     elif instruction.target == "AllocateBuffer":
         yield from _fill(name, scope.array(instruction), instruction)
     else:

@@ -8,13 +8,14 @@ B rows · T positions of this call · G kv heads · R query heads per kv head ·
 L layers · N slots · C capacity and slack · M query rows of a kv head in a grid step
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -76,34 +77,43 @@ def attend_kv(
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
     B, G, R, T, D = q.shape
-    heads, tile = tiling.heads, tiling.queries
+    tile = tiling.queries
     tiles, M = T // tile, round_up(R * tile, SUBLANES)
     x = q.reshape(B, G, R, tiles, tile, D).swapaxes(2, 3).reshape(B, G, tiles, R * tile, D)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
     width = round_up(T, 2 * SUBLANES)
     block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own or ()]
-    facts = _Facts(
-        tiling=tiling,
-        pages_per_slot=kv.pages_per_slot,
-        end=kv.end,
-        own=T if own else 0,
-        windowed=limits is not None,
-        scale=D**-0.5,
-        # Explicit: the precision of the context is for products of float32.
-        precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
-    )
+    facts = _Facts(tiling, kv.pages_per_slot, kv.end, T if own else 0, limits is not None, D**-0.5)
+    limits = jnp.array(SEE_ALL, jnp.int32) if limits is None else limits
+    scalars = (kv.layer.reshape(1), kv.table, starts, limits)
+    mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
+    mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
+    return mixed.reshape(B, G, R, T, D)
+
+
+def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
+    """What a compiled kernel computes, as operations of any device: its metadata's facts, and its operands in order."""
+    return _call_kernel(msgspec.json.decode(facts, type=_Facts), operands, True)
+
+
+def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
+    """operands: layer, table, starts, limits, queries by tile, own keys and values if any, kv arrays."""
+    x, *own = operands[4:-2]
+    keys, tiling, heads = operands[-2], facts.tiling, facts.tiling.heads
+    B, G, tiles, M, D = x.shape
+    width = own[0].shape[2] if own else 0
     queries = pl.BlockSpec((1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0))
     block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
     main_memory = pl.BlockSpec(memory_space=pl.ANY)
-    buffers = pltpu.VMEM((2, heads, tiling.block, D), kv.keys.dtype)
-    scores = B * G * R * T * kv.end
-    mixed = pl.pallas_call(
+    buffers = pltpu.VMEM((2, heads, tiling.block, D), keys.dtype)
+    scores = B * G * tiles * M * facts.end
+    call = pl.pallas_call(
         partial(_attend_tile, facts),
-        out_shape=jax.ShapeDtypeStruct(x.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(G // heads, B, tiles),
-            in_specs=[queries, *[block] * len(block_kv), main_memory, main_memory],
+            in_specs=[queries, *[block] * len(own), main_memory, main_memory],
             out_specs=queries,
             scratch_shapes=[
                 buffers,
@@ -121,22 +131,13 @@ def attend_kv(
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * D,
             transcendentals=scores,
-            bytes_accessed=2 * B * G * kv.end * D * kv.keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
+            bytes_accessed=2 * B * G * facts.end * D * keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
         ),
         interpret=interpret,
         name=NAME,
-    )(
-        kv.layer.reshape(1),
-        kv.table,
-        starts,
-        jnp.array(SEE_ALL, jnp.int32) if limits is None else limits,
-        x,
-        *block_kv,
-        kv.keys,
-        kv.values,
+        metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
     )
-    mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
-    return mixed.reshape(B, G, R, T, D)
+    return call(*operands)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,6 @@ class _Facts:
         own: positions of the block's own keys; 0 if there are none.
         windowed: whether a layer may have a window.
         scale: factor of the scores.
-        precision: of the products.
     """
 
     tiling: Tiling
@@ -159,7 +159,6 @@ class _Facts:
     own: int
     windowed: bool
     scale: float
-    precision: jax.lax.Precision
 
 
 def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any) -> None:
@@ -303,7 +302,8 @@ class _Softmax:
         self.mixed[head] = self.mixed[head] * _widen(faded, news.shape[1]) + news
 
     def _multiply(self, a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
-        precision = self.facts.precision
+        # Explicit: the precision of the context is for products of float32.
+        precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         return jax.lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     def write(self, out: Any) -> None:

@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax import export
 
 from dflash_aot.bin import bundle as bundle_command
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile import precompile
 from tests.optimized_programs import NEEDS_COMPILER
 from tests.runtime.conftest import MADE_UP
+
+# Heads so wide that attention is a kernel.
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+PAIRS = {**MADE_UP, "wide": tuple({**config, **WIDE} for config in MADE_UP["dense"])}
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -28,7 +35,7 @@ def make_pair(tmp_path):
 
     def make(kind: str) -> list[Path]:
         places = [tmp_path / role for role in ("target", "draft")]
-        for place, config in zip(places, MADE_UP[kind], strict=True):
+        for place, config in zip(places, PAIRS[kind], strict=True):
             place.mkdir()
             (place / "config.json").write_text(json.dumps(config))
         return places
@@ -36,17 +43,28 @@ def make_pair(tmp_path):
     return make
 
 
+def read_stablehlo(bundle: Path) -> str:
+    """The program of a verify executable."""
+    entry = next(one for one in read_manifest(bundle).entries if one.signature.program == "verify")
+    return export.deserialize(bytearray(Store(bundle).read_program(entry))).mlir_module()
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("topology", "kind", "dtype"),
-    [("v5e:2x2", "experts", "float32"), pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", marks=pytest.mark.slow)],
+    [
+        ("v5e:2x2", "experts", "float32"),
+        ("v5e:1x1", "wide", "float32"),
+        pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
-def test_sharded_executables_compute_what_their_programs_say(make_pair, tmp_path, topology, kind, dtype):
+def test_executables_compute_what_their_programs_say(make_pair, tmp_path, topology, kind, dtype):
     bundle = tmp_path / "bundle"
     grid = "batch=1 length=32 k=0,3 prefill=16"
     precompile(*make_pair(kind), bundle, grid=grid, topology=topology, dtype=dtype, sampling=["greedy"])
     done = verify(bundle, "--execute", "--json")
     assert done.returncode == 0, done.stderr
+    assert kind != "wide" or "tpu_custom_call" in read_stablehlo(bundle)
     emulation = json.loads(done.stdout)["emulation"]
     labels = [one["label"] for one in emulation["executables"]]
     assert {label.split()[0] for label in labels} == {"prefill", "draft", "verify", "kv_write"}

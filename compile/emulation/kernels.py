@@ -1,0 +1,37 @@
+"""Pallas kernels of an optimized program, replaced by their interpreted form.
+
+The compiled kernel is machine code of a compiler below HLO and cannot be run here. Our kernels name themselves and what
+they were built with in their metadata, so that the same kernel function is interpreted instead, as plain HLO.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jaxlib import _hlo  # type: ignore[attr-defined]  # it has no stub; see portable_program.py
+
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
+from dflash_aot.compile.kernels import kv_attention
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool"}
+METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
+# By name: (facts of the metadata, operands) → result.
+INTERPRETERS: Mapping[str, Callable[..., jax.Array]] = {kv_attention.NAME: kv_attention.interpret_kernel}
+
+
+def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> HloModule | None:
+    """Returns the program of a kernel's interpreted form, with the operands of its custom call.
+
+    None if the kernel is not ours.
+    """
+    found = METADATA.search(instruction.attributes)
+    metadata = json.JSONDecoder().raw_decode(instruction.attributes, found.end())[0] if found else {}
+    interpreter = INTERPRETERS.get(metadata.get("kernel", ""))
+    if interpreter is None:
+        return None
+    shapes = [jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands]
+    lowered = jax.jit(lambda *arrays: interpreter(metadata["facts"], arrays)).lower(*shapes)
+    options = _hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string(options))
