@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BuildFailed
@@ -83,7 +83,12 @@ def export_program(
         devices: number of devices that share the program (see `TensorParallel`).
         kernels: the device that kernels are lowered for, None if the program has none.
     """
-    mesh = AbstractMesh((devices,), (MESH_AXIS,), abstract_device=kernels.describe() if kernels else None)
+    mesh = AbstractMesh(
+        (devices,),
+        (MESH_AXIS,),
+        axis_types=(AxisType.Auto,),  # in the context of a kernel's mesh, JAX 0.12 would type every array
+        abstract_device=kernels.describe() if kernels else None,
+    )
     jitted = jit_program(signature, function, known, mesh)
     specs = [
         jax.ShapeDtypeStruct(
