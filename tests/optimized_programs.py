@@ -21,7 +21,8 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.emulation.portable_program import make_portable_program, print_optimized_program
+from dflash_aot.compile.emulation.hlo_text import print_optimized_program
+from dflash_aot.compile.emulation.portable_program import make_portable_program
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment

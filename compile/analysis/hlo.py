@@ -168,7 +168,7 @@ def parse_module(text: str) -> HloModule:
     """Parses a whole program. Raises BuildFailed if the text has an unknown form."""
     computations: dict[str, Computation] = {}
     entry = None
-    lines = iter(KERNEL_METADATA.sub(lambda found: found[0].replace("\n", ""), text).splitlines())
+    lines = _join_lines(text.splitlines())
     for line in lines:
         if (head := HEAD.match(line)) and ") -> " in line and line.endswith("{"):
             computations[head[2]] = _parse_computation(head[2], lines)
@@ -178,7 +178,6 @@ def parse_module(text: str) -> HloModule:
     return HloModule(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
 
 
-KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)  # JSON on several lines
 ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
@@ -186,6 +185,18 @@ OPCODE = re.compile(r" ([\w\-]+)(?=\()")
 DELIMITER = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # or a quoted text, in which no comma counts
 COMMENT = re.compile(r"/\*.*?(?:\*/|$)")
 LEAF = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?$")  # a dynamic dimension is written <=8
+
+
+def _join_lines(lines: list[str]) -> Iterator[str]:
+    """The lines, each instruction on one: XLA prints the metadata of a kernel, which is JSON, on several."""
+    parts: list[str] = []
+    for line in lines:
+        parts.append(line)
+        if not line.endswith("kernel_metadata={") and (len(parts) == 1 or line.startswith("}")):
+            yield "".join(parts)
+            parts = []
+    if parts:
+        yield "".join(parts)
 
 
 def _parse_computation(name: str, lines: Iterator[str]) -> Computation:

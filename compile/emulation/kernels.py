@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-from jaxlib import _hlo  # type: ignore[attr-defined]  # it has no stub; see portable_program.py
 
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
+from dflash_aot.compile.emulation.hlo_text import print_program
 from dflash_aot.compile.kernels import kv_attention
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool"}
@@ -32,6 +32,4 @@ def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> Hl
         return None
     shapes = [jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands]
     lowered = jax.jit(lambda *arrays: interpreter(metadata["facts"], arrays)).lower(*shapes)
-    options = _hlo.HloPrintOptions()
-    options.print_large_constants = True
-    return parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string(options))
+    return parse_module(print_program(lowered))

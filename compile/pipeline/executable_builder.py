@@ -21,7 +21,8 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
 from dflash_aot.compile.analysis.inspection import inspect_module, read_cost
 from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
-from dflash_aot.compile.emulation.portable_program import make_portable_program, print_optimized_program
+from dflash_aot.compile.emulation.hlo_text import print_optimized_program
+from dflash_aot.compile.emulation.portable_program import make_portable_program
 from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
