@@ -11,16 +11,13 @@ gathers and convolutions, asynchronous copies. The translation keeps the arithme
 What is not listed here is refused by its name.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
 
-from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Instruction, Type
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction
+from dflash_aot.compile.emulation.bitcasts import translate_bitcast
 from dflash_aot.compile.emulation.kernels import interpret_kernel
-from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, map_bitcast, read_layout
+from dflash_aot.compile.emulation.portable_hlo import Line, Scope, format_tuple, refuse
 
 
 def _list_names(text: str) -> frozenset[str]:
@@ -52,51 +49,10 @@ DROPPED = _list_names("""
     frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
 """)
 WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
-FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
 KERNEL, KERNEL_ENTRY = "tpu_custom_call", "interpreted"  # the target of Pallas kernels; the name of what replaces it
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
 UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}  # for other dtypes a number that stands out
 STANDS_OUT = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One instruction of the translated program: `expression` is its text without name and type."""
-
-    name: str
-    type: Type
-    expression: str
-
-    def format(self, root: bool) -> str:
-        return f"  {'ROOT ' if root else ''}%{self.name} = {format_type(self.type)} {self.expression}"
-
-
-@dataclass(frozen=True)
-class Scope:
-    """A computation that is translated, in its module.
-
-    Attributes:
-        module: the whole program.
-        computation: the computation.
-        exact: whether its instructions stay as they are.
-    """
-
-    module: HloModule
-    computation: Computation
-    exact: bool = False
-
-    @cached_property
-    def instructions(self) -> Mapping[str, Instruction]:
-        return {one.name: one for one in self.computation.instructions}
-
-    def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
-        return self.instructions[instruction.operands[number]]
-
-    def array(self, instruction: Instruction) -> Buffer:
-        """The type of an instruction whose result is one array. Raises BuildFailed."""
-        if not isinstance(instruction.type, Buffer):
-            raise refuse(instruction, "a tuple where an array is expected")
-        return instruction.type
 
 
 Rule = Callable[[Instruction, Scope], Iterator[Line]]
@@ -152,10 +108,6 @@ def translate_instruction(instruction: Instruction, scope: Scope) -> Iterator[Li
     if kind in ASYNCHRONOUS:
         return (_start if instruction.opcode.endswith("-start") else _finish)(instruction, scope)
     raise refuse(instruction, "its opcode is not known")
-
-
-def refuse(instruction: Instruction, reason: str) -> BuildFailed:
-    return BuildFailed(f"%{instruction.name}, {instruction.opcode}: {reason}. The program cannot be emulated")
 
 
 def _portable(instruction: Instruction) -> Line:
@@ -236,7 +188,7 @@ def _rename(instruction: Instruction, source: str) -> Iterator[Line]:
         return
     for number, part in enumerate(instruction.type):
         yield Line(f"{name}.{number}", part, f"get-tuple-element(%{source}), index={number}")
-    yield Line(name, instruction.type, _format_tuple([f"{name}.{number}" for number in range(len(instruction.type))]))
+    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(instruction.type))]))
 
 
 def _custom_call_start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -258,7 +210,7 @@ def _barrier(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     if len(instruction.operands) == 1:
         yield from _rename(instruction, instruction.operands[0])
     else:
-        yield Line(instruction.name, instruction.type, _format_tuple(instruction.operands))
+        yield Line(instruction.name, instruction.type, format_tuple(instruction.operands))
 
 
 def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -278,7 +230,7 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     for number, (leaf, target) in enumerate(zip(wide, leaves, strict=True)):
         yield Line(f"{name}.{number}.wide", leaf, f"get-tuple-element(%{name}.reduced), index={number}")
         yield Line(f"{name}.{number}", target, f"convert(%{name}.{number}.wide)")
-    yield Line(name, instruction.type, _format_tuple([f"{name}.{number}" for number in range(len(wide))]))
+    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(wide))]))
 
 
 def _list_arrays(instruction: Instruction) -> list[Buffer]:
@@ -342,110 +294,8 @@ def _fill(name: str, array: Buffer, instruction: Instruction) -> Iterator[Line]:
     yield Line(name, array, f"broadcast(%{name}.undefined), dimensions={{}}")
 
 
-def _bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    """The memory of the operand, read in the order of the result's layout."""
-    operand = scope.operand(instruction)
-    source, result = scope.array(operand), scope.array(instruction)
-    if source.dtype != result.dtype:
-        raise refuse(instruction, f"it reads {source.dtype} as {result.dtype}")
-    before, after = read_layout(source), read_layout(result)
-    taken = map_bitcast(before, after)
-    if taken.reads_padding:
-        operand = find_whole_array(instruction, scope)
-        before = read_layout(scope.array(operand))
-        taken = map_bitcast(before, after)
-    yield from _relayout(instruction, operand.name, result, before, after, taken)
-
-
-def _relayout(
-    instruction: Instruction, source: str, result: Buffer, before: TiledLayout, after: TiledLayout, taken: BitcastMap
-) -> Iterator[Line]:
-    name = instruction.name
-
-    def array(*sizes: int) -> Buffer:
-        return Buffer(result.dtype, sizes, "")
-
-    yield Line(f"{name}.ordered", array(*before.dimensions), _transpose(source, before.order))
-    yield Line(f"{name}.rows", array(taken.repeats, taken.held), f"reshape(%{name}.ordered)")
-    if taken.is_prefix and taken.sources.size <= taken.held:
-        kept = array(taken.repeats, taken.sources.size)
-        bounds = ", ".join(f"[0:{size}]" for size in kept.dimensions)
-        yield Line(f"{name}.kept", kept, f"slice(%{name}.rows), slice={{{bounds}}}")
-    elif factors := taken.factor():
-        sizes, order = factors
-        yield Line(f"{name}.digits", array(taken.repeats, *sizes), f"reshape(%{name}.rows)")
-        moved = (0, *(axis + 1 for axis in order))
-        exchanged = array(taken.repeats, *(sizes[axis] for axis in order))
-        yield Line(f"{name}.kept", exchanged, _transpose(f"{name}.digits", moved))
-    else:
-        raise refuse(instruction, f"its layouts place elements in another order: {result}")
-    yield Line(f"{name}.shaped", array(*after.dimensions), f"reshape(%{name}.kept)")
-    yield Line(
-        name, result, _transpose(f"{name}.shaped", [after.order.index(axis) for axis in range(len(after.order))])
-    )
-
-
-def _transpose(name: str, order: Sequence[int]) -> str:
-    return f"transpose(%{name}), dimensions={{{','.join(map(str, order))}}}"
-
-
-def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
-    """Returns the array whose first elements a bitcast was given, and the whole of which it reads.
-
-    The compiler reads the first element of a small array as an array of its own, carries it through a loop that does
-    not change it, and reads the whole array again: the other elements are still behind it in memory. Raises BuildFailed
-    if there is no such array.
-    """
-    result, found = scope.array(instruction), scope.operand(instruction)
-    while (found.type, found.opcode) and not _covers(found, result):
-        origin = _forward(found, scope)
-        if origin is None:
-            raise refuse(
-                instruction, f"it reads memory behind %{instruction.operands[0]}, whose contents are not known"
-            )
-        found = origin
-    return found
-
-
-def _covers(instruction: Instruction, result: Buffer) -> bool:
-    array = instruction.type
-    if not isinstance(array, Buffer) or array.dtype != result.dtype:
-        return False
-    return math.prod(array.dimensions) >= math.prod(result.dimensions) and not (
-        map_bitcast(read_layout(array), read_layout(result)).reads_padding
-    )
-
-
-def _forward(instruction: Instruction, scope: Scope) -> Instruction | None:
-    """The instruction whose value another one passes on, None if that is not known."""
-    if instruction.opcode in FORWARDED:
-        return scope.operand(instruction)
-    if instruction.opcode != "get-tuple-element":
-        return None
-    source, index = scope.operand(instruction), instruction.index
-    if source.opcode == "while":
-        body = Scope(scope.module, scope.module.computations[source.called("body")])
-        if not _is_unchanged(body, index):
-            return None
-        source = scope.operand(source)
-    return scope.operand(source, index) if source.opcode == "tuple" else None
-
-
-def _is_unchanged(body: Scope, index: int) -> bool:
-    """Whether a loop passes an element of its state on as it is."""
-    root = body.computation.root
-    if root.opcode != "tuple":
-        return False
-    element = body.operand(root, index)
-    while element.opcode in FORWARDED:
-        element = body.operand(element)
-    return (
-        element.opcode == "get-tuple-element" and element.index == index and body.operand(element).opcode == "parameter"
-    )
-
-
 RULES: Mapping[str, Rule] = {
-    "bitcast": _bitcast,
+    "bitcast": translate_bitcast,
     "copy": _copy,
     "fusion": _fusion,
     "reduce": _reduce,
@@ -459,12 +309,3 @@ RULES: Mapping[str, Rule] = {
     "custom-call-update": _custom_call_update,
     "custom-call-done": _async_done,
 }
-
-
-def format_type(type_: Type) -> str:
-    """A type without layouts, as HLO writes it."""
-    return type_.shape if isinstance(type_, Buffer) else "(" + ", ".join(map(format_type, type_)) + ")"
-
-
-def _format_tuple(names: Sequence[str]) -> str:
-    return "tuple(" + ", ".join(f"%{name}" for name in names) + ")"
