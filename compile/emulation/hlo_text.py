@@ -20,8 +20,10 @@ def print_optimized_program(compiled: jax.stages.Compiled) -> str:
 
 
 def print_program(lowered: jax.stages.Lowered) -> str:
-    """Returns the HLO of a program before optimization."""
-    return _print(lowered.compiler_ir("hlo").as_hlo_module())
+    """Returns the HLO of a program before optimization. Raises BuildFailed if JAX does not give it."""
+    if (program := lowered.compiler_ir("hlo")) is None:
+        raise BuildFailed("JAX does not give the program")
+    return _print(program.as_hlo_module())
 
 
 def _print(module: _hlo.HloModule) -> str:
