@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class TiledLayout:
 
     def offsets(self) -> np.ndarray:
         """The offset in memory of each element, int64, elements from major to minor."""
-        positions: list[np.ndarray | np.int64] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]
+        positions: list[Any] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]  # arrays, later numbers
         sizes = list(self.dimensions)
         for tile in self.tiles:
             missing = max(0, len(tile) - len(sizes))
