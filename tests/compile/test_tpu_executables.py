@@ -207,10 +207,11 @@ def test_copies_of_kv_are_found_in_bad_programs(bad, program):
 
 
 def test_kv_write_without_layout_constraint_copies_the_drafts_kv(bad, pair):
-    """Shows why `kv_cache._keep_layout` is needed."""
+    """Shows why `kv_cache._keep_layout` is needed, with libtpu 0.0.42.1; 0.0.52 keeps the layout of these arrays."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
     (signature,) = (one for one in programs.list_signatures(grid) if one.label == "kv_write rows=8 width=16")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
     copies = inspect_hlo(bad["unconstrained"], inputs, signature.donated).copies
     kv_bytes = programs.arrays_by_name(grid)["draft_k"].bytes
-    assert {(one.buffer, one.bytes) for one in copies} == {("draft_k", kv_bytes), ("draft_v", kv_bytes)}
+    copied = {("draft_k", kv_bytes), ("draft_v", kv_bytes)} if libtpu_version() == "0.0.42.1" else set()
+    assert {(one.buffer, one.bytes) for one in copies} == copied
