@@ -19,7 +19,7 @@ from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 
-CPU_SECONDS, MEMORY = 2, 200_000_000  # of a variant
+CPU_SECONDS, MEMORY = 2, 200_000_000  # of a variant; of all variants of a process
 CODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes if opcode.arg is None]
 TEXTS = ["", "os", "system", "numpy", "dtype", "ndarray", "O8", "V999999999", "f4", "exec", "device", "client", "model"]
 NUMBERS = [0, 1, 2, 3, 7, 63, 64, 255, 256, 65535, 2**31 - 1]
@@ -100,17 +100,24 @@ def limited_cpu_time() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
+def limit_memory(spare: int) -> None:
+    """Limits the private writable memory of this process to its present size and `spare` bytes.
+
+    Not the address space: parts of it are reserved for threads and could be filled beside the limit.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + spare,) * 2)
+
+
 def main() -> None:
     bundle, label, seed, action = sys.argv[1:]
     manifest = read_manifest(Path(bundle))
     (entry,) = (entry for entry in manifest.entries if entry.signature.label == label)
     parts = list(split_opcodes(Store(Path(bundle)).read_executable(entry)))
     run = {"scan": scan_variant, "load": load_variant}[action]
-    if action == "scan":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
-    else:
-        load_variant(b"", entry, manifest)  # starts JAX, outside of the limit
+    if action == "load":
+        load_variant(b"", entry, manifest)  # starts JAX, outside of the limits
+    limit_memory(MEMORY)
     for number in map(int, sys.stdin.read().split()):
         variant = mutate(parts, int(seed), number)
         with limited_cpu_time():

@@ -283,7 +283,7 @@ def run_mutations(executable, action: str, numbers: list[int]) -> list[str]:
 
 @pytest.mark.slow
 def test_5000_mutations_are_refused_or_load_without_a_crash(executable):
-    """Each within 2 s of CPU time and 200 MB; the process ends at more, or at another error."""
+    """Each within 2 s of CPU time, all within 200 MB; the process ends at more, or at another error."""
     accepted = [int(line.split()[0]) for line in run_mutations(executable, "scan", list(range(5000)))]
     assert 100 < len(accepted) < 1000
     assert len(run_mutations(executable, "load", accepted)) == len(accepted)
