@@ -11,7 +11,7 @@ from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import ArraySpec, Signature
-from dflash_aot.runtime.executables.host_memory import estimate_loading_bytes, require_host_memory
+from dflash_aot.runtime.executables.host_memory import estimate_loading_bytes, require_host_memory, require_mappings
 
 
 class Executable:
@@ -147,6 +147,8 @@ def load_executable(
     outputs = len(signature.donated) + len(signature.results)
     flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
     require_host_memory(estimate_loading_bytes(len(blob)))
+    if devices[0].platform == "cpu":
+        require_mappings(blob)
     try:
         compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
     except Exception as error:  # a corrupt blob can make the library or the compiler raise anything

@@ -1,4 +1,4 @@
-"""Host memory that the limits of this process leave, looked at before code that aborts the process without memory.
+"""Host memory and mappings that the limits of this process leave, looked at before code that ends it without them.
 
 XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
 """
@@ -6,6 +6,7 @@ XLA and LLVM are built without exceptions: where an allocation fails in one of t
 import mmap
 import resource
 import time
+from pathlib import Path
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.units import format_bytes
@@ -13,6 +14,10 @@ from dflash_aot.cache.units import format_bytes
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 RESERVE = 8 << 20  # bytes: for the threads of the runtime, and to end requests and report the failure
 ROUNDS_IN_FLIGHT = 2
+MAPPINGS_LIMIT = Path("/proc/sys/vm/max_map_count")
+KERNEL = b"\x7fELF"  # XLA:CPU serializes each kernel as an object file of its own,
+MAPPINGS_PER_KERNEL = 3  # and maps its code, constants and data separately
+RESERVED_MAPPINGS = 2000  # for threads (two each) and large arrays
 LOADING_FACTOR = 8  # memory for loading an executable over its serialized size; 1 to 4 was observed
 POLL_SECONDS = 0.02
 
@@ -50,3 +55,20 @@ def require_host_memory(size: int, seconds: float = 0.0) -> None:
             waited = f" after {seconds:g} s" if seconds else ""
             raise MemoryError(f"the limit of this process leaves less than {format_bytes(size)} of memory{waited}")
         time.sleep(POLL_SECONDS)
+
+
+def require_mappings(serialized: bytes) -> None:
+    """Checks that this process may map the kernels of a serialized executable for a CPU. Raises MemoryError.
+
+    Linux lets a process have 65,530 mappings unless told otherwise. Where they end, LLVM crashes.
+    """
+    if not MAPPINGS_LIMIT.exists():  # another system than Linux
+        return
+    limit, mapped = int(MAPPINGS_LIMIT.read_text()), Path("/proc/self/maps").read_bytes().count(b"\n")
+    needed = MAPPINGS_PER_KERNEL * serialized.count(KERNEL)
+    if mapped + needed + RESERVED_MAPPINGS > limit:
+        raise MemoryError(
+            f"this process has {mapped} of the {limit} memory mappings that Linux allows it, {RESERVED_MAPPINGS} are "
+            f"kept in reserve, and {needed} more are needed. Raise the limit: sysctl --write "
+            f"vm.max_map_count={4 * limit}"
+        )

@@ -3,14 +3,22 @@
 The limits are those of a process of its own (RLIMIT_AS), lowered while it serves.
 """
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from dflash_aot.cache.errors import IncompatibleBundle
+from dflash_aot.runtime import Engine
 from dflash_aot.runtime.executables.executable import is_out_of_memory
+from dflash_aot.runtime.executables.host_memory import MAPPINGS_LIMIT
 from tests.runtime.toy import ToyEngine
 
 
@@ -37,6 +45,30 @@ def test_engine_without_memory_goes_on_or_ends_with_a_typed_error(bundle):
     assert much["after"] == little["after"] == {"right": 6} and much["failure"] is little["failure"] is None
     assert none["ends"].keys() == none["after"].keys() == {"EngineFailed"}
     assert "3 engine steps failed in a row" in none["failure"] and "leaves less than" in none["failure"]
+
+
+@contextmanager
+def take_mappings() -> Iterator[None]:
+    """Takes all memory mappings of this process but a thousand."""
+    limit, page = int(MAPPINGS_LIMIT.read_text()), mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, size = ctypes.c_void_p, limit * page
+    start = libc.mmap(None, ctypes.c_size_t(size), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    try:
+        for number in range((limit - Path("/proc/self/maps").read_bytes().count(b"\n") - 1000) // 2):
+            libc.mprotect(ctypes.c_void_p(start + 2 * number * page), ctypes.c_size_t(page), mmap.PROT_READ)
+        yield
+    finally:
+        libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(size))
+
+
+@pytest.mark.skipif(not MAPPINGS_LIMIT.exists(), reason="only Linux limits the mappings of a process")
+def test_engine_does_not_map_kernels_beyond_the_limit_of_the_process(bundle):
+    refusal = r"memory mappings that Linux allows it, .* and \d+ more are needed. Raise the limit: sysctl --write vm"
+    path = bundle("tiny")
+    with take_mappings(), pytest.raises(IncompatibleBundle, match=refusal):
+        Engine.open(path, preload=True)
+    Engine.open(path).close()
 
 
 def test_delta_is_sent_again_where_memory_was_short():
