@@ -17,7 +17,6 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime import Engine
 
-
 OPEN_ENGINES = 4  # under JAX 0.12 each holds up to 6,800 of the 65,530 memory mappings of a process
 
 
