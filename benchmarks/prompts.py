@@ -178,7 +178,10 @@ class DataSettings:
 
 
 def format_data(settings: DataSettings) -> list[str]:
-    """Lines: the number of questions, their lengths in tokens, and the first one. Raises BadInput, BadCheckpoint."""
+    """Lines: the number of questions, their lengths in tokens, and the first one, indented.
+
+    Raises BadInput, BadCheckpoint.
+    """
     questions = load_questions(settings.data, settings.count)
     target = locate_checkpoint(settings.target, "target")
     if settings.jsonl:
@@ -194,5 +197,5 @@ def format_data(settings: DataSettings) -> list[str]:
         f"{settings.data}: {len(questions)} prompts of {turns} turns; tokens of the first turns: "
         f"{min(lengths)} to {max(lengths)}, median {percentile(lengths, 50):.0f}, together {sum(lengths)}",
         "",
-        *f"{text[:SHOWN]}{' …' if len(text) > SHOWN else ''}".split("\n"),
+        *(f"  {line}" for line in f"{text[:SHOWN]}{' …' if len(text) > SHOWN else ''}".split("\n")),
     ]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.cache.errors import BadInput, PeerFailed
@@ -41,7 +42,7 @@ def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> N
     try:
         with urllib.request.urlopen(f"{settings.url}/v1/models", timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, HTTPException, LookupError, TypeError, ValueError) as error:
         raise BadInput(f"--url {settings.url}: no model is served there: {error}") from error
     for connections in settings.connections:
         note(f"{connections} connections")

@@ -257,13 +257,25 @@ def render(arguments: Sequence[str]) -> int:
 
 
 def find_findings(record: Record) -> Findings:
-    """The findings of a record by its benchmark. Raises BadInput for an unknown benchmark and a void record."""
+    """The findings of a record by its benchmark.
+
+    Raises BadInput for an unknown benchmark, a void record, and samples that the benchmark does not take.
+    """
     if record.benchmark not in BENCHMARKS:
         raise BadInput(f"a record of {record.benchmark}; there are benchmarks {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[record.benchmark]()
-    if fault := record.void or benchmark.find_fault(record.samples):
+    try:
+        fault = record.void or benchmark.find_fault(record.samples)
+        findings = None if fault else benchmark.make_findings(record)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BadInput(
+            f"the record of {record.command} has samples that {record.benchmark} does not take: {reason}. "
+            "Take the samples again"
+        ) from error
+    if findings is None:
         raise BadInput(f"the record of {record.command} is void: {fault}")
-    return benchmark.make_findings(record)
+    return findings
 
 
 OTHERS = {

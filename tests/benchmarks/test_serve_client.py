@@ -12,12 +12,15 @@ from dflash_aot.cache.errors import BadInput, PeerFailed
 
 
 class Models(BaseHTTPRequestHandler):
-    """A server of one model."""
+    """A server of one model; below /broken and /list it answers something else."""
 
     def do_GET(self) -> None:
+        if self.path.startswith("/broken"):
+            self.wfile.write(b"no HTTP\r\n")
+            return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"data": [{"id": "toy"}]}')
+        self.wfile.write(b"[1]" if self.path.startswith("/list") else b'{"data": [{"id": "toy"}]}')
 
     def log_message(self, *_: object) -> None:
         """No-op: writes no log."""
@@ -58,3 +61,9 @@ def test_missing_client_or_server_is_refused(tmp_path):
         run_client(ServeSettings(aiperf=str(tmp_path / "none")), "out", lambda words: None)
     with pytest.raises(BadInput, match="--url http://127.0.0.1:9: no model is served there"):
         run_client(ServeSettings(url="http://127.0.0.1:9", aiperf=make_client(tmp_path)), "out", lambda words: None)
+
+
+@pytest.mark.parametrize("path", ["broken", "list"])
+def test_server_of_something_else_is_refused(url, tmp_path, path):
+    with pytest.raises(BadInput, match=f"--url {url}/{path}: no model is served there"):
+        run_client(ServeSettings(url=f"{url}/{path}", aiperf=make_client(tmp_path)), "out", lambda words: None)

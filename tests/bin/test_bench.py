@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,14 +159,14 @@ def test_data_prints_and_writes_the_questions(run):
     assert done.code == 0
     assert done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")
     questions = load_questions("held-out", 3)
-    assert questions[0].text[:400] in done.out
+    assert textwrap.indent(questions[0].text[:400], "  ", lambda line: True) in done.out
     assert load_questions("asked.jsonl") == questions
 
 
 def test_turns_are_written_and_read_unchanged(run):
     Path("chat.jsonl").write_text(json.dumps({"turns": ["Hé?", "And?"]}) + "\n")
     done = run("data", "--data=chat.jsonl", "--jsonl=copy.jsonl")
-    assert "1 prompts of 2 turns" in done.out and "user\nHé?" in done.out
+    assert "1 prompts of 2 turns" in done.out and "  user\n  Hé?" in done.out
     assert load_questions("copy.jsonl") == load_questions("chat.jsonl")
 
 
@@ -217,6 +218,13 @@ def test_record_with_faulty_samples_is_not_rendered(rendered, run):
     path.write_text(path.read_text().replace('"step":1', '"step":3'))
     done = run("render", "docs/results")
     assert done.code == 2 and "is void: a three" in done.err
+
+
+def test_record_with_other_samples_is_not_rendered(rendered, run):
+    path = Path("docs/results/toy.json")
+    path.write_text(path.read_text().replace('"step":1', '"stop":1'))
+    done = run("render", "docs/results")
+    assert done.code == 2 and "has samples that toy does not take: KeyError: 'step'. Take the samples again" in done.err
 
 
 def test_committed_pages_are_up_to_date_with_the_records(command, monkeypatch):

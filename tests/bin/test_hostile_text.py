@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from dflash_aot.benchmarks.machine import read_machine
+from dflash_aot.benchmarks.record import Record, write_record
+from dflash_aot.bin import bench, precompile, run, serve
 from dflash_aot.bin import bundle as dflash_bundle
-from dflash_aot.bin import precompile, run, serve
 from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import decode_manifest
 from dflash_aot.cache.errors import CorruptBundle
@@ -129,6 +131,43 @@ def test_other_commands_escape_every_text_of_a_manifest(command, copy, hostile_m
         (copy / "manifest.json").write_bytes(hostile_manifests[name])
         done = command(precompile, f"--rebuild={copy}")
         check(done.out, re.sub("\r[^\r\n]*", "", done.err))  # progress bars
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("references", 0), ("entries.0.canary.outputs.0.dtype", 3), ("everywhere", 3)]
+)
+def test_self_tests_escape_every_text_of_a_manifest(command, copy, hostile_manifests, text, code):
+    """Of the first two manifests all executables are called; the second one promises other outputs than they give."""
+    (copy / "manifest.json").write_bytes(hostile_manifests[text])
+    done = command(dflash_bundle, "verify", copy, "--deep", "--noset_aside")
+    check(done.out, done.err)
+    assert done.code == code and (FORGED in f"{done.out}{done.err}") == (code == 3)
+
+
+def test_benchmarks_escape_texts_of_checkpoints_prompts_and_records(command, tied, tmp_path, monkeypatch):
+    """No benchmark takes a bundle: it builds one, with a new manifest, in the directory --scratch."""
+    monkeypatch.chdir(tmp_path)
+    target = Path(shutil.copytree(tied.target, tmp_path / HOSTILE_NAME))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": [HOSTILE]}))
+    Path("prompts").write_text(json.dumps({"text": HOSTILE}) + "\n")
+    Path("records").mkdir()
+    record = Record(1, "decode", HOSTILE, HOSTILE, HOSTILE, 1.0, read_machine(0.0), {}, [], HOSTILE)
+    write_record(record, Path("records/decode.json"))
+    pair, files = [f"--target={target}", f"--draft={tied.draft}"], ["--scratch=scratch", "--out=out"]
+    commands = {
+        **dict.fromkeys(bench.BENCHMARKS, [f"--pair={HOSTILE_NAME}", *files]),
+        "decode": [*pair, *files],  # the config is read in another process
+        "tpu": [*pair, *files],
+        "data": ["--data=prompts"],
+        "serve": [f"--aiperf={HOSTILE_NAME}"],
+        "render": ["records"],
+    }
+    assert commands.keys() == {*bench.BENCHMARKS, *bench.OTHERS}
+    for name, flags in commands.items():
+        done = command(bench, name, *flags)
+        check(done.out, done.err)
+        assert done.code == (0 if name == "data" else 2) and FORGED in f"{done.out}{done.err}"
 
 
 def test_forged_key_names_are_escaped(command, copy, make_key):
