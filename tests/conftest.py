@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from dflash_aot.cache.key import COMPILER_OPTIONS
+from dflash_aot.cache.compiler_options import DEVICE_OPTIONS
 from dflash_aot.cache.locations import EMBEDDED
 from tests.object_server import SETTINGS, Bucket, ObjectServer
 
@@ -31,7 +31,7 @@ UNOPTIMIZED = "--xla_backend_optimization_level=0"
 if UNOPTIMIZED not in (flags := os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = f"{flags} {UNOPTIMIZED}".strip()
 # A compiler option with XLA's default, as a user's build has it.
-OPTIMIZED = {"xla_backend_optimization_level": 3}
+OPTIMIZED = {"xla_backend_optimization_level": "3"}
 
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -210,7 +210,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                 pair = PAIRS.get(name)
                 with pytest.MonkeyPatch.context() as patch:
                     if name in OPTIMIZED_BUNDLES:
-                        patch.setitem(COMPILER_OPTIONS, "cpu", OPTIMIZED)
+                        patch.setitem(DEVICE_OPTIONS, "cpu", OPTIMIZED)
                     precompile(
                         pair.target if pair else EMBEDDED,
                         pair.draft if pair else EMBEDDED,

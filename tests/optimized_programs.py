@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -105,7 +105,8 @@ def main() -> None:
         folder.mkdir(parents=True)
         for signature in filter(pair.takes, source.signatures):
             lowered = lower_program(source.export(signature), signature, source.known, described.devices)
-            compiled = lowered.compile(compiler_options=compiler_options(described.environment))
+            options = choose_compiler_options(described.environment, signature.program)
+            compiled = lowered.compile(compiler_options=options)
             (folder / f"{signature.label}.hlo").write_text(print_optimized_program(compiled))
 
 

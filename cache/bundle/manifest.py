@@ -25,7 +25,7 @@ from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 6
+SCHEMA = 7
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
 DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest
@@ -214,6 +214,7 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     seconds: compile time.
     memory: device memory of a call.
     cost: work of a call.
+    compiler_options: what the compiler got besides the program.
     analysis: of the optimized program.
     self_test: its expected results, None if no device was there to run it on.
     """
@@ -224,6 +225,7 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     seconds: float
     memory: MemoryUse
     cost: CallCost
+    compiler_options: dict[str, str]
     analysis: ExecutableAnalysis = msgspec.field(name="inspection")  # the names in manifests
     self_test: SelfTest | None = msgspec.field(default=None, name="canary")
 

@@ -8,8 +8,6 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Entry, Manifest
 
 ABSENT = "absent"
-# The only part of a cache key that manifests do not hold.
-COMPILER_OPTIONS_DIFFER = "compiler options"
 
 
 class FieldChange(msgspec.Struct, frozen=True):
@@ -91,9 +89,14 @@ def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
 
 def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
     changes = tuple(compare_values("", _builtins(a.signature), _builtins(b.signature)))
-    differs = {"signature": changes, "environment": elsewhere, "program": a.program.sha256 != b.program.sha256}
+    differs = {
+        "signature": changes,
+        "environment": elsewhere,
+        "program": a.program.sha256 != b.program.sha256,
+        "compiler options": a.compiler_options != b.compiler_options,
+    }
     parts = tuple(part for part, found in differs.items() if found)
-    return ExecutableChange(a.signature.label, "another key", parts or (COMPILER_OPTIONS_DIFFER,), changes)
+    return ExecutableChange(a.signature.label, "another key", parts, changes)
 
 
 def _by_name(value: Any) -> Any:

@@ -101,7 +101,7 @@ def find_file_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
 
 def find_key_flaw(store: Store, entry: Entry, environment: Environment) -> FileFlaw | None:
     """Returns the flaw of an entry whose key is not the recomputed one, as after an edit of its signature."""
-    key = executable_key(store.read_program(entry), entry.signature, environment)
+    key = executable_key(store.read_program(entry), entry.signature, environment, entry.compiler_options)
     if key == entry.key:
         return None
     label = f"program of {entry.signature.label}"

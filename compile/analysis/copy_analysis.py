@@ -1,9 +1,11 @@
 """Copy analysis: finds the instructions of an executable that copy large arguments (weights and kv).
 
 The analysis follows the elements of each argument through the optimized HLO. An instruction is a copy if it only moves
-elements of an argument, and writes them to the device's main memory. Instructions inside a fusion write no memory, so
-only the fusion's result counts. Verified on Qwen3-4B for v5e: if a layer's dot needs another order of dimensions than
-the kv arrays have, XLA carries a copy through the loop over layers. The analysis finds the copies before and after it.
+elements of an argument, and writes them to the device's main memory, or to VMEM while nothing else runs: a layer's
+weight that is copied to VMEM as a whole before its product costs the time of both. Instructions inside a fusion write
+no memory, so only the fusion's result counts. Verified on Qwen3-4B for v5e: if a layer's dot needs another order of
+dimensions than the kv arrays have, XLA carries a copy through the loop over layers. The analysis finds the copies
+before and after it.
 """
 
 from collections.abc import Sequence
@@ -125,8 +127,13 @@ class _OriginTracker:
         if isinstance(type_, tuple):
             for part, inner in zip(type_, value if isinstance(value, tuple) else (), strict=False):
                 self._collect_copies(one, part, inner)
-        elif isinstance(value, Origin) and value.moved and type_.in_main_memory and type_.bytes >= LARGE_COPY_BYTES:
+        elif isinstance(value, Origin) and value.moved and type_.bytes >= LARGE_COPY_BYTES and _costs_time(one, type_):
             self.copies[one.name] = LargeCopy(value.argument, one.name, one.operation, str(type_), type_.bytes)
+
+
+def _costs_time(one: Instruction, result: Buffer) -> bool:
+    """Whether a copy keeps others waiting: each one to main memory, and one to VMEM unless it is a prefetch."""
+    return result.in_main_memory or not one.opcode.endswith(("-start", "-update", "-done"))
 
 
 def _first_known(values: Sequence[Value]) -> Value:

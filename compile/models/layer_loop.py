@@ -14,6 +14,7 @@ from flax import nnx
 Layer = TypeVar("Layer", bound=nnx.Module)
 Carry = TypeVar("Carry")
 LayerIndex = int | jax.Array
+Weight = jax.Array | jax.ShapeDtypeStruct
 
 
 def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:
@@ -37,13 +38,25 @@ def run_layers(
             carry = body(index, layer, carry)
         return carry
     graph, state = nnx.split(cast(Layer, layers))
+    matrices = jax.tree.map(_flatten_stack, state)
 
     def step(index: jax.Array, carry: Carry) -> Carry:
-        def pick(array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-            if isinstance(array, jax.ShapeDtypeStruct):  # a weight that this program does not take
-                return array
-            return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+        def pick(whole: Weight, matrix: Weight) -> Weight:
+            if isinstance(matrix, jax.ShapeDtypeStruct):  # a weight that this program does not take
+                return matrix
+            return jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False).reshape(whole.shape[1:])
 
-        return body(index, nnx.merge(graph, jax.tree.map(pick, state)), carry)
+        return body(index, nnx.merge(graph, jax.tree.map(pick, state, matrices)), carry)
 
     return jax.lax.fori_loop(0, count, step, carry)
+
+
+def _flatten_stack(weight: Weight) -> Weight:
+    """A stacked weight [count, *out, in] as matrices [count, out, in].
+
+    Done before the loop: on TPU a layer's slice that is reshaped inside the loop is copied to VMEM as a whole, while a
+    slice of matrices is streamed into its product.
+    """
+    if isinstance(weight, jax.ShapeDtypeStruct) or weight.ndim < 3:
+        return weight
+    return weight.reshape(weight.shape[0], -1, weight.shape[-1])

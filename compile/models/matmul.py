@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+SUBLANES = 8  # rows of a TPU's float32 vector register
+
 
 def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """W · x over the last axis of both: weight [*out, in] as stored, x [*rows, in] → [*rows, *out].
@@ -16,13 +18,25 @@ def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> j
     """
     *outer, width = weight.shape
     rows, matrix = x.reshape(-1, width), weight.reshape(-1, width)
-    flat = jax.lax.platform_dependent(matrix, rows, cpu=matmul_weight_first, default=matmul_rows_first)
+    flat = jax.lax.platform_dependent(
+        matrix, rows, cpu=matmul_weight_first, tpu=matmul_padded_rows, default=matmul_rows_first
+    )
     return flat.astype(dtype or x.dtype).reshape(*x.shape[:-1], *outer)
 
 
 def matmul_rows_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """rows · Wᵀ: weight [out, in], rows [n, in] → float32 [n, out]."""
     return jnp.matmul(rows, weight.T, preferred_element_type=jnp.float32)
+
+
+def matmul_padded_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
+    """`matmul_rows_first`, with rows of zeros up to a multiple of a TPU's SUBLANES.
+
+    The compiler turns the product of a single row into multiplications and sums on the vector unit: 11.4 instead of
+    3.3 ms for the gate matrices of Qwen3-4B on v5e, by its own estimate.
+    """
+    padding = -rows.shape[0] % SUBLANES
+    return matmul_rows_first(weight, jnp.pad(rows, ((0, padding), (0, 0))))[: rows.shape[0]]
 
 
 def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError, IncompatibleBundle
-from dflash_aot.cache.key import compiler_options
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
@@ -99,7 +99,8 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
     """
     began = time.monotonic()
     lowered = lower_program(job.program, job.signature, job.known, devices.devices)
-    compiled = lowered.compile(compiler_options=compiler_options(devices.environment))
+    options = choose_compiler_options(devices.environment, job.signature.program)
+    compiled = lowered.compile(compiler_options={**options})
     module = parse_module(compiled.as_text() or "")
     inspection = inspect_module(
         module,
@@ -119,6 +120,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
         seconds=time.monotonic() - began,
         memory=_read_memory(compiled),
         cost=read_cost(compiled, module, find_chip(devices)),
+        compiler_options=options,
         analysis=inspection,
     )
     return CompiledExecutable(entry, executable, program, compiled)

@@ -94,7 +94,9 @@ class BundledPrograms:
             program = self._store.read_program(entry)
         except CorruptBundle as error:
             raise CorruptBundle(f"{error}: {remedy}") from error
-        if (found := executable_key(program, signature, self._manifest.environment)) != entry.key:
+        if (
+            found := executable_key(program, signature, self._manifest.environment, entry.compiler_options)
+        ) != entry.key:
             raise CorruptBundle(
                 f"its key is {found}, but the manifest promises {entry.key}: signature, environment or program differ "
                 f"from those that were compiled. Build it again from its checkpoints: {remedy}"

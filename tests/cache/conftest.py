@@ -22,6 +22,7 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
+from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
@@ -202,6 +203,7 @@ def manifest(environment, blobs, texts) -> Manifest:
             seconds=0.5,
             memory=MemoryUse(arguments=5, outputs=4, aliased=3, temporaries=2, code=1),
             cost=CallCost(flops=2.0, bytes_accessed=1.0),
+            compiler_options=choose_compiler_options(environment, signature.program),
             analysis=ExecutableAnalysis(layouts={}, copies=(), collectives={}, donated=(), largest=""),
         )
         for signature, blob, text in zip(list_signatures(pair, grid, names), blobs, texts, strict=True)

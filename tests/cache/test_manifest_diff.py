@@ -4,7 +4,6 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest_diff import (
-    COMPILER_OPTIONS_DIFFER,
     ExecutableChange,
     FieldChange,
     compare_manifests,
@@ -102,9 +101,10 @@ def test_differing_environment_explains_a_differing_key(manifest):
     assert found.parts == ("environment",)
 
 
-def test_unexplained_key_points_to_the_compiler_options(manifest):
-    (found,) = compare_manifests(manifest, with_entry(manifest, key=KEY)).executables
-    assert found.parts == (COMPILER_OPTIONS_DIFFER,)
+def test_differing_compiler_options_explain_a_differing_key(manifest):
+    other = with_entry(manifest, key=KEY, compiler_options={"xla_tpu_scoped_vmem_limit_kib": "65536"})
+    (found,) = compare_manifests(manifest, other).executables
+    assert found.parts == ("compiler options",)
 
 
 @pytest.mark.parametrize(

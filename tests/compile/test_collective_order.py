@@ -28,7 +28,7 @@ CALL_OFTEN = """
 import sys
 from pathlib import Path
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.key import compiler_options
+from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -47,7 +47,7 @@ programs = Programs(target, draft, "float32", devices=2, sampling=("sample",))
 source = TracedPrograms(programs, parse_grid("batch=2 length=256 k=0 prefill=64", draft.block), "cpu", 2)
 signature = next(one for one in source.signatures if one.label == "sampled_verify batch=2 length=256 k=0")
 lowered = lower_program(source.export(signature), signature, source.known, attached.devices)
-executable = Executable(signature, lowered.compile(compiler_options(attached.environment)))
+executable = Executable(signature, lowered.compile(choose_compiler_options(attached.environment, signature.program)))
 caller = SelfTestCaller(source.known, target.decoder.vocab, attached.devices)
 first = caller.call(executable)
 print(sum(caller.call(executable) == first for _ in range(calls - 1)))

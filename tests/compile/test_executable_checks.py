@@ -60,6 +60,7 @@ def make_entry(signature, known):
         seconds=1.0,
         memory=MemoryUse(arguments=aliased, outputs=aliased, aliased=aliased, temporaries=0, code=1),
         cost=CallCost(flops=1.0, bytes_accessed=1.0),
+        compiler_options={},
         analysis=ExecutableAnalysis(
             layouts=dict.fromkeys(names, KV), copies=(), collectives={}, donated=(), largest="%fusion.1 = f32[8]"
         ),

@@ -96,7 +96,7 @@ def test_compiler_figures_hold_layouts_of_weights_and_state_only():
         layouts=dict.fromkeys(admit.state, "{0}") | layouts, copies=(), collectives={}, donated=(), largest=""
     )
     blob, memory = Blob("0" * 64, 1, 1), MemoryUse(0, 0, 0, 0, 0)
-    entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, CallCost(0.0, 0.0), inspection)
+    entry = Entry(*structs.astuple(blob), admit, "0" * 64, blob, 1.0, memory, CallCost(0.0, 0.0), {}, inspection)
     measured = read_compiler_figures([entry])
     assert measured.layouts["counts"] == layouts["counts"] and measured.memory.keys() == {"admit"}
     known = programs.arrays_by_name(GRID)

@@ -203,7 +203,8 @@ def count_needed(memory):
 def test_copies_of_kv_are_found_in_bad_programs(bad, program):
     copies = inspect_hlo(bad[program], ["kv", "q", "rows", "starts"], ["new", "x"]).copies
     kv_bytes = 2 * 4 * 4 * 8 * 1024 * 128
-    assert copies and {(one.buffer, one.bytes) for one in copies} == {("kv", kv_bytes)}
+    assert {one.buffer for one in copies} == {"kv"}
+    assert max(one.bytes for one in copies) == kv_bytes
 
 
 def test_kv_write_without_layout_constraint_copies_the_drafts_kv(bad, pair):

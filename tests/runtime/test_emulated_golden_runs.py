@@ -7,7 +7,7 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.key import COMPILER_OPTIONS
+from dflash_aot.cache.compiler_options import DEVICE_OPTIONS
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.observer import BuildObserver
@@ -52,7 +52,7 @@ def build(pair: OptimizedPair, folder: Path) -> Path:
         self_test=False,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPILER_OPTIONS, "cpu", OPTIMIZED)
+        patch.setitem(DEVICE_OPTIONS, "cpu", OPTIMIZED)
         run_build(job, BuildObserver())
     return bundle
 
