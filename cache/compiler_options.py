@@ -1,7 +1,7 @@
-"""Compiler options: what the compiler of each device kind gets besides a program, as data with the reason.
+"""Compiler options: what the compiler gets besides a program, by device kind, with the reasons.
 
-The options are part of an executable's key, and the manifest names them. They were chosen by search: the compiler's own
-estimate of the executables of Qwen3-4B and its draft, see docs/performance.md.
+The options are part of an executable's key, and the manifest names them. They were chosen by the compiler's own
+estimates of the executables of Qwen3-4B and its draft, see docs/performance.md.
 """
 
 from dflash_aot.cache.environment import Environment
@@ -13,9 +13,9 @@ CompilerOptions = dict[str, str]
 # without this option every call copied all stacked weights to the other tiling (Qwen3-4B: 3.6 GB). Weights that arrive
 # in tiles of 16 may be faster still, but JAX places arrays in that tiling only with an additional program.
 DEVICE_OPTIONS: dict[str, CompilerOptions] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
-# The VMEM that one operation may use, in KiB, of the programs that run a whole model. With XLA's default (16 MiB on v5e
-# and v5p, 32 MiB on v6e) a product streams its weight in tiles so small that each waits for the memory. More than
-# 64 MiB gains nothing, and the compiler takes longer.
+# The VMEM that an operation may use, in KiB, in the programs that run a whole model. With XLA's default (16 MiB on v5e
+# and v5p, 32 MiB on v6e) a product streams its weight in tiles so small that each waits for the memory. v4 and tpu7x
+# keep the default: no other value was tried there.
 SCOPED_VMEM_KIB = {"TPU v5 lite": 65536, "TPU v5": 65536, "TPU v6 lite": 65536}
 MODEL_PROGRAMS: frozenset[ProgramName] = frozenset({"prefill", "draft", "verify", "sampled_verify", "rounds"})
 

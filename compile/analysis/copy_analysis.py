@@ -1,11 +1,11 @@
 """Copy analysis: finds the instructions of an executable that copy large arguments (weights and kv).
 
 The analysis follows the elements of each argument through the optimized HLO. An instruction is a copy if it only moves
-elements of an argument, and writes them to the device's main memory, or to VMEM while nothing else runs: a layer's
-weight that is copied to VMEM as a whole before its product costs the time of both. Instructions inside a fusion write
-no memory, so only the fusion's result counts. Verified on Qwen3-4B for v5e: if a layer's dot needs another order of
-dimensions than the kv arrays have, XLA carries a copy through the loop over layers. The analysis finds the copies
-before and after it.
+elements of an argument, and writes them to the device's main memory, or to VMEM while nothing else runs: a weight that
+is copied to VMEM as a whole before its product takes the time of the copy and of the product. Instructions inside a
+fusion write no memory, so only the fusion's result counts. Verified on Qwen3-4B for v5e: if a layer's dot needs another
+order of dimensions than the kv arrays have, XLA carries a copy through the loop over layers. The analysis finds the
+copies before and after it.
 """
 
 from collections.abc import Sequence
@@ -131,9 +131,9 @@ class _OriginTracker:
             self.copies[one.name] = LargeCopy(value.argument, one.name, one.operation, str(type_), type_.bytes)
 
 
-def _costs_time(one: Instruction, result: Buffer) -> bool:
-    """Whether a copy keeps others waiting: each one to main memory, and one to VMEM unless it is a prefetch."""
-    return result.in_main_memory or not one.opcode.endswith(("-start", "-update", "-done"))
+def _costs_time(copying: Instruction, result: Buffer) -> bool:
+    """Whether other instructions wait for a copy: always for main memory, for VMEM unless the copy is asynchronous."""
+    return result.in_main_memory or not copying.opcode.endswith(("-start", "-update", "-done"))
 
 
 def _first_known(values: Sequence[Value]) -> Value:
