@@ -28,7 +28,7 @@ def _list_names(text: str) -> frozenset[str]:
 ARITHMETIC = _list_names("""
     abs add all-reduce and atan2 cbrt ceil clamp compare convert convolution cosine count-leading-zeros divide dot erf
     exponential exponential-minus-one floor is-finite log log-plus-one logistic map maximum minimum multiply negate not
-    or popcnt power reduce reduce-precision reduce-scatter reduce-window remainder round-nearest-afz
+    or popcnt power reduce reduce-scatter reduce-window remainder round-nearest-afz
     round-nearest-even rsqrt shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor
 """)
 # The same, of opcodes that move values.
@@ -233,6 +233,16 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(wide))]))
 
 
+def _reduce_precision(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The compiler lets the result have another dtype than the operand."""
+    line, wide = (
+        _portable(instruction),
+        _retype(scope.array(instruction), scope.array(scope.operand(instruction)).dtype),
+    )
+    yield Line(f"{line.name}.reduced", wide, line.expression)
+    yield from _round(Line(line.name, line.type, f"convert(%{line.name}.reduced)"))
+
+
 def _list_arrays(instruction: Instruction) -> list[Buffer]:
     """The arrays of a result. Raises BuildFailed for nested tuples."""
     types = instruction.type if isinstance(instruction.type, tuple) else (instruction.type,)
@@ -299,6 +309,7 @@ RULES: Mapping[str, Rule] = {
     "copy": _copy,
     "fusion": _fusion,
     "reduce": _reduce,
+    "reduce-precision": _reduce_precision,
     "all-reduce": _exchange_sum,
     "reduce-scatter": _exchange_sum,
     "custom-call": _custom_call,

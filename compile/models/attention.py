@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.compile.models.kv_cache import KvContext
+from dflash_aot.compile.models.rounding import round_to
 
 MASKED_SCORE = -1e30  # finite, so that a row whose mask is all False gives no NaN
 MAX_SCORE_BYTES = 16 * 2**20  # of a row's scores, float32; calls with more attend blockwise
@@ -49,13 +50,14 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
         )
         for keys, _, mask in parts
     ]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    start, mixed = 0, jnp.zeros((), q.dtype)
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    weights = round_to(weights, q.dtype)
+    start, mixed = 0, jnp.zeros((), jnp.float32)
     for keys, values, _ in parts:
         part = jax.lax.slice_in_dim(weights, start, start + keys.shape[2], axis=-1)
-        mixed = mixed + jnp.einsum("BGRTS,BGSD->BGRTD", part, values)
+        mixed = mixed + jnp.einsum("BGRTS,BGSD->BGRTD", part, values, preferred_element_type=jnp.float32)
         start += keys.shape[2]
-    return mixed
+    return round_to(mixed, q.dtype)
 
 
 def attend_blockwise(
@@ -79,7 +81,7 @@ def attend_blockwise(
         scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
         higher = jnp.maximum(peak, scores.max(axis=-1))
         faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
-        news = jnp.einsum("BGRTS,BGSD->BGRTD", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
+        news = jnp.einsum("BGRTS,BGSD->BGRTD", round_to(weights, q.dtype), values, preferred_element_type=jnp.float32)
         return higher, total * faded + weights.sum(axis=-1), mixed * faded[..., None] + news
 
     def add_block(index: jax.Array, state: SoftmaxState) -> SoftmaxState:
@@ -93,4 +95,4 @@ def attend_blockwise(
         state = add(state, *part)
     blocks = (jnp.minimum(end, context.length) + block - 1) // block
     _, total, mixed = jax.lax.fori_loop(0, blocks, add_block, state)
-    return (mixed / total[..., None]).astype(q.dtype)
+    return round_to(mixed / total[..., None], q.dtype)

@@ -18,6 +18,7 @@ from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_la
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
+from dflash_aot.compile.models.rounding import add
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 Kv = TypeVar("Kv")
@@ -45,8 +46,8 @@ class DecoderLayer(nnx.Module):
         h = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(h, rotation)
         mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
-        x = x + self.self_attn.output(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        x = add(x, self.self_attn.output(mixed))
+        return add(x, self.mlp(self.post_attention_layernorm(x))), kv
 
 
 class DecoderStack(nnx.Module):

@@ -14,6 +14,7 @@ from flax import nnx
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.rounding import add, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
@@ -63,7 +64,7 @@ class RmsNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return self.weight[...] * (wide * scale).astype(x.dtype)
+        return multiply(round_to(wide * scale, x.dtype), self.weight[...])
 
 
 class Mlp(nnx.Module):
@@ -75,7 +76,7 @@ class Mlp(nnx.Module):
         self.down_proj = Linear(hidden, width, dtype, INPUTS, tp)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(multiply(silu(self.gate_proj(x)), self.up_proj(x)))
 
 
 class Attention(nnx.Module):
@@ -102,13 +103,13 @@ class Attention(nnx.Module):
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
         q = matmul(self.q[...], x)
-        q = (q + self.q_bias[...] if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
+        q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
         return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
         both = matmul(self.kv[...], x)
-        both = (both + self.kv_bias[...] if self.shape.biased else both).transpose(0, 2, 3, 1, 4)
+        both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(0, 2, 3, 1, 4)
         keys = both[:, :, :1]
         return rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0], both[:, :, 1]
 
@@ -117,7 +118,7 @@ class Attention(nnx.Module):
         B, G, R, T, D = mixed.shape
         # Two axes are exchanged, of merged heads: the TPU compiler would pad tiles of R rows.
         x = self.o_proj(mixed.reshape(B, G * R, T, D).swapaxes(1, 2).reshape(B, T, -1))
-        return x + self.o_bias[...] if self.shape.biased else x
+        return add(x, self.o_bias[...]) if self.shape.biased else x
 
 
 class Rotation:
@@ -128,9 +129,9 @@ class Rotation:
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
         angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
-        self.cos, self.sin = (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
+        self.cos, self.sin = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotates x [B, G, R, T, D]."""
         low, high = jnp.split(x, 2, axis=-1)
-        return x * self.cos + jnp.concatenate([-high, low], axis=-1) * self.sin
+        return add(multiply(x, self.cos), multiply(jnp.concatenate([-high, low], axis=-1), self.sin))

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dflash_aot.compile.models.rounding import round_to
+
 SUBLANES = 8  # rows of a TPU's float32 vector register
 
 
@@ -21,7 +23,7 @@ def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> j
     flat = jax.lax.platform_dependent(
         matrix, rows, cpu=matmul_weight_first, tpu=matmul_padded_rows, default=matmul_rows_first
     )
-    return flat.astype(dtype or x.dtype).reshape(*x.shape[:-1], *outer)
+    return round_to(flat, dtype or x.dtype).reshape(*x.shape[:-1], *outer)
 
 
 def matmul_rows_first(weight: jax.Array, rows: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from flax import nnx
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.models.layers import Linear, parameter
 from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.rounding import multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 
@@ -47,7 +48,7 @@ class RoutedMlp(nnx.Module):
             return total + jnp.where(share > 0, share * output, 0)
 
         total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
-        return self.tp.sum(total).astype(x.dtype).reshape(x.shape)
+        return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
@@ -55,7 +56,7 @@ class RoutedMlp(nnx.Module):
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
         if self.experts.normalized:
             shares = shares / shares.sum(axis=-1, keepdims=True)
-        shares = shares.astype(tokens.dtype).astype(jnp.float32)  # transformers rounds them so
+        shares = round_to(shares, tokens.dtype).astype(jnp.float32)  # transformers rounds them so
         at = chosen[..., None] == jnp.arange(self.experts.count)
         return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
@@ -63,7 +64,7 @@ class RoutedMlp(nnx.Module):
 def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.Array:
     """gate_up [2M, H], down [H, M], tokens [n, H] → float32 [n, H]."""
     gate, up = jnp.split(matmul(gate_up, tokens), 2, axis=-1)
-    return matmul(down, jax.nn.silu(gate) * up, dtype=jnp.float32)
+    return matmul(down, multiply(silu(gate), up), dtype=jnp.float32)
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -19,6 +19,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.rounding import round_to
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
 
@@ -39,7 +40,7 @@ class TensorParallel:
         """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype."""
         if self.count == 1:
             return matmul(weight, x)
-        return jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS).astype(x.dtype)
+        return round_to(jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS), x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
         """Sums one array over the devices."""

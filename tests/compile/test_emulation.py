@@ -16,9 +16,10 @@ from dflash_aot.compile.analysis.hlo import Buffer, parse_module
 from dflash_aot.compile.emulation.portable_program import make_portable_program
 from dflash_aot.compile.emulation.tiled_layout import map_bitcast, read_layout
 from dflash_aot.compile.emulation.translation import translate_module
-from dflash_aot.compile.programs.lowering import lower_program
+from dflash_aot.compile.programs.lowering import lower_program, output_arrays
 from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.comparison import compare_outputs, exceeds_rounding
+from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 from dflash_aot.runtime.self_test.self_test import Output, SelfTestCaller
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 
@@ -245,6 +246,7 @@ FAULTS = {
 
 
 LABEL = "verify batch=1 length=64 k=7"
+EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 GRID = "batch=1 length=64 k=0,7 prefill=16"
 GENERATIONS = [(f"{name}-{dtype}", name, dtype) for name in ("v4:1x1x1", "v5p:1x1x1", "v6e:1x1") for dtype in DTYPES]
 
@@ -297,6 +299,33 @@ def test_fault_of_one_instruction_is_found(fault, verify):
     places = re.finditer(pattern, text)
     changed = (text[: one.start()] + one.expand(replacement) + text[one.end() :] for one in places)
     assert any(verify.find_wrong(LABEL, text) for text in changed)
+
+
+@pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
+def test_features_of_a_token_are_equal_at_every_k_in_bfloat16(tied, tmp_path):
+    """For another number of rows the compiler fuses other operations; it must not leave out other roundings."""
+    pair = OptimizedPair("every k", str(tied.target), str(tied.draft), GRID, "v5e:1x1", "bfloat16", labels=EVERY_K)
+    optimize([pair], tmp_path)
+    source = EmulatedPair(pair, tmp_path)
+    by_label = {one.label: one for one in source.signatures}
+    alone, first = (call_verify(source, by_label[label], by_label[LABEL])["features"][:, 0] for label in EVERY_K)
+    assert np.abs(alone.astype(np.float32)).max() > 0.1
+    np.testing.assert_array_equal(alone, first)
+
+
+def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -> dict[str, np.ndarray]:
+    """The outputs of an emulated verify by name. State as in the self-test of `widest`; anchors begin the blocks."""
+    state = {name: make_state(source.known[name], widest, 512) for name in signature.state}
+    arguments = {one.name: make_argument(one, signature, 512) for one in signature.arguments}
+    if "block" in arguments:
+        arguments["block"][:, 0] = state["anchors"][: signature.bucket["batch"]]
+    device = (jax.devices("cpu")[0],)
+    compiled = lower_program(source.export(signature), signature, source.known, device).compile()
+    weights = (make_weight(source.known[name]) for name in signature.weights)
+    outputs = compiled(*weights, *state.values(), *arguments.values())
+    return {
+        one.name: np.asarray(array) for one, array in zip(output_arrays(signature, source.known), outputs, strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
