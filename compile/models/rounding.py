@@ -3,8 +3,8 @@
 XLA for TPU computes bfloat16 sums and products in float32, and leaves out roundings between those that it fuses. For
 another number of rows it fuses others: verify with K = 0 and with K = 7 computed different numbers for 82 of the 128
 features of a position (v5e, the golden pair, as `dflash-bundle verify --execute` runs them). Here the float32 and the
-rounding are written out. By the compiler's estimate they cost nothing. `reduce_precision` is what XLA promises to keep;
-it may remove a conversion to bfloat16 and back.
+rounding are written out. By the compiler's estimate that costs 1 % of Qwen3-4B's verification, and 8 % of a kv_write.
+`reduce_precision` is what XLA promises to keep; it may remove a conversion to bfloat16 and back.
 """
 
 import jax
