@@ -5,6 +5,7 @@ as one line of JSON. The process ends after its standard input does, so it does 
 `JsonPipe.exit_with_input` it ends at once.
 """
 
+import io
 import os
 import queue
 import select
@@ -157,6 +158,8 @@ class JsonPipe:
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a process that crashes leaves what it printed, in order
+            sys.stdout.reconfigure(line_buffering=True)
         self._lines: Iterator[bytes] = iter(sys.stdin.buffer.readline, b"")
 
     def receive(self, kind: type[T]) -> T | None:
