@@ -28,8 +28,8 @@ def _list_names(text: str) -> frozenset[str]:
 ARITHMETIC = _list_names("""
     abs add all-reduce and atan2 cbrt ceil clamp compare convert convolution cosine count-leading-zeros divide dot erf
     exponential exponential-minus-one floor is-finite log log-plus-one logistic map maximum minimum multiply negate not
-    or popcnt power reduce reduce-scatter reduce-window remainder round-nearest-afz
-    round-nearest-even rsqrt shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor
+    or popcnt power reduce reduce-scatter reduce-window remainder round-nearest-afz round-nearest-even rsqrt
+    shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh xor
 """)
 # The same, of opcodes that move values.
 MOVING = _list_names("""
@@ -223,8 +223,7 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
         return
     name = instruction.name
     if not isinstance(instruction.type, tuple):
-        yield Line(f"{name}.reduced", wide[0], line.expression)
-        yield from _round(Line(name, instruction.type, f"convert(%{name}.reduced)"))
+        yield from _compute_in(wide[0].dtype, name, instruction.type, line.expression)
         return
     yield Line(f"{name}.reduced", tuple(wide), line.expression)
     for number, (leaf, target) in enumerate(zip(wide, leaves, strict=True)):
@@ -235,12 +234,14 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _reduce_precision(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The compiler lets the result have another dtype than the operand."""
-    line, wide = (
-        _portable(instruction),
-        _retype(scope.array(instruction), scope.array(scope.operand(instruction)).dtype),
-    )
-    yield Line(f"{line.name}.reduced", wide, line.expression)
-    yield from _round(Line(line.name, line.type, f"convert(%{line.name}.reduced)"))
+    operand = scope.array(scope.operand(instruction))
+    yield from _compute_in(operand.dtype, instruction.name, scope.array(instruction), _portable(instruction).expression)
+
+
+def _compute_in(dtype: str, name: str, result: Buffer, expression: str) -> Iterator[Line]:
+    """An expression computed in another dtype than its result has, and then rounded to that of the result."""
+    yield Line(f"{name}.computed", _retype(result, dtype), expression)
+    yield from _round(Line(name, result, f"convert(%{name}.computed)"))
 
 
 def _list_arrays(instruction: Instruction) -> list[Buffer]:
@@ -267,8 +268,7 @@ def _sum_devices(name: str, instruction: Instruction, scope: Scope) -> Iterator[
     (operand,) = instruction.operands
     opcode = instruction.opcode.removesuffix("-start")
     yield Line(f"{name}.operand", _retype(scope.array(scope.operand(instruction)), root.dtype), f"convert(%{operand})")
-    yield Line(f"{name}.sum", _retype(array, root.dtype), f"{opcode}(%{name}.operand){_keep(instruction)}")
-    yield from _round(Line(name, array, f"convert(%{name}.sum)"))
+    yield from _compute_in(root.dtype, name, array, f"{opcode}(%{name}.operand){_keep(instruction)}")
 
 
 def _retype(array: Buffer, dtype: str) -> Buffer:

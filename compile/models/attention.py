@@ -50,8 +50,7 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
         )
         for keys, _, mask in parts
     ]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    weights = round_to(weights, q.dtype)
+    weights = round_to(jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1), q.dtype)
     start, mixed = 0, jnp.zeros((), jnp.float32)
     for keys, values, _ in parts:
         part = jax.lax.slice_in_dim(weights, start, start + keys.shape[2], axis=-1)

@@ -55,7 +55,7 @@ def _flatten_stack(weight: Weight) -> Weight:
     """A stacked weight [count, *out, in] as matrices [count, out, in].
 
     Done before the loop: on TPU a layer's slice that is reshaped inside the loop is copied to VMEM as a whole, while a
-    slice of matrices is streamed into its product.
+    slice of matrices is streamed into its product. A layer gets the weight's own shape again, which `matmul` undoes.
     """
     if isinstance(weight, jax.ShapeDtypeStruct) or weight.ndim < 3:
         return weight
