@@ -3,6 +3,7 @@
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES
 from dflash_aot.cache.model_config.zlab_draft import read_zlab
@@ -31,8 +32,12 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:
-    """Reads a draft's facts and checks them against the target. Raises BadCheckpoint."""
+    """Reads a draft's facts and checks them against the target.
+
+    Raises BadCheckpoint, also for weights in a format that cannot be loaded.
+    """
     _refuse_relatives(config)
+    read_quantization(config)
     draft = read_speculators(config) if is_speculators(config) else _read_as_zlab(config, target)
     _check_pair(config, target, draft)
     return draft

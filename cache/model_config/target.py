@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import DenseMlp, MixtureOfExperts, Target, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.quantization import read_quantization
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ UNSUPPORTED_LAYER_TYPES = {
 
 
 def read_target(config: ConfigFile) -> Target:
-    """Reads a target's facts. Raises BadCheckpoint."""
+    """Reads a target's facts. Raises BadCheckpoint, also for weights in a format that cannot be loaded."""
     family = FAMILIES[_choose_architecture(config)]
+    read_quantization(config)
     for key, meaning in family.refused.items():
         if config.optional(key, bool):
             raise config.refusal(key, True, meaning)

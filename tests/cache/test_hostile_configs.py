@@ -56,6 +56,11 @@ KEYS = [
     "model_type",
     "projector_type",
     "verifier",
+    "quantization_config",
+    "weight_block_size",
+    "modules_to_not_convert",
+    "strategy",
+    "ignore",
 ]
 
 
@@ -125,6 +130,8 @@ PAIRS = {
     "Qwen3-4B": None,
     "Qwen3-30B-A3B": None,
     "Llama-3.1-8B": None,
+    "Qwen3-8B-FP8": None,
+    "Llama-3.1-8B-Instruct-quantized.w8a8": None,
     "Qwen3-4B-DFlash-b16": "Qwen3-4B",
     "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
     "speculators-tiny/draft": "qwen3-tiny-tied/target",

@@ -1,0 +1,216 @@
+"""Reads how a checkpoint's weights are quantized, from the `quantization_config` of its `config.json`.
+
+Two formats are supported: FP8 with block scales (`quant_method: "fp8"`), and int8 per output channel of the
+compressed-tensors library. Everything else is refused with the key, the value and what is supported. Only weights
+matter here: activations stay in the bundle's dtype, also where the checkpoint suggests to quantize them as well.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
+
+SECTION, OLD_SECTION = "quantization_config", "compression_config"
+MAX_BLOCK = 1 << 16
+MAX_NAMES = 1 << 17  # modules in a list; Qwen3-235B-A22B has 36,000 linear layers
+SUPPORTED = (
+    "supported are 'fp8' with weight_block_size, and 'compressed-tensors' with symmetric int8 weights per channel"
+)
+# Methods that users are likely to try, with a name that they know.
+UNSUPPORTED_METHODS = {
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "bitsandbytes": "bitsandbytes",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "modelopt": "ModelOpt (NVFP4 or FP8 per tensor)",
+    "modelopt_fp4": "NVFP4",
+    "fbgemm_fp8": "FP8 per row",
+    "quark": "Quark",
+    "torchao": "torchao",
+    "hqq": "HQQ",
+}
+# Files in which other tools describe a quantized checkpoint whose config.json says nothing of it.
+OTHER_FILES = {"hf_quant_config.json": "ModelOpt", "quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
+Encoding = Literal["fp8-blocks", "int8-channels", "int8-channels-packed"]
+FORMATS: dict[str, Encoding] = {
+    "int-quantized": "int8-channels",
+    "naive-quantized": "int8-channels",
+    "pack-quantized": "int8-channels-packed",
+}
+# Keys that say how the scales were found, or what nothing depends on.
+FP8_NOTES = ("dequantize",)
+COMPRESSED_NOTES = ("global_compression_ratio", "version", "run_compressed")
+CALIBRATION_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+
+
+class Quantization(msgspec.Struct, frozen=True):
+    """How the linear layers of a checkpoint are stored.
+
+    encoding: "fp8-blocks" (e4m3fn numbers, a scale per block), "int8-channels" (a scale per output channel), or
+        "int8-channels-packed" (the same, four numbers in an int32).
+    unquantized: the modules that are stored as floats.
+    block: rows and columns of a block, None for int8.
+    """
+
+    encoding: Encoding
+    unquantized: ModulePatterns
+    block: tuple[int, int] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a bundle with int8 weights holds the stored numbers and scales as they are."""
+        return self.encoding != "fp8-blocks"
+
+    @property
+    def title(self) -> str:
+        """The format's name for messages."""
+        if self.block:
+            return f"FP8 with a scale per {self.block[0]} x {self.block[1]} block"
+        return "int8 with a scale per output channel"
+
+
+def read_quantization(config: ConfigFile) -> Quantization | None:
+    """Returns how the weights are quantized, None if they are not. Raises BadCheckpoint for unsupported formats."""
+    keys = [key for key in (SECTION, OLD_SECTION) if config.has(key)]
+    if len(keys) == 2:
+        raise config.refusal(OLD_SECTION, config.values[OLD_SECTION], f"there is a {SECTION} too: which is meant?")
+    if not keys:
+        _refuse_other_files(config)
+        return None
+    config.require(keys[0], dict)
+    section = config.section(keys[0])
+    match method := section.require("quant_method", str):
+        case "fp8":
+            return _read_fp8(section)
+        case "compressed-tensors":
+            return _read_compressed(section)
+    name = UNSUPPORTED_METHODS.get(method)
+    raise section.refusal("quant_method", method, f"{name} is not supported; {SUPPORTED}" if name else SUPPORTED)
+
+
+def _refuse_other_files(config: ConfigFile) -> None:
+    for file, tool in OTHER_FILES.items():
+        if (path := config.path.parent / file).exists():
+            raise BadCheckpoint(
+                f"{path}: this checkpoint is quantized by {tool}, and {config.path.name} has no {SECTION}; {SUPPORTED}"
+            )
+
+
+def _read_fp8(section: ConfigFile) -> Quantization:
+    lists = ("modules_to_not_convert", "ignored_layers")
+    fixed = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8", "activation_scheme": "dynamic"}
+    empty = ("modules_to_convert", "kv_cache_scheme")
+    _check_keys(section, "quant_method", "weight_block_size", *lists, *fixed, *empty, *FP8_NOTES)
+    for key, value in fixed.items():
+        _expect(section, key, None, value)
+    _expect_nothing(section, *empty)
+    if not section.has("weight_block_size"):
+        raise section.refusal("weight_block_size", None, f"FP8 with a scale per tensor is not supported; {SUPPORTED}")
+    block = section.optional_integers("weight_block_size") or ()
+    if len(block) != 2 or not all(1 <= size <= MAX_BLOCK for size in block):
+        raise section.refusal("weight_block_size", list(block), f"expected two numbers of 1 to {MAX_BLOCK}")
+    given = [key for key in lists if section.has(key)]
+    if len(given) == 2:
+        raise section.refusal(lists[1], section.values[lists[1]], f"there is {lists[0]} too: which is meant?")
+    key = given[0] if given else lists[0]
+    return Quantization("fp8-blocks", compile_patterns(section, key, _read_names(section, key), parts=True), block[:2])
+
+
+def _read_compressed(section: ConfigFile) -> Quantization:
+    """Reads compressed-tensors' `QuantizationConfig` with one group."""
+    empty = ("kv_cache_scheme", "transform_config")
+    _check_keys(
+        section,
+        *("quant_method", "format", "config_groups", "quantization_status", "ignore", "sparsity_config"),
+        *(*empty, *COMPRESSED_NOTES),
+    )
+    _expect_nothing(section, *empty)
+    _expect(section, "quantization_status", None, "compressed", "frozen")
+    _expect(section.section("sparsity_config"), "format", None, "dense")
+    groups = section.require("config_groups", dict)
+    if len(groups) != 1:
+        raise section.refusal("config_groups", groups, "expected one group")
+    group = section.section("config_groups").section(next(iter(groups)))
+    _check_keys(group, "targets", "weights", "input_activations", "output_activations", "format")
+    if group.require("targets", list) != ["Linear"]:
+        raise group.refusal("targets", group.values["targets"], "only ['Linear'] is supported")
+    _expect_nothing(group, "output_activations")
+    _check_weights(group)
+    _check_activations(group)
+    encoding = FORMATS[_expect(group if group.has("format") else section, "format", *FORMATS)]
+    return Quantization(encoding, compile_patterns(section, "ignore", _read_names(section, "ignore"), parts=False))
+
+
+def _check_weights(group: ConfigFile) -> None:
+    """Raises BadCheckpoint for anything but int8 per channel without zero points."""
+    group.require("weights", dict)
+    weights = group.section("weights")
+    empty = ("block_structure",)
+    _check_keys(
+        weights,
+        *("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"),
+        *(*empty, *CALIBRATION_NOTES),
+    )
+    _expect(weights, "type", "int")
+    _expect(weights, "num_bits", 8)
+    _expect(weights, "strategy", "channel")
+    _expect(weights, "symmetric", None, True)
+    _expect(weights, "group_size", None, -1)
+    _expect(weights, "dynamic", None, False)
+    _expect(weights, "actorder", None, False, "weight", "static")  # these change only how the numbers were found
+    _expect_nothing(weights, *empty)
+
+
+def _check_activations(group: ConfigFile) -> None:
+    """Raises BadCheckpoint for static activations, whose scales are part of the checkpoint."""
+    if not group.has("input_activations"):
+        return
+    activations = group.section("input_activations")
+    empty = ("group_size", "block_structure", "actorder")
+    _check_keys(activations, "num_bits", "type", "symmetric", "strategy", "dynamic", *empty, *CALIBRATION_NOTES)
+    _expect(activations, "dynamic", True)
+    _expect(activations, "strategy", "token")
+    _expect(activations, "type", "int")
+    _expect(activations, "num_bits", 8)
+    _expect(activations, "symmetric", None, True, False)
+    _expect_nothing(activations, *empty)
+
+
+def _check_keys(section: ConfigFile, *allowed: str) -> None:
+    """Raises BadCheckpoint for a key that is set and not in `allowed`."""
+    for key in section.values:
+        if section.has(key) and key not in allowed:
+            raise section.refusal(key, section.values[key], "this key is not supported")
+
+
+def _expect(section: ConfigFile, key: str, *allowed: Any) -> Any:
+    """Returns the value of a key. Raises BadCheckpoint unless it is one of `allowed`; None stands for an absent key."""
+    value = section.values.get(key)
+    if any(value == one and type(value) is type(one) for one in allowed):
+        return value
+    names = [repr(one) for one in allowed if one is not None]
+    if value is None:
+        raise BadCheckpoint(f"{section.where(key)} is missing; supported: {', '.join(names)}")
+    raise section.refusal(key, value, f"supported: {', '.join(names)}")
+
+
+def _expect_nothing(section: ConfigFile, *keys: str) -> None:
+    """Raises BadCheckpoint for a key whose value is not null, false or empty."""
+    for key in keys:
+        if section.values.get(key):
+            raise section.refusal(key, section.values[key], "not supported")
+
+
+def _read_names(section: ConfigFile, key: str) -> list[str]:
+    """Returns a list of module names, empty if the key is absent. Raises BadCheckpoint."""
+    names = section.optional(key, list) or []
+    if len(names) > MAX_NAMES:
+        raise section.refusal(key, names, f"expected at most {MAX_NAMES} names")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise section.refusal(key, name, "expected names of modules")
+    return names

@@ -1,0 +1,272 @@
+"""Quantized checkpoints: formats of published configs, refusals, and lists of modules that stay unquantized."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
+from dflash_aot.cache.model_config.quantization import read_quantization
+from dflash_aot.cache.model_config.target import read_target
+
+PATH = Path("qwen3-4b/config.json")
+FILE = f"{PATH}: quantization_config."
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": GROUP},
+    "ignore": ["lm_head"],
+}
+SUPPORTED = "supported are 'fp8' with weight_block_size, and 'compressed-tensors' with symmetric int8 weights"
+LAYER = "model.layers.3"
+MODULES = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.self_attn.q_proj"]
+
+
+@pytest.fixture
+def read_section(published):
+    """Reads the quantization of Qwen3-4B with a given section."""
+
+    def read(section, key="quantization_config"):
+        return read_quantization(ConfigFile(PATH, {**published("Qwen3-4B"), key: section}))
+
+    return read
+
+
+def change(section, path, value):
+    """Returns a copy of a section with one value set, by its dotted path."""
+    section = copy.deepcopy(section)
+    *outer, last = path.split(".")
+    place = section
+    for step in outer:
+        place = place[step]
+    place[last] = value
+    return section
+
+
+# -- published configs
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "block", "exact"),
+    [
+        ("Qwen3-8B", None, None, None),
+        ("Qwen3-8B-FP8", "fp8-blocks", (128, 128), False),
+        ("Qwen3-30B-A3B-FP8", "fp8-blocks", (128, 128), False),
+        ("Llama-3.1-8B-Instruct-quantized.w8a8", "int8-channels", None, True),
+        ("Llama-3.1-8B-Instruct-quantized.w8a16", "int8-channels-packed", None, True),
+    ],
+)
+def test_published_format_is_read(published, name, encoding, block, exact):
+    config = ConfigFile(PATH, published(name))
+    found = read_quantization(config)
+    if encoding is None:
+        assert found is None
+    else:
+        assert (found.encoding, found.block, found.exact) == (encoding, block, exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("Qwen3-8B-FP8", "Qwen3-8B"),
+        ("Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B"),
+        ("Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B-Instruct"),
+    ],
+)
+def test_facts_do_not_depend_on_the_format(read_published_target, name, same):
+    assert read_published_target(name) == read_published_target(same)
+
+
+def test_fp8_list_of_a_published_mixture_of_experts_names_its_routers(published):
+    found = read_quantization(ConfigFile(PATH, published("Qwen3-30B-A3B-FP8")))
+    assert found.unquantized.select(MODULES) == {"lm_head", f"{LAYER}.mlp.gate"}
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4}, f"quant_method is 'awq': AWQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "gptq", "bits": 4}, f"quant_method is 'gptq': GPTQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "mxfp4"}, f"quant_method is 'mxfp4': MXFP4 is not supported; {SUPPORTED}"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes': bitsandbytes is not supported"),
+        ({"quant_method": "modelopt"}, "quant_method is 'modelopt': ModelOpt (NVFP4 or FP8 per tensor) is not"),
+        ({"quant_method": "exl3"}, f"quant_method is 'exl3': {SUPPORTED}"),
+        ({}, "quant_method is missing; expected a text"),
+    ],
+)
+def test_other_method_is_refused_with_what_is_supported(read_section, refusal, section, words):
+    assert (FILE + words) in refusal(read_section, section)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("weight_block_size", None, "weight_block_size is None: FP8 with a scale per tensor is not supported"),
+        ("weight_block_size", [128], "weight_block_size is [128]: expected two numbers"),
+        ("weight_block_size", [0, 128], "weight_block_size is [0, 128]: expected two numbers"),
+        ("weight_block_size", [128, 1.5], "weight_block_size is [128, 1.5]: expected whole numbers"),
+        ("activation_scheme", "static", "activation_scheme is 'static': supported: 'dynamic'"),
+        ("fmt", "e5m2", "fmt is 'e5m2': supported: 'e4m3'"),
+        ("scale_fmt", "ue8m0", "scale_fmt is 'ue8m0': supported: 'float'"),
+        ("expert_dtype", "fp4", "expert_dtype is 'fp4': supported: 'fp8'"),
+        ("modules_to_convert", ["model.embed_tokens"], "modules_to_convert is ['model.embed_tokens']: not supported"),
+        ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
+        ("modules_to_not_convert", ["model.*"], "modules_to_not_convert is 'model.*': expected names of modules"),
+        ("modules_to_not_convert", [3], "modules_to_not_convert is 3: expected names of modules"),
+        ("weight_scale_fmt", "x", "weight_scale_fmt is 'x': this key is not supported"),
+    ],
+)
+def test_other_fp8_is_refused_with_key_and_value(read_section, refusal, path, value, words):
+    assert (FILE + words) in refusal(read_section, change(FP8, path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("weights.num_bits", 4, "weights.num_bits is 4: supported: 8"),
+        ("weights.num_bits", {"mlp.experts": 4}, "weights.num_bits is {'mlp.experts': 4}: supported: 8"),
+        ("weights.type", "float", "weights.type is 'float': supported: 'int'"),
+        ("weights.strategy", "group", "weights.strategy is 'group': supported: 'channel'"),
+        ("weights.strategy", None, "weights.strategy is missing; supported: 'channel'"),
+        ("weights.symmetric", False, "weights.symmetric is False: supported: True"),
+        ("weights.group_size", 128, "weights.group_size is 128: supported: -1"),
+        ("weights.actorder", "group", "weights.actorder is 'group': supported: False, 'weight', 'static'"),
+        ("weights.block_structure", [128, 128], "weights.block_structure is [128, 128]: not supported"),
+        ("weights.rotation", 1, "weights.rotation is 1: this key is not supported"),
+        ("input_activations.dynamic", False, "input_activations.dynamic is False: supported: True"),
+        ("input_activations.strategy", "tensor", "input_activations.strategy is 'tensor': supported: 'token'"),
+        ("output_activations", {"num_bits": 8}, "output_activations is {'num_bits': 8}: not supported"),
+        ("targets", ["re:.*proj"], "targets is ['re:.*proj']: only ['Linear'] is supported"),
+        ("format", "float-quantized", "format is 'float-quantized': supported: 'int-quantized'"),
+    ],
+)
+def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
+    section = change(COMPRESSED, f"config_groups.group_0.{path}", value)
+    assert (f"{FILE}config_groups.group_0.{words}") in refusal(read_section, section)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("config_groups", {}, "config_groups is {}: expected one group"),
+        ("config_groups", {"a": GROUP, "b": GROUP}, ": expected one group"),
+        ("config_groups", {"W8A8": ["Linear"]}, "config_groups.W8A8 is ['Linear']: expected an object"),
+        ("format", "dense", "format is 'dense': supported: 'int-quantized', 'naive-quantized', 'pack-quantized'"),
+        ("format", None, "format is missing; supported: 'int-quantized'"),
+        ("quantization_status", "calibration", "quantization_status is 'calibration': supported: 'compressed'"),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
+        ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
+        ("transform_config", {"R1": {}}, "transform_config is {'R1': {}}: not supported"),
+        ("ignore", "lm_head", "ignore is 'lm_head': expected a list"),
+        ("ignore", [""], "ignore is '': expected names of modules"),
+        (
+            "ignore",
+            ["re:(?!lm_head)"],
+            "ignore is 're:(?!lm_head)': not a regular expression that is matched in linear",
+        ),
+        ("ignore", ["re:x)(y"], "ignore is 're:x)(y': not a regular expression"),
+        ("ignore", ["re:" + "x" * 2000], "expected at most 1024 letters in a pattern"),
+        ("ignore", ["re:x"] * 65, "expected at most 64 patterns"),
+        ("bits", 8, "bits is 8: this key is not supported"),
+    ],
+)
+def test_other_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
+    message = refusal(read_section, change(COMPRESSED, path, value))
+    assert message.startswith(FILE)
+    assert words in message
+
+
+def test_unsupported_format_is_refused_with_the_facts(read_changed_target, read_changed_draft, refusal):
+    for read in (read_changed_target, read_changed_draft):
+        assert "quant_method is 'gptq'" in refusal(read, quantization_config={"quant_method": "gptq"})
+
+
+def test_two_sections_are_refused(published, refusal):
+    config = {**published("Qwen3-4B"), "quantization_config": FP8, "compression_config": COMPRESSED}
+    assert "there is a quantization_config too" in refusal(read_target, ConfigFile(PATH, config))
+
+
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_file_of_another_tool_is_refused_beside_a_config_that_does_not_name_it(write_config, published, file):
+    directory = write_config(json.dumps(published("Qwen3-4B")))
+    (directory / file).write_text("{}")
+    with pytest.raises(BadCheckpoint, match=rf"{file}: this checkpoint is quantized by "):
+        read_quantization(read_config(directory))
+
+
+# -- accepted variants
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("config_groups.group_0.input_activations", None),
+        ("config_groups.group_0.weights.actorder", "weight"),
+        ("config_groups.group_0.weights.group_size", -1),
+        ("config_groups.group_0.format", "naive-quantized"),
+        ("quantization_status", "frozen"),
+        ("ignore", None),
+        ("sparsity_config", {}),
+        ("transform_config", {}),
+        ("version", "0.18.0"),
+    ],
+)
+def test_variant_with_the_same_meaning_is_accepted(read_section, path, value):
+    assert read_section(change(COMPRESSED, path, value)).encoding == "int8-channels"
+
+
+def test_format_of_the_group_precedes(read_section):
+    section = change({**COMPRESSED, "format": "mixed-precision"}, "config_groups.group_0.format", "pack-quantized")
+    assert read_section(section).encoding == "int8-channels-packed"
+
+
+# -- lists of modules
+
+
+@pytest.mark.parametrize(
+    ("entries", "selected"),
+    [
+        (["lm_head"], {"lm_head"}),
+        (["gate"], set()),
+        ([f"{LAYER}.mlp"], set()),
+        (["re:.*mlp.gate$"], {f"{LAYER}.mlp.gate"}),
+        (["re:.*mlp.gate"], {f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj"}),
+        (["re:mlp"], set()),
+        (["re:a|lm"], {"lm_head"}),
+    ],
+)
+def test_compressed_tensors_matches_whole_names_and_prefixes_by_pattern(published, entries, selected):
+    assert make_patterns(published, entries, parts=False).select(MODULES) == selected
+
+
+@pytest.mark.parametrize(
+    ("entries", "selected"),
+    [
+        (["gate"], {f"{LAYER}.mlp.gate"}),
+        (["mlp.gate_proj"], {f"{LAYER}.mlp.gate_proj"}),
+        (["model.layers.3.mlp"], {f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj"}),
+        (["model.layers.1", "proj", "head"], set()),
+    ],
+)
+def test_fp8_matches_names_up_to_a_boundary(published, entries, selected):
+    assert make_patterns(published, entries, parts=True).select(MODULES) == selected
+
+
+def make_patterns(published, entries, parts) -> ModulePatterns:
+    return compile_patterns(ConfigFile(PATH, published("Qwen3-4B")), "ignore", entries, parts)
+
+
+def test_pattern_that_takes_exponential_time_by_backtracking_is_matched_at_once(published):
+    """Python's `re` would not come back from the first name."""
+    assert not make_patterns(published, ["re:(.*)*(.+)+(a|a)*!"], parts=False).select(["a" * 200] * 100)
