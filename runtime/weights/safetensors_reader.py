@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  adds to NumPy the bfloat16 dtype that safetensors returns
 import msgspec
@@ -13,7 +14,8 @@ from dflash_aot.cache.checkpoint_files import INDEX_FILE, SINGLE_FILE, open_weig
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor, to_numpy_slices
 
-FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
+FLOATS, INTEGERS, FP8 = ("BF16", "F16", "F32"), ("I32", "I64"), "F8_E4M3"
+HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
 class CheckpointTensors:
@@ -27,6 +29,7 @@ class CheckpointTensors:
         """Raises BadCheckpoint for files that are missing, broken, or differ from their index."""
         self._files: dict[str, Path] = {}
         self._open = {}
+        self._octets: dict[Path, dict[str, np.ndarray]] = {}
         for path, indexed in _list_files(directory):
             try:
                 with open_weights(path) as name:
@@ -49,6 +52,17 @@ class CheckpointTensors:
     def names(self) -> set[str]:
         return set(self._files)
 
+    def file(self, name: str) -> Path:
+        """Returns the file that holds a tensor."""
+        return self._files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open[self._files[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Returns the dtype of a tensor by safetensors' name."""
+        return self._open[self._files[name]].get_slice(name).get_dtype()
+
     def read(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
     ) -> np.ndarray:
@@ -68,6 +82,18 @@ class CheckpointTensors:
         if dtypes is FLOATS and not _is_finite(values):
             raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
         return values
+
+    def read_octets(self, name: str, part: TensorSlice) -> np.ndarray:
+        """Returns the bits of a slice of an FP8 tensor, uint8. NumPy has no FP8, so safetensors cannot return it.
+
+        Raises BadCheckpoint if the file changed since it was opened.
+        """
+        path = self._files[name]
+        if path not in self._octets:
+            self._octets[path] = _map_octets(path)
+        if name not in self._octets[path]:
+            raise BadCheckpoint(f"{path} changed while it was read: {name} is gone")
+        return np.array(self._octets[path][name][to_numpy_slices(part)])
 
     def read_vocabulary_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
         """Returns the offsets [n] of a draft with a reduced vocabulary: row i is the target's token i + offsets[i].
@@ -101,6 +127,22 @@ def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
         yield directory / SINGLE_FILE, None
     else:
         raise BadCheckpoint(f"{directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _map_octets(path: Path) -> dict[str, np.ndarray]:
+    """Maps the FP8 tensors of a file, as uint8. Raises BadCheckpoint for a file that `safe_open` has not checked."""
+    with open_weights(path) as name:
+        content = np.memmap(name, np.uint8, "r")
+    begin = HEADER_LENGTH_BYTES + int.from_bytes(content[:HEADER_LENGTH_BYTES].tobytes(), "little")
+    try:
+        header = msgspec.json.decode(content[HEADER_LENGTH_BYTES:begin].tobytes(), type=dict[str, dict[str, Any]])
+        return {
+            name: content[slice(*(begin + at for at in facts["data_offsets"]))].reshape(facts["shape"])
+            for name, facts in header.items()
+            if facts.get("dtype") == FP8
+        }
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{path} changed while it was read: {error}") from error
 
 
 class _ShardIndex(msgspec.Struct):

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
 from dflash_aot.runtime.weights.tensor_slices import (
     TensorSlice,
@@ -42,7 +43,7 @@ def load_weights(
 
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
-    checkpoints = {role: CheckpointTensors(directory) for role, directory in directories.items()}
+    checkpoints = {role: open_checkpoint(directory) for role, directory in directories.items()}
     shared = [recipe for recipe in recipes if _is_shared(recipe, checkpoints[recipe.checkpoint])]
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():

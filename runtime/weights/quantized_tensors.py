@@ -1,0 +1,261 @@
+"""Quantized checkpoints: reads FP8 with block scales and int8 with channel scales as float32, or int8 as it is.
+
+A quantized matrix is several tensors, such as `q_proj.weight` and `q_proj.weight_scale_inv`. They appear as one tensor,
+named as in a checkpoint that is not quantized.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dflash_aot.cache.checkpoint_files import CONFIG_FILE
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.quantization import Quantization, read_quantization
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS, FP8, INTEGERS, CheckpointTensors
+from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor
+
+WEIGHT, PACKED, PACKED_SHAPE = ".weight", ".weight_packed", ".weight_shape"
+SCALES = {"fp8-blocks": ".weight_scale_inv", "int8-channels": ".weight_scale", "int8-channels-packed": ".weight_scale"}
+VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32"}
+# Of linear layers whose names end so, the config decides which are quantized. Of the head and the routers the tensors
+# do: formats differ in whether these count as linear layers.
+PROJECTIONS = ("_proj", ".fc")
+HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
+FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+FP8_MAX = 448.0
+NUMBERS_PER_WORD = 4  # of packed int8
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix [out, in] of a quantized checkpoint.
+
+    Attributes:
+        values: name of the tensor with the numbers.
+        scales: name of the tensor with the scales.
+        shape: out and in.
+        scale_shape: of the stored scales.
+        block: outputs and inputs that share a scale.
+    """
+
+    values: str
+    scales: str
+    shape: tuple[int, ...]
+    scale_shape: tuple[int, ...]
+    block: tuple[int, int]
+
+
+def open_checkpoint(directory: Path) -> CheckpointTensors:
+    """Opens the tensors of a checkpoint directory, quantized or not. Raises BadCheckpoint."""
+    quantization = read_quantization(read_config(directory)) if (directory / CONFIG_FILE).exists() else None
+    return CheckpointTensors(directory) if quantization is None else QuantizedTensors(directory, quantization)
+
+
+class QuantizedTensors(CheckpointTensors):
+    """The tensors of a quantized checkpoint directory."""
+
+    def __init__(self, directory: Path, quantization: Quantization):
+        """Raises BadCheckpoint for tensors that contradict each other or the config, besides `CheckpointTensors`."""
+        super().__init__(directory)
+        self._quantization = quantization
+        self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
+        packed = quantization.encoding == "int8-channels-packed"
+        self._hidden = {matrix.scales for matrix in self._matrices.values()}
+        if packed:
+            self._hidden |= {matrix.values for matrix in self._matrices.values()}
+            self._hidden |= {matrix.values.removesuffix(PACKED) + PACKED_SHAPE for matrix in self._matrices.values()}
+
+    def names(self) -> set[str]:
+        """Names of all tensors; a quantized matrix has the one of its weight."""
+        return (super().names() - self._hidden) | self._matrices.keys()
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
+    ) -> np.ndarray:
+        """Returns a tensor as `CheckpointTensors.read` does, a quantized matrix in float32.
+
+        Raises BadCheckpoint, also for NaN among the numbers, and for scales that are negative, not finite, or zero
+        where numbers are not.
+        """
+        if name not in self._matrices:
+            return super().read(name, shape, dtypes, part)
+        matrix = self._check_shape(name, shape)
+        part = cover_tensor(shape) if part is None else part
+        integers = self._read_numbers(matrix, part)
+        numbers = np.take(FP8_NUMBERS, integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
+        return self._scale(matrix, numbers, part)
+
+    def reads_integers(self, name: str) -> bool:
+        """Whether a tensor is int8 with a scale per output channel, which `read_integers` and `read_scales` return."""
+        return name in self._matrices and self._quantization.exact
+
+    def read_integers(self, name: str, shape: tuple[int, ...], part: TensorSlice) -> np.ndarray:
+        """Returns the int8 numbers of a slice [out, in]. Raises BadCheckpoint."""
+        matrix = self._check_shape(name, shape)
+        return self._read_numbers(matrix, part)
+
+    def read_scales(self, name: str, shape: tuple[int, ...], rows: tuple[int, int]) -> np.ndarray:
+        """Returns the float32 scales of a range of output channels of an int8 matrix. Raises BadCheckpoint."""
+        matrix = self._check_shape(name, shape)
+        scales = self._read_scales(matrix, (rows, (0, 1)))[:, 0]
+        if not scales.all():
+            whole = (rows, (0, shape[1]))
+            self._check_zeros(matrix, scales[:, None], self._read_numbers(matrix, whole), whole)
+        return scales
+
+    def _find_matrices(self) -> Iterator[tuple[str, QuantizedMatrix]]:
+        """Yields the quantized matrices. Raises BadCheckpoint."""
+        names, quantization = super().names(), self._quantization
+        suffix = PACKED if quantization.encoding == "int8-channels-packed" else WEIGHT
+        endings = {WEIGHT, suffix, SCALES[quantization.encoding]}
+        modules = {name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)}
+        unquantized = self._select_unquantized(modules)
+        for module in sorted(modules):
+            values, scales = module + suffix, module + SCALES[quantization.encoding]
+            is_quantized = scales in names or (suffix == PACKED and values in names)
+            if module in unquantized and is_quantized:
+                found = scales if scales in names else values
+                raise BadCheckpoint(
+                    f"{self.file(found)}: {found} is there, but {quantization.unquantized.key} says that {module} is "
+                    "not quantized"
+                )
+            if module not in unquantized and not is_quantized and module.endswith(PROJECTIONS):
+                self._refuse_plain(module, values, scales)
+            if is_quantized:
+                yield module + WEIGHT, self._describe(values, scales)
+
+    def _select_unquantized(self, modules: set[str]) -> frozenset[str]:
+        """Returns the modules that the config's list names. Raises BadCheckpoint if it names none of the model."""
+        listed = self._quantization.unquantized
+        split = [name.split(".") for name in modules]
+        parents = {".".join(steps[:cut]) for steps in split for cut in range(1, len(steps))}
+        if (listed.names or listed.patterns) and not listed.select(modules | parents | {HEAD}):
+            raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
+        return listed.select(modules)
+
+    def _refuse_plain(self, module: str, values: str, scales: str) -> None:
+        """Raises BadCheckpoint: a layer that should be quantized has no scales."""
+        expected = VALUES[self._quantization.encoding]
+        if values in super().names():
+            found = self.dtype(values)
+            if found == expected:
+                raise BadCheckpoint(f"{self.file(values)}: {values} is {found}, but {scales} is missing")
+            raise BadCheckpoint(
+                f"{self.file(values)}: {values} is {found}, but by {self._quantization.unquantized.key} {module} is "
+                f"quantized: expected {expected} and {scales}"
+            )
+        plain = module + WEIGHT
+        raise BadCheckpoint(
+            f"{self.file(plain)}: {plain} is {self.dtype(plain)}, but by {self._quantization.unquantized.key} {module} "
+            f"is quantized: expected {values} ({expected}) and {scales}"
+        )
+
+    def _describe(self, values: str, scales: str) -> QuantizedMatrix:
+        """Returns a matrix by its tensors. Raises BadCheckpoint if one is missing, or has another shape or dtype."""
+        quantization, names = self._quantization, super().names()
+        for name, other in ((values, scales), (scales, values)):
+            if name not in names:
+                raise BadCheckpoint(f"{self.file(other)}: {other} is there, but {name} is missing")
+        if (found := self.dtype(values)) != (expected := VALUES[quantization.encoding]):
+            raise BadCheckpoint(f"{self.file(values)}: {values} is {found}, but has {scales}: expected {expected}")
+        if (found := self.dtype(scales)) not in FLOATS:
+            raise BadCheckpoint(f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(FLOATS)}")
+        stored = self.shape(values)
+        if len(stored) != 2:
+            raise BadCheckpoint(f"{self.file(values)}: {values} is {list(stored)}, expected a matrix")
+        shape = self._read_packed_shape(values, stored) if values.endswith(PACKED) else stored
+        block = quantization.block or (1, shape[1])
+        grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
+        allowed = [grid] if quantization.block else [grid, grid[:1]]
+        if (found_shape := self.shape(scales)) not in allowed:
+            raise BadCheckpoint(
+                f"{self.file(scales)}: {scales} is {list(found_shape)}, but {values} is {list(stored)}: expected "
+                f"{' or '.join(str(list(one)) for one in allowed)}"
+            )
+        return QuantizedMatrix(values, scales, shape, found_shape, block)
+
+    def _read_packed_shape(self, values: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a packed matrix: 4 numbers in an int32, and the last may be filled up."""
+        name = values.removesuffix(PACKED) + PACKED_SHAPE
+        if name not in super().names():
+            raise BadCheckpoint(f"{self.file(values)}: {values} is there, but {name} is missing")
+        shape = tuple(int(size) for size in super().read(name, (2,), INTEGERS))
+        if shape[0] != stored[0] or -(-shape[1] // NUMBERS_PER_WORD) != stored[1]:
+            raise BadCheckpoint(f"{self.file(name)}: {name} is {list(shape)}, but {values} is {list(stored)}")
+        return shape
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
+        matrix = self._matrices[name]
+        if matrix.shape != shape:
+            raise BadCheckpoint(
+                f"{self.file(matrix.values)}: {name} is {list(matrix.shape)}, but its config.json implies {list(shape)}"
+            )
+        return matrix
+
+    def _read_numbers(self, matrix: QuantizedMatrix, part: TensorSlice) -> np.ndarray:
+        """Returns the stored numbers of a slice: uint8 with FP8's bits, or int8. Raises BadCheckpoint for NaN."""
+        if self._quantization.encoding == "int8-channels-packed":
+            rows, (start, stop) = part
+            words = (start // NUMBERS_PER_WORD, -(-stop // NUMBERS_PER_WORD))
+            packed = super().read(matrix.values, self.shape(matrix.values), ("I32",), (rows, words))
+            octets = np.ascontiguousarray(packed, "<i4").view(np.uint8)[:, start % NUMBERS_PER_WORD :][
+                :, : stop - start
+            ]
+            return (octets ^ 0x80).view(np.int8)  # stored with 128 added
+        if self._quantization.encoding == "int8-channels":
+            return super().read(matrix.values, matrix.shape, ("I8",), part)
+        octets = self.read_octets(matrix.values, part)
+        if np.any((octets & 0x7F) == 0x7F):
+            raise BadCheckpoint(f"{self.file(matrix.values)}: {matrix.values} holds NaN: the file is damaged")
+        return octets
+
+    def _read_scales(self, matrix: QuantizedMatrix, part: TensorSlice) -> np.ndarray:
+        """Returns a slice [blocks of outputs, blocks of inputs] of the scales, float32.
+
+        Raises BadCheckpoint for scales that are negative, infinite or NaN, and for products that float32 cannot hold.
+        """
+        stored = super().read(matrix.scales, matrix.scale_shape, FLOATS, part[: len(matrix.scale_shape)])
+        scales = stored.astype(np.float32).reshape(-1, 1) if stored.ndim == 1 else stored.astype(np.float32)
+        wrong = ~((scales >= 0) & (scales <= np.finfo(np.float32).max / FP8_MAX))
+        if wrong.any():
+            row, column = (int(at) for at in np.argwhere(wrong)[0])
+            place = [part[0][0] + row, part[1][0] + column][: len(matrix.scale_shape)]
+            raise BadCheckpoint(
+                f"{self.file(matrix.scales)}: {matrix.scales}{place} is {scales[row, column]:g}, expected a finite "
+                "scale of at least 0 whose products fit float32"
+            )
+        return scales
+
+    def _scale(self, matrix: QuantizedMatrix, numbers: np.ndarray, part: TensorSlice) -> np.ndarray:
+        """Multiplies the numbers of a slice by their scales, in place."""
+        blocks = tuple((low // size, -(-high // size)) for (low, high), size in zip(part, matrix.block, strict=True))
+        scales = self._read_scales(matrix, blocks)
+        if not scales.all():
+            self._check_zeros(matrix, scales, numbers, part)
+        (first, _), (low, high) = blocks[0], part[0]
+        inputs = _block_of(part[1], matrix.block[1])
+        for index, row in enumerate(scales):
+            start, stop = ((first + index) * matrix.block[0], (first + index + 1) * matrix.block[0])
+            numbers[max(start, low) - low : min(stop, high) - low] *= row[inputs]
+        return numbers
+
+    def _check_zeros(self, matrix: QuantizedMatrix, scales: np.ndarray, numbers: np.ndarray, part: TensorSlice) -> None:
+        """Raises BadCheckpoint for numbers that are not zero and whose scale is. A block of zeros may have that."""
+        grid = np.ix_(_block_of(part[0], matrix.block[0]), _block_of(part[1], matrix.block[1]))
+        lost = (scales[grid] == 0) & (numbers != 0)
+        if lost.any():
+            row, column = (int(at) for at in np.argwhere(lost)[0])
+            raise BadCheckpoint(
+                f"{self.file(matrix.scales)}: {matrix.scales} is 0 where {matrix.values}"
+                f"[{part[0][0] + row}, {part[1][0] + column}] is not"
+            )
+
+
+def _block_of(side: tuple[int, int], size: int) -> np.ndarray:
+    """Returns the block of each index of a range, counted from the range's first block."""
+    start, stop = side
+    return np.arange(start, stop) // size - start // size

@@ -1,0 +1,276 @@
+"""Quantized checkpoints: the numbers that are read, hostile tensors, and tokens of a whole pair."""
+
+import math
+import random
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS
+from dflash_aot.runtime.weights.weight_loader import load_weights
+from tests.quantized_checkpoints import (
+    FILE,
+    make_section,
+    pack,
+    quantize_checkpoint,
+    set_section,
+    spread,
+    store_fp8,
+    store_int8,
+)
+
+CPU = jax.devices("cpu")[0]
+NAME = "model.layers.0.mlp.up_proj"
+WEIGHT, BLOCK = f"{NAME}.weight", (4, 6)
+SCALE_INV, SCALE, PACKED, SHAPE = (f"{NAME}.weight_{kind}" for kind in ("scale_inv", "scale", "packed", "shape"))
+DICE = np.random.default_rng(5)
+MATRIX = DICE.standard_normal((11, 17)).astype(
+    np.float32
+)  # the last blocks are ragged, and the last int32 is filled up
+FP8, INT8 = store_fp8(NAME, MATRIX, BLOCK), store_int8(NAME, MATRIX)
+STORED = {"fp8": FP8, "int8": INT8, "packed": pack(NAME, INT8)}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a checkpoint of some tensors, and returns its directory."""
+
+    def write_checkpoint(form, tensors, unquantized=(), block=BLOCK) -> Path:
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, tmp_path / FILE)
+        set_section(tmp_path, make_section(form, list(unquantized), block))
+        return tmp_path
+
+    return write_checkpoint
+
+
+def refusal(place: Path, name=WEIGHT, shape=MATRIX.shape) -> str:
+    with pytest.raises(BadCheckpoint) as error:
+        open_checkpoint(place).read(name, shape, FLOATS)
+    return str(error.value)
+
+
+def meant(form) -> np.ndarray:
+    if form == "fp8":
+        return FP8[WEIGHT].astype(np.float32) * spread(FP8[SCALE_INV], BLOCK, MATRIX.shape)
+    return INT8[WEIGHT].astype(np.float32) * INT8[SCALE]
+
+
+# -- numbers
+
+
+def test_every_fp8_code_is_read_as_torch_reads_it(write):
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8).reshape(2, 127)
+    scale = np.array([[0.3]], np.float32)
+    tensors = {WEIGHT: codes.view(ml_dtypes.float8_e4m3fn), SCALE_INV: scale}
+    found = open_checkpoint(write("fp8", tensors, block=(128, 128))).read(WEIGHT, (2, 127), FLOATS)
+    expected = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(scale)).numpy()
+    assert found.tobytes() == expected.tobytes()  # also the sign of zero
+    assert {0.0, 448 * np.float32(0.3), np.float32(2**-9) * np.float32(0.3)} <= set(map(float, np.abs(found).ravel()))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_among_fp8_numbers_is_refused(write, code):
+    codes = FP8[WEIGHT].copy()
+    codes.view(np.uint8)[10, 16] = code
+    assert refusal(write("fp8", {**FP8, WEIGHT: codes})).endswith(f"{FILE}: {WEIGHT} holds NaN: the file is damaged")
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_any_slice_is_the_slice_of_the_whole(write, form):
+    tensors = open_checkpoint(write(form, STORED[form]))
+    assert tensors.names() == {WEIGHT}
+    whole = tensors.read(WEIGHT, MATRIX.shape, FLOATS)
+    assert whole.dtype == np.float32
+    np.testing.assert_array_equal(whole, meant(form))
+    assert np.abs(whole - MATRIX).max() < 0.15
+    dice = random.Random(3)
+    for _ in range(200):
+        part = tuple(tuple(sorted(dice.sample(range(size + 1), 2))) for size in MATRIX.shape)
+        (top, bottom), (left, right) = part
+        np.testing.assert_array_equal(
+            tensors.read(WEIGHT, MATRIX.shape, FLOATS, part), whole[top:bottom, left:right], str(part)
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("flat", [False, True])
+def test_int8_scales_of_any_dtype_and_shape_are_read(write, dtype, flat):
+    stored = store_int8(NAME, MATRIX, dtype, flat)
+    found = open_checkpoint(write("int8", stored)).read(WEIGHT, MATRIX.shape, FLOATS)
+    scales = stored[SCALE].astype(np.float32).reshape(-1, 1)
+    np.testing.assert_array_equal(found, stored[WEIGHT].astype(np.float32) * scales)
+
+
+@pytest.mark.parametrize("form", ["int8", "packed"])
+def test_integers_and_scales_are_read_as_stored(write, form):
+    values = np.arange(-128, 128).astype(np.int8).reshape(16, 16)
+    stored = {WEIGHT: values, SCALE: np.linspace(1, 2, 16, dtype=np.float32)[:, None]}
+    tensors = open_checkpoint(write(form, pack(NAME, stored) if form == "packed" else stored))
+    assert tensors.reads_integers(WEIGHT)
+    np.testing.assert_array_equal(tensors.read_integers(WEIGHT, (16, 16), ((3, 9), (5, 12))), values[3:9, 5:12])
+    np.testing.assert_array_equal(tensors.read_scales(WEIGHT, (16, 16), (3, 9)), stored[SCALE][3:9, 0])
+
+
+def test_fp8_has_no_integers(write):
+    assert not open_checkpoint(write("fp8", FP8)).reads_integers(WEIGHT)
+
+
+def test_block_of_zeros_may_have_a_scale_of_zero(write):
+    weight = MATRIX.copy()
+    weight[:4, :6] = 0
+    stored = store_fp8(NAME, np.where(weight == 0, 1, weight), BLOCK)
+    stored[WEIGHT][:4, :6], stored[SCALE_INV][0, 0] = 0, 0
+    assert not open_checkpoint(write("fp8", stored)).read(WEIGHT, MATRIX.shape, FLOATS)[:4, :6].any()
+
+
+# -- hostile tensors
+
+
+@pytest.mark.parametrize(("form", "name"), [("fp8", SCALE_INV), ("int8", SCALE), ("packed", SCALE)])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 3e38])
+def test_scale_that_is_negative_or_not_finite_is_refused(write, form, name, value):
+    scales = STORED[form][name].copy()
+    scales[1, 0] = value
+    message = refusal(write(form, {**STORED[form], name: scales}))
+    if math.isfinite(value):
+        assert f"{FILE}: {name}[1, 0] is {value:g}, expected a finite scale of at least 0" in message
+    else:
+        assert f"{FILE}: {name} holds NaN or infinity" in message
+
+
+@pytest.mark.parametrize(("form", "name", "row"), [("fp8", SCALE_INV, 4), ("int8", SCALE, 1), ("packed", SCALE, 1)])
+def test_scale_of_zero_for_other_numbers_is_refused(write, form, name, row):
+    scales = STORED[form][name].copy()
+    scales[1, 0] = 0
+    place = write(form, {**STORED[form], name: scales})
+    values = PACKED if form == "packed" else WEIGHT
+    assert f"{name} is 0 where {values}[{row}, 0] is not" in refusal(place)
+    if form != "fp8":
+        with pytest.raises(BadCheckpoint, match="is 0 where"):
+            open_checkpoint(place).read_scales(WEIGHT, MATRIX.shape, (0, 11))
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "words"),
+    [
+        ("fp8", {SCALE_INV: None}, f"{WEIGHT} is F8_E4M3, but {SCALE_INV} is missing"),
+        ("int8", {SCALE: None}, f"{WEIGHT} is I8, but {SCALE} is missing"),
+        ("packed", {SCALE: None}, f"{PACKED} is there, but {SCALE} is missing"),
+        ("packed", {SHAPE: None}, f"{PACKED} is there, but {SHAPE} is missing"),
+        ("packed", {PACKED: None}, f"{SCALE} is there, but {PACKED} is missing"),
+        ("fp8", {WEIGHT: None}, f"{SCALE_INV} is there, but {WEIGHT} is missing"),
+        ("fp8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE_INV}: expected F8_E4M3"),
+        ("int8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE}: expected I8"),
+        ("fp8", {SCALE_INV: np.ones((3, 3), np.int8)}, f"{SCALE_INV} is I8, expected one of BF16, F16, F32"),
+        (
+            "fp8",
+            {SCALE_INV: np.ones((3, 2), np.float32)},
+            f"{SCALE_INV} is [3, 2], but {WEIGHT} is [11, 17]: expected [3",
+        ),
+        ("fp8", {SCALE_INV: np.ones(3, np.float32)}, f"{SCALE_INV} is [3], but {WEIGHT} is [11, 17]: expected [3, 3]"),
+        (
+            "int8",
+            {SCALE: np.ones((1, 11), np.float32)},
+            f"{SCALE} is [1, 11], but {WEIGHT} is [11, 17]: expected [11, 1]",
+        ),
+        (
+            "int8",
+            {SCALE: np.ones(1, np.float32)},
+            f"{SCALE} is [1], but {WEIGHT} is [11, 17]: expected [11, 1] or [11]",
+        ),
+        ("packed", {SHAPE: np.array([11, 21])}, f"{SHAPE} is [11, 21], but {PACKED} is [11, 5]"),
+        ("packed", {SHAPE: np.array([12, 17])}, f"{SHAPE} is [12, 17], but {PACKED} is [11, 5]"),
+        ("packed", {SHAPE: np.array([11, 17, 1])}, f"{SHAPE} is [3], but"),
+        ("int8", {WEIGHT: np.zeros(11, np.int8)}, f"{WEIGHT} is [11], expected a matrix"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(write, form, changes, words):
+    tensors = {name: tensor for name, tensor in {**STORED[form], **changes}.items() if tensor is not None}
+    assert f"{FILE}: {words}" in refusal(write(form, tensors))
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_other_shape_than_the_config_implies_is_refused(write, form):
+    assert f"{WEIGHT} is [11, 17], but its config.json implies [11, 18]" in refusal(
+        write(form, STORED[form]), shape=(11, 18)
+    )
+
+
+@pytest.mark.parametrize(("form", "key"), [("fp8", "modules_to_not_convert"), ("int8", "ignore"), ("packed", "ignore")])
+def test_plain_layer_that_the_config_does_not_list_is_refused(write, form, key):
+    message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{NAME[:-7]}down_proj.weight": MATRIX}))
+    assert "down_proj.weight is F32, but by " in message
+    assert f"quantization_config.{key} {NAME[:-7]}down_proj is quantized: expected " in message
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_scales_of_a_layer_that_the_config_lists_are_refused(write, form):
+    message = refusal(write(form, STORED[form], [NAME]))
+    assert message.endswith(f"says that {NAME} is not quantized")
+
+
+@pytest.mark.parametrize(("form", "entries"), [("fp8", ["h.0.mlp"]), ("int8", ["re:.*vision.*", "Linear"])])
+def test_list_that_names_no_module_is_refused(write, form, entries):
+    assert "names no module of this checkpoint" in refusal(write(form, STORED[form], entries))
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_head_and_router_may_be_either(write, form):
+    plain = {"lm_head.weight": MATRIX, f"{NAME[:-7]}gate.weight": MATRIX}
+    tensors = open_checkpoint(write(form, {**STORED[form], **plain}, ["lm_head"]))
+    assert tensors.names() == {WEIGHT, *plain}
+    for name in plain:
+        np.testing.assert_array_equal(tensors.read(name, MATRIX.shape, FLOATS), MATRIX)
+
+
+def test_list_may_name_the_head_of_a_checkpoint_without_one(write):
+    assert open_checkpoint(write("int8", INT8, ["lm_head"])).names() == {WEIGHT}
+
+
+# -- whole pairs
+
+
+@pytest.mark.parametrize("form", STORED)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, form):
+    pair = make_up(kind)
+    unquantized = ["model.layers.1.mlp.gate"] if kind == "experts" else ["model.layers.1.self_attn.o_proj"]
+    places = {}
+    for role, lists in (("target", unquantized), ("draft", [])):
+        made = quantize_checkpoint(pair.places[role], tmp_path / f"{role}-quantized", form, lists)
+        (tmp_path / role).mkdir()
+        save_file(made.meant, tmp_path / role / FILE)
+        places[role] = made.directory
+    recipes = pair.programs().recipes()
+    found = load_weights(recipes, places, [CPU])
+    expected = load_weights(recipes, {role: tmp_path / role for role in places}, [CPU])
+    changed = load_weights(recipes, pair.places, [CPU])
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, name)
+    assert sum(not np.array_equal(changed[name], array) for name, array in expected.items()) > 5
+
+
+@pytest.mark.parametrize(("form", "k"), [("fp8", 7), ("packed", 0)])
+def test_tokens_are_those_of_transformers_with_the_dequantized_weights(tied, bundle, tmp_path, form, k):
+    """A bundle whose weights are floats serves a quantized checkpoint."""
+    target = quantize_checkpoint(tied.target, tmp_path / "target", form, ["model.layers.0.self_attn.o_proj"])
+    draft = quantize_checkpoint(tied.draft, tmp_path / "draft", form, [])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32)
+    state = {name: torch.from_numpy(np.array(tensor)) for name, tensor in target.meant.items()}
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    prompts = [prompt["prompt_ids"] for prompt in tied.facts["prompts"][:4]]
+    with Engine.open(bundle(tied.key), k=k, target=target.directory, draft=draft.directory) as engine:
+        for prompt in prompts:
+            result = engine.generate(prompt, SamplingParams(max_tokens=24, stop_token_ids=()))
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1)
+            assert result.token_ids == expected[0, len(prompt) :].tolist()
+            assert len(result.token_ids) == 24
