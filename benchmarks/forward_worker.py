@@ -66,7 +66,8 @@ class BundlePasses:
         tokens = np.zeros((1, chunk.prefill), np.int32)
         tokens[0, : len(rows)] = rows
         executable = self._bundle.prefill(chunk)
-        given = (self._state.to_device(tokens), *map(self._number, (0, start, len(rows))))
+        numbers = map(self._number, (0, start, len(rows)))
+        given = (self._state.to_device(tokens), *numbers, self._state.to_device(np.array([True])))
         return lambda: executable(self._state, *given)[1]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:

@@ -221,7 +221,11 @@ def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
 
 
 def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
-    """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length, and its anchor (`first`)."""
+    """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length.
+
+    With `gives_first` it chooses the token behind the chunk: `first`, which becomes the slot's anchor. Without it no
+    logits are computed, `first` is 0 and the anchor stays.
+    """
     P = chunk.prefill
     return Signature(
         program="prefill",
@@ -234,6 +238,7 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
             ArraySpec("slots", (1,), INT),
             ArraySpec("starts", (1,), INT),
             ArraySpec("counts", (1,), INT),
+            ArraySpec("gives_first", (1,), BOOL),
         ),
         results=(ArraySpec("features", (1, P, pair.feature_width), pair.dtype), ArraySpec("first", (1,), INT)),
     )

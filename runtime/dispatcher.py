@@ -59,6 +59,7 @@ class Dispatcher:
         self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
         self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
         self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
+        self._gives_first = {gives: to_device(np.array([gives])) for gives in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if "sample" in manifest.sampling else None
         self._last_was_round = False
@@ -87,7 +88,8 @@ class Dispatcher:
         tokens = np.zeros((1, plan.chunk.prefill), np.int32)
         tokens[0, : len(plan.tokens)] = plan.tokens
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        features, token = self._bundle.prefill(plan.chunk)(self._state, self._to_device(tokens), slots, starts, counts)
+        arguments = (self._to_device(tokens), slots, starts, counts, self._gives_first[plan.gives_first_token])
+        features, token = self._bundle.prefill(plan.chunk)(self._state, *arguments)
         if self._has_draft_kv:
             self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
         self._last_was_round = False

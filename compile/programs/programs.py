@@ -173,7 +173,7 @@ class Programs:
         return functions[signature.program]
 
     def prefill(self, arrays: Arrays, length: int) -> Outputs:
-        """Runs the target over one chunk of one slot's prompt, and picks the first token behind it.
+        """Runs the target over one chunk of one slot's prompt, and with `gives_first` picks the token behind it.
 
         Positions from `counts` on are padding: they are written behind the new length, where nothing reads them.
         """
@@ -185,12 +185,21 @@ class Programs:
             tokens, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
         )
         last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
-        first = self._tp.argmax(target.logits(last))[:, 0]
+
+        def choose_token() -> tuple[jax.Array, jax.Array]:
+            first = self._tp.argmax(target.logits(last))[:, 0]
+            return first, jax.lax.dynamic_update_slice(arrays["anchors"], first, slots)
+
+        def keep_anchor() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros((1,), jnp.int32), arrays["anchors"]
+
+        # Only the last chunk of a prompt gives a token: the others do without the product with the vocabulary.
+        first, anchors = jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
         return {
             "target_k": kv[0],
             "target_v": kv[1],
             "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], starts + counts, slots),
-            "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], first, slots),
+            "anchors": anchors,
             "features": features,
             "first": first,
         }

@@ -230,6 +230,7 @@ class Rig:
                 slots=[slot],
                 starts=[start + at],
                 counts=[len(chunk)],
+                gives_first=[at + width >= len(tokens)],
             )
             arrays = self.run(f"kv_write rows=1 width={width}", arrays)
         return dict(arrays)

@@ -154,7 +154,13 @@ def test_kernels_are_for_known_chips_and_heads_of_whole_registers(small_pair):
 
 
 CALLS = {
-    "prefill prefill=16 length=32": {"tokens": [range(5, 21)], "slots": [1], "starts": [3], "counts": [9]},
+    "prefill prefill=16 length=32": {
+        "tokens": [range(5, 21)],
+        "slots": [1],
+        "starts": [3],
+        "counts": [9],
+        "gives_first": [True],
+    },
     "draft batch=2 length=32 k=3": {},
     "verify batch=2 length=32 k=0": {"active": [True, True]},
     "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},

@@ -13,7 +13,13 @@ from dflash_aot.compile.programs.programs import Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
 CALLS = {
-    "prefill prefill=4 length=16": {"tokens": [[5, 6, 7, 8]], "slots": [1], "starts": [3], "counts": [2]},
+    "prefill prefill=4 length=16": {
+        "tokens": [[5, 6, 7, 8]],
+        "slots": [1],
+        "starts": [3],
+        "counts": [2],
+        "gives_first": [True],
+    },
     "draft batch=2 length=16 k=3": {},
     "verify batch=2 length=16 k=0": {"active": [True, True]},
     "verify batch=2 length=16 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},

@@ -54,6 +54,16 @@ def test_chunked_prefill_equals_one_prefill(rig):
         )
 
 
+def test_prefill_chooses_a_token_only_where_it_gives_the_first(rig, running):
+    chunk = {"tokens": [[7, 8, 9, 1]], "slots": [1], "starts": [0], "counts": [3]}
+    with_token, without = (
+        rig.run("prefill prefill=4 length=32", running, **chunk, gives_first=[gives]) for gives in (True, False)
+    )
+    assert with_token["anchors"][1] == with_token["first"][0] != running["anchors"][1]
+    assert (without["anchors"].tolist(), without["first"].tolist()) == (running["anchors"].tolist(), [0])
+    assert_same(with_token, without, ("target_k", "target_v", "lengths", "features"))
+
+
 def test_request_does_not_depend_on_the_slots_earlier_request(rig):
     used = rig.prefill(rig.empty(), 0, PROMPTS[2], width=16)
     fresh, reused = (rig.prefill(arrays, 0, PROMPTS[0], width=16) for arrays in (rig.empty(), used))

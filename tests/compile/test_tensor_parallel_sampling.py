@@ -58,8 +58,8 @@ class Server:
 
     def admit(self, slot, asked):
         prompt = [(7 * slot + 3 * place) % 40 for place in range(6)]
-        at = {"slots": [slot], "starts": [0]}
-        found = self.run("prefill prefill=16 length=32", tokens=[[*prompt[:-1], *[0] * 11]], counts=[5], **at)
+        at, padded = {"slots": [slot], "starts": [0]}, [*prompt[:-1], *[0] * 11]
+        found = self.run("prefill prefill=16 length=32", tokens=[padded], counts=[5], gives_first=[False], **at)
         self.run("kv_write rows=1 width=16", features=found["features"], **at)
         columns, tokens = {**NEUTRAL_SAMPLING, **asked}, np.arange(vocab)
         self.run(

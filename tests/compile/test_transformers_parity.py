@@ -117,7 +117,7 @@ def rig(ours, make_rig):
 def test_decoding_token_by_token_equals_transformers(rig, tokens, expected):
     """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected
-    chunk = {"tokens": tokens[None, :CHUNK], "slots": [0], "starts": [0], "counts": [CHUNK]}
+    chunk = {"tokens": tokens[None, :CHUNK], "slots": [0], "starts": [0], "counts": [CHUNK], "gives_first": [True]}
     arrays = rig.run(f"prefill prefill={CHUNK} length=64", rig.empty(), **chunk)
     np.testing.assert_allclose(arrays["features"][0], features[:CHUNK], rtol=0, atol=TOLERANCE)
     chosen = arrays["first"].tolist()

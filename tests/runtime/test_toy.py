@@ -37,7 +37,7 @@ def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
     """A toy without a loop: three tokens in slot 0, and their features, not written yet."""
     engine = ToyEngine("batch=1,2 length=16 k=0,3 prefill=4", k=3)
     bundle, state = engine.bundle, engine.state
-    arguments = place([[5, 6, 7, 0]], [0], [0], [3])
+    arguments = place([[5, 6, 7, 0]], [0], [0], [3], [True])
     features, _ = bundle.prefill(Chunk(4, 16))(state, *arguments)
     return bundle, state, Bucket(1, 16, 3), features
 
@@ -64,7 +64,7 @@ def test_toy_detects_misplaced_features():
 def test_toy_detects_a_gap_between_chunks():
     bundle, state, *_ = prefilled()
     with pytest.raises(Misuse, match="starts at 4, and the one before it ended at 3"):
-        bundle.prefill(Chunk(4, 16))(state, *place([[8, 0, 0, 0]], [0], [4], [1]))
+        bundle.prefill(Chunk(4, 16))(state, *place([[8, 0, 0, 0]], [0], [4], [1], [True]))
 
 
 def test_toy_detects_a_round_beyond_its_bucket():

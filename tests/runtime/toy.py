@@ -334,7 +334,9 @@ class ToyBundle:
 
     # -- programs: of the bucket, the slots and the arguments
 
-    def _prefill(self, chunk: Chunk, slots: list[Slot], tokens: Any, at: Any, starts: Any, counts: Any) -> Any:
+    def _prefill(
+        self, chunk: Chunk, slots: list[Slot], tokens: Any, at: Any, starts: Any, counts: Any, gives_first: Any
+    ) -> Any:
         slot, start, count = slots[at[0]], int(starts[0]), int(counts[0])
         require(start in (0, slot.length), f"a chunk starts at {start}, and the one before it ended at {slot.length}")
         require(0 < count <= chunk.prefill and start + count <= chunk.length, f"{count} at {start} are too many")
@@ -342,7 +344,7 @@ class ToyBundle:
         padded = (*part, *[STALE] * (chunk.prefill - count))
         write(slot.target, start, padded)
         slot.length = start + count
-        slot.anchor = next_token(slot.text)
+        slot.anchor = next_token(slot.text) if gives_first[0] else STALE
         return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
 
     def _draft(self, bucket: Bucket, slots: list[Slot]) -> Any:
