@@ -19,6 +19,7 @@ from dflash_aot.benchmarks.record import setting
 from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.output_files import check_output
 from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
@@ -185,6 +186,7 @@ def format_data(settings: DataSettings) -> list[str]:
     questions = load_questions(settings.data, settings.count)
     target = locate_checkpoint(settings.target, "target")
     if settings.jsonl:
+        check_output("--jsonl", settings.jsonl, {"--data": settings.data})
         lines = ({"turns": one.turns} if one.turns else {"text": one.text} for one in questions)
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_atomically(Path(settings.jsonl), content.encode())

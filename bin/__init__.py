@@ -1,1 +1,8 @@
 """The command lines: the only package that defines flags."""
+
+import sys
+
+from dflash_aot.bin.process_start import prepare_process
+
+if sys.argv[:1] == ["-m"]:  # `python -m dflash_aot.bin.run` imports the package before the command
+    prepare_process()

@@ -4,31 +4,28 @@ Commands print through `print_lines` and `print_json`, which escape what could d
 quote manifests, file names, stores and other processes. Only generated text is printed as it is.
 """
 
+import errno
 import io
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import msgspec
 from absl import flags
 
+from dflash_aot.bin.process_start import ended_by_interrupt
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.printable import escape_json, escape_line
-
-INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
@@ -58,7 +55,7 @@ def run_with_arguments(
     handler.setFormatter(LineFormatter(f"{name}: %(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
-        with _ended_by_interrupt(name):
+        with ended_by_interrupt(name):
             code = main(_parse(sys.argv, usage, flag_values))
             sys.stdout.flush()
         return code
@@ -70,12 +67,12 @@ def run_with_arguments(
     except flags.Error as error:
         _print_error(name, str(error))
         return BadInput.exit_code
-    except BrokenPipeError:
-        # The reader has closed the pipe (| head). Without the dup2, Python reports that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe (| head)
+        _drop_output()
         return 0
     except OSError as error:  # for example a full disk
-        _print_error(name, str(error))
+        _print_error(name, _describe_os_error(error))
+        _drop_output()
         return BadInput.exit_code
 
 
@@ -83,26 +80,19 @@ def _print_error(name: str, first: str = "", *more: str) -> None:
     print_lines(f"{name}: {first}", *more, file=sys.stderr)
 
 
-@contextmanager
-def _ended_by_interrupt(name: str) -> Iterator[None]:
-    """Makes Ctrl-C end the process at once. Files are replaced atomically, so none is left half written.
+def _describe_os_error(error: OSError) -> str:
+    """The message of an error; without a file's name it is standard output's: other files are opened by name."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if error.errno == errno.EBADF:
+        return "standard output is closed: open it, or redirect it to a file"
+    return f"standard output: {error.strerror}" if error.errno == errno.ENOSPC else str(error)
 
-    A KeyboardInterrupt does not serve: raised inside a callback of the garbage collector (JAX has one) it is printed
-    and forgotten, and the interpreter would wait for a compilation of minutes in another thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def end(_: int, __: FrameType | None) -> None:
-        os.write(2, f"\n{name}: interrupted\n".encode())  # not print: the signal may interrupt a buffered write
-        os._exit(INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _drop_output() -> None:
+    """Redirects standard output to nowhere. Otherwise Python reports the error again when it flushes at exit."""
+    with suppress(io.UnsupportedOperation):  # not a file: the caller is a program that collects the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _HelpShown(Exception):

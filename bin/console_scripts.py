@@ -1,20 +1,20 @@
 """Entry points of the console scripts. Each prepares its process, imports its command and runs it."""
 
 import gc
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from dflash_aot.bin.process_start import prepare_process
 
 
 @contextmanager
 def _import_safely() -> Iterator[None]:
-    """While a command is imported, Ctrl-C ends the process and the garbage collector is off.
+    """Prepares the process; the garbage collector is off while a command is imported.
 
-    A KeyboardInterrupt while jaxlib is imported crashes it (seen on 0.10.2: SIGSEGV); `run_command` installs the
-    handler of the command later. JAX brings half a million objects that live as long as the process: searching them
-    for garbage takes a sixth of the import time, so they are frozen.
+    JAX brings half a million objects that live as long as the process: searching them for garbage takes a sixth of the
+    import time, so they are frozen.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    prepare_process()
     gc.disable()
     yield
     gc.freeze()

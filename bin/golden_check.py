@@ -29,9 +29,10 @@ from dflash_aot.bin.golden import (
     is_exact,
     read_golden,
 )
-from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.output_files import check_output
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
@@ -46,6 +47,8 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
     if golden and options.golden:
         check_golden(golden, manifest, options.golden)
     if options.record:
+        inputs = {"--golden": options.golden, "the bundle's manifest": bundle / MANIFEST_FILE}
+        check_output("--record_golden", options.record, inputs)
         check_writable(options.record)
     select_jax_platforms(manifest.environment.platform)
     prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])

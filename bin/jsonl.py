@@ -21,7 +21,7 @@ SCHEDULING_FIELDS = ("priority", "deadline")
 FIELDS = ("id", "prompt", "prompt_ids", *SAMPLING_FIELDS, *SCHEDULING_FIELDS)
 MAX_DIGITS = 100
 READ_AHEAD_LINES = 256  # before their answers: more than any batch, less than a large file
-_Started = tuple[Any, Stream | Result]
+_Started = tuple[Any, int, Stream | Result]  # the id, the line's number, and what answers it
 
 
 def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
@@ -75,23 +75,23 @@ def dump_json(fields: dict[str, Any]) -> str:
 def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -> _Started:
     identity = None
     try:
-        fields = _parse(line, number)
+        fields = _parse(line)
         identity = fields.get("id")
-        _check_names(fields, number)
-        prompt, params = _read_prompt(fields, number), _read_params(fields, defaults)
+        _check_names(fields)
+        prompt, params = _read_prompt(fields), _read_params(fields, defaults)
         scheduling = {name: fields[name] for name in SCHEDULING_FIELDS if fields.get(name) is not None}
-        return identity, engine.stream(prompt, params, **scheduling, wait=True)
+        return identity, number, engine.stream(prompt, params, **scheduling, wait=True)
     except DflashError as error:
-        return identity, failed(str(error))
+        return identity, number, failed(f"line {number}: {error}")
 
 
-def _finish(identity: Any, started: Stream | Result) -> tuple[Any, Result]:
+def _finish(identity: Any, number: int, started: Stream | Result) -> tuple[Any, Result]:
     if isinstance(started, Result):
         return identity, started
     try:
         return identity, started.result()
     except DflashError as error:
-        return identity, failed(str(error))
+        return identity, failed(f"line {number}: {error}")
 
 
 def failed(error: str) -> Result:
@@ -99,7 +99,7 @@ def failed(error: str) -> Result:
     return Result([], "", "error", 0, [], [], error, None, 0.0)
 
 
-def _parse(line: bytes, number: int) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(
             line,
@@ -109,9 +109,9 @@ def _parse(line: bytes, number: int) -> dict[str, Any]:
             object_pairs_hook=_refuse_duplicates,
         )
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
-        raise BadInput(f"line {number} is not JSON: {error}") from error
+        raise BadInput(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise BadInput(f"line {number} holds a {type(fields).__name__}, not an object")
+        raise BadInput(f"a {type(fields).__name__}, not an object")
     return fields
 
 
@@ -143,21 +143,19 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _check_names(fields: dict[str, Any], number: int) -> None:
+def _check_names(fields: dict[str, Any]) -> None:
     """Raises BadInput for unknown fields: for a misspelt field the default would be used silently."""
     if unknown := sorted(fields.keys() - set(FIELDS)):
-        raise BadInput(f"line {number} has unknown fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+        raise BadInput(f"unknown fields {', '.join(unknown)}; the fields are {', '.join(FIELDS)}")
 
 
-def _read_prompt(fields: dict[str, Any], number: int) -> str | list[int]:
+def _read_prompt(fields: dict[str, Any]) -> str | list[int]:
     given = [name for name in ("prompt", "prompt_ids") if fields.get(name) is not None]
     if len(given) != 1:
-        raise BadInput(f"line {number} needs one of prompt and prompt_ids, and has {' and '.join(given) or 'neither'}")
+        raise BadInput(f"one of prompt and prompt_ids is needed; given: {' and '.join(given) or 'neither'}")
     prompt, kind = fields[given[0]], str if given[0] == "prompt" else list
     if not isinstance(prompt, kind):
-        raise BadInput(
-            f"line {number}: {given[0]} is {prompt!r}: a {'text' if kind is str else 'list of token ids'} is needed"
-        )
+        raise BadInput(f"{given[0]} is {prompt!r}: a {'text' if kind is str else 'list of token ids'} is needed")
     return prompt
 
 

@@ -4,18 +4,19 @@ dflash-run --bundle DIR|URL [--target DIR --draft DIR] --prompt TEXT [--max_toke
     [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
     [--logprobs N] [--require_signature PUBLIC.pem]
-dflash-run --bundle DIR --input F.jsonl --output F.jsonl
+dflash-run --bundle DIR --input F.jsonl|- [--output G.jsonl]
 dflash-run --bundle DIR --chat [--thinking]
 echo TEXT | dflash-run --bundle DIR
 """
 
+import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from absl import flags
 
@@ -29,10 +30,11 @@ from dflash_aot.bin.command_line import (
 from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
 from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
 from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
-from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.locations import EMBEDDED, is_url
+from dflash_aot.cache.output_files import check_output, open_output
 from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result
@@ -40,6 +42,7 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
+STANDARD_INPUT = "-"
 
 FLAGS = flags.FlagValues()
 _ENGINE = EngineFlags(FLAGS)
@@ -56,7 +59,9 @@ _THINKING = flags.DEFINE_bool(
     "with --chat: render the chat template with enable_thinking, for a draft trained on such texts",
     flag_values=FLAGS,
 )
-_INPUT = flags.DEFINE_string("input", None, "a file of requests, one JSON object per line", flag_values=FLAGS)
+_INPUT = flags.DEFINE_string(
+    "input", None, "a file of requests, one JSON object per line; - for standard input", flag_values=FLAGS
+)
 _OUTPUT = flags.DEFINE_string(
     "output", None, "the file for the results of --input; default: standard output", flag_values=FLAGS
 )
@@ -139,16 +144,23 @@ def _read_messages() -> Iterator[str]:
 
 
 def _generate_lines(lines_path: str, params: SamplingParams) -> None:
-    """Writes a result for every line of a file; an invalid line gets an error and does not affect the others."""
-    with _open_lines(lines_path) as lines, open_engine() as engine, _open_output(_OUTPUT.value) as output:
+    """Writes a result for every line of a file; an invalid line gets an error and does not affect the others.
+
+    Raises BadInput where every line failed, EngineFailed where that is the engine's fault.
+    """
+    _check_output()
+    with _open_lines(lines_path) as lines, open_engine() as engine, _open_results() as write:
         results = []
         for identity, result in answer_lines(engine, lines, params):
             results.append(result)
-            output.write(output_line(identity, result, _SAMPLING.trace) + "\n")
-            output.flush()
-        if failed := sum(result.finish_reason == "error" for result in results):
-            print_lines(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
+            write(output_line(identity, result, _SAMPLING.trace) + "\n")
         _report(engine, results, None)
+        failed = sum(result.finish_reason == "error" for result in results)
+        if failed and failed == len(results):
+            reason = f"all {failed} requests failed; their result lines say why"
+            raise EngineFailed(f"{reason}: {engine.failure}") if engine.failure else BadInput(reason)
+        if failed:
+            print_lines(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
 
 
 def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
@@ -194,20 +206,43 @@ def _locate_bundle() -> Path:
     return Path(bundle)
 
 
-def _open_lines(path: str) -> BinaryIO:
+@contextmanager
+def _open_lines(path: str) -> Iterator[BinaryIO]:
+    """The file of requests; "-" is standard input. Raises BadInput."""
+    if path == STANDARD_INPUT:
+        yield sys.stdin.buffer
+        return
     try:
-        return open(path, "rb")
+        lines = open(path, "rb")  # noqa: SIM115  closed below
     except OSError as error:
         raise BadInput(f"--input {path}: {error.strerror}") from error
+    with lines:
+        yield lines
 
 
-def _open_output(path: str | None) -> AbstractContextManager[TextIO]:
-    if path is None:
-        return nullcontext(sys.stdout)
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--output {path}: {error.strerror}") from error
+def _open_results() -> AbstractContextManager[Callable[[str], None]]:
+    """What writes the results: to --output, else to standard output."""
+    return nullcontext(_print_at_once) if _OUTPUT.value is None else open_output("--output", _OUTPUT.value)
+
+
+def _print_at_once(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _check_output() -> None:
+    """Raises BadInput for an output that is one of the files that are read: opening it would empty it."""
+    signed_by, bundle = _ENGINE.signed_by, _ENGINE.bundle
+    inputs = {
+        "--input": None if _INPUT.value == STANDARD_INPUT else _INPUT.value,
+        "--require_signature": signed_by,
+        "the bundle's manifest": None if is_url(bundle) else Path(bundle) / MANIFEST_FILE,
+    }
+    if _OUTPUT.value is not None:
+        check_output("--output", _OUTPUT.value, inputs)
+    else:
+        with suppress(io.UnsupportedOperation):  # not a file: the caller is a program that collects the output
+            check_output("standard output", sys.stdout.fileno(), inputs)
 
 
 def _report(engine: Engine, results: list[Result], single: Result | None) -> None:

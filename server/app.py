@@ -114,6 +114,7 @@ async def _respond(
         generation = await cancel_on_disconnect(request.receive, starting)
     except ClientDisconnected:
         return Response(status_code=CLIENT_DISCONNECTED)
+    options = body.stream_options
     builder = ResponseBuilder(
         state=state,
         model=model,
@@ -121,7 +122,8 @@ async def _respond(
         format=make_format(model.token_formatter),
         request_id=request.state.request_id,
         began=request.state.began,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
     )
     if body.stream:
         return EventStream(builder.events(), generation.close)

@@ -12,6 +12,7 @@ from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Mes
 from dflash_aot.server.served_model import ServedModel
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
+CONTEXT_LENGTH = "This model's maximum context length is"  # by these words of OpenAI's, clients recognise an overflow
 NEWER_ROLES = {"developer": "system"}  # chat templates know the older name
 
 
@@ -112,10 +113,15 @@ def _check_characters(model: ServedModel, count: int, field: str) -> None:
     if count > model.max_prompt_characters:
         raise ApiError(
             400,
-            f"{count} characters are more than {model.max_prompt_tokens} tokens, the limit of this server",
+            f"{_describe_limit(model)}, and {count} characters are more than that",
             "context_length_exceeded",
             field,
         )
+
+
+def _describe_limit(model: ServedModel) -> str:
+    limit, capacity = model.max_prompt_tokens, model.capacity
+    return f"{CONTEXT_LENGTH} {capacity} tokens" + (f", of prompts {limit}" if limit < capacity else "")
 
 
 def _to_template_message(message: Message) -> dict[str, str]:
@@ -133,7 +139,7 @@ def _count_free_positions(model: ServedModel, prompts: Sequence[Sequence[int]]) 
     if longest > most:
         raise ApiError(
             400,
-            f"the prompt has {longest} tokens; the limit of this server is {most}",
+            f"{_describe_limit(model)}, and the prompt has {longest}",
             "context_length_exceeded",
             "prompt",
         )
@@ -146,8 +152,8 @@ def _check_room(model: ServedModel, room: int, max_tokens: int) -> None:
         longest = model.capacity + 1 - room
         raise ApiError(
             400,
-            f"the prompt has {longest} tokens, and max_tokens is {max_tokens}: only {room} fit after the prompt "
-            f"({model.capacity} positions)",
+            f"{CONTEXT_LENGTH} {model.capacity} tokens; the prompt has {longest}, and max_tokens is {max_tokens}: only "
+            f"{room} fit after the prompt",
             "context_length_exceeded",
             "max_tokens",
         )

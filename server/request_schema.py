@@ -91,6 +91,7 @@ class StrictModel(BaseModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: usage so far in every chunk")
     include_obfuscation: Off | None = None
 
 

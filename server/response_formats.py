@@ -15,6 +15,17 @@ class ChoiceOutput:
     """What one choice has generated so far."""
 
     deltas: list[Delta] = field(default_factory=list)
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.tokens += len(delta.token_ids)
+        self.rounds += len(delta.rounds)
+        self.drafted += sum(outcome.k for outcome in delta.rounds)
+        self.accepted += sum(outcome.accepted for outcome in delta.rounds)
 
     @property
     def text(self) -> str:
@@ -103,10 +114,8 @@ class ChatFormat:
 
 def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput]) -> JsonFields:
     """`usage` of a response: OpenAI's counts, and those of speculation; tau is committed tokens per round."""
-    deltas = [delta for choice in choices for delta in choice.deltas]
-    tokens = sum(len(delta.token_ids) for delta in deltas)
-    rounds = [outcome for delta in deltas for outcome in delta.rounds]
-    drafted, accepted = sum(outcome.k for outcome in rounds), sum(outcome.accepted for outcome in rounds)
+    tokens, rounds = sum(choice.tokens for choice in choices), sum(choice.rounds for choice in choices)
+    drafted, accepted = sum(choice.drafted for choice in choices), sum(choice.accepted for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
@@ -116,9 +125,9 @@ def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput]) -> JsonFie
             "rejected_prediction_tokens": drafted - accepted,
         },
         "speculative": {
-            "rounds": len(rounds),
+            "rounds": rounds,
             "drafted": drafted,
             "accepted": accepted,
-            "tau": 1 + accepted / len(rounds) if rounds else None,
+            "tau": 1 + accepted / rounds if rounds else None,
         },
     }

@@ -30,7 +30,8 @@ class ResponseBuilder:
     format: ResponseFormat
     request_id: str
     began: float
-    include_usage: bool = False  # in a stream; other responses always have it
+    include_usage: bool = False  # in a stream, in its last chunk; other responses always have it
+    continuous_usage: bool = False  # with `include_usage`: in every chunk, so far
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[ChoiceOutput] = field(init=False)
 
@@ -72,7 +73,7 @@ class ResponseBuilder:
 
     def _add(self, index: int, delta: Delta) -> None:
         """Raises ApiError for a choice that was cancelled or failed."""
-        self.choices[index].deltas.append(delta)
+        self.choices[index].add(delta)
         if delta.finish_reason == "cancelled":
             limit = self.state.limits.request_seconds
             raise ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
@@ -100,6 +101,8 @@ class ResponseBuilder:
         return format_usage(self.generation.request.prompt_tokens, self.choices)
 
     def _make_chunk(self, choices: Sequence[JsonFields], usage: JsonFields | None = None) -> bytes:
+        if self.continuous_usage:
+            usage = self._format_usage()
         usage_field = {"usage": usage} if self.include_usage else {}
         frame = self._frame(self.format.chunk_object_name, choices)
         return _make_event(msgspec.json.encode({**frame, **usage_field}))

@@ -103,12 +103,12 @@ class RequestBuilder:
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
-        deadline, stop = options["deadline"], params.stop_token_ids
+        deadline = options["deadline"]
         return Request(
             prompt=ids,
             params=params,
             limit=self._find_limit(len(ids), params.max_tokens),
-            stop_token_ids=self._default_stop_token_ids if stop is None else frozenset(stop),
+            stop_token_ids=self._choose_stop_token_ids(params),
             detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
             submitted=submitted,
@@ -149,6 +149,11 @@ class RequestBuilder:
             raise GridMiss(f"no executable verifies k={params.k} tokens: the grid has k={','.join(map(str, ks))}")
         if params.k is not None and params.k > bundle.k:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
+
+    def _choose_stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.stop_token_ids is not None:
+            return frozenset(params.stop_token_ids)
+        return frozenset() if params.ignore_eos else self._default_stop_token_ids
 
     def _find_limit(self, prompt_tokens: int, wanted: int | None) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""

@@ -22,6 +22,7 @@ TOKEN_ID_PATTERN = "^(0|[1-9][0-9]{0,9})$"  # token ids as names of a JSON objec
 NEEDED = {
     int: "a whole number",
     float: "a number",
+    bool: "true or false",
     Sequence[str]: "a list of texts, none of them empty",
     Sequence[int]: "a list of token ids",
     Mapping[int, float]: "a mapping of token ids to numbers",
@@ -53,7 +54,7 @@ class Parameter:
         if value is None:
             return self.optional
         if self.type is bool:
-            return True  # any object has a truth value
+            return isinstance(value, bool)
         if self.type == Sequence[str]:
             return _is_list(value, str) and all(value)
         if self.type == Sequence[int]:
@@ -83,8 +84,9 @@ class SamplingParams:
 
     The logits are changed in vLLM's order: logit_bias, repetition_penalty (divides positive logits, multiplies negative
     ones), presence_penalty and frequency_penalty, temperature, min_p, top_k, top_p. Log-probabilities are those before
-    all of these changes. With a seed, the text depends neither on K nor on other requests. `stop_token_ids=()` disables
-    the end tokens. Rows of one round share K: the largest `k` of these requests.
+    all of these changes. With a seed, the text depends neither on K nor on other requests. `ignore_eos` disables the
+    target's end tokens, and so does any list of `stop_token_ids`. Rows of one round share K: the largest `k` of these
+    requests.
     """
 
     max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 1)] = None
@@ -101,6 +103,7 @@ class SamplingParams:
     stop_token_ids: Annotated[
         Sequence[int] | None, Parameter("tokens that end the output, kept in it; default: the target's end tokens")
     ] = None
+    ignore_eos: Annotated[bool, Parameter("continue after the target's end tokens")] = False
     trace: Annotated[bool, Parameter("also report the drafted tokens of every round")] = False
     min_p: Annotated[
         float, Parameter("sample from tokens at least this likely, relative to the likeliest; 0 for all", 0, 1)

@@ -11,9 +11,11 @@ from dflash_aot.benchmarks.prompts import (
     HELD_OUT,
     HELD_OUT_FILE,
     PUBLISHED_SETS,
+    DataSettings,
     Question,
     choose_questions,
     encode_turn,
+    format_data,
     load_prompts,
     load_questions,
 )
@@ -210,3 +212,11 @@ def test_training_text_would_be_found(corpus):
     trained = corpus.read_split(held_out=False)
     text = max(trained, key=len)
     assert any(text[1000:1140] in one for one in trained)
+
+
+def test_written_questions_do_not_replace_the_file_they_come_from(tmp_path):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(BadInput, match="is the same file as --data"):
+        format_data(DataSettings(data=str(asked), count=1, jsonl=f"{tmp_path}/./asked.jsonl"))
+    assert len(asked.read_text().splitlines()) == 2

@@ -75,19 +75,67 @@ def test_ctrl_c_in_a_chat_exits_cleanly(bundle, chatting_target):
     assert err.splitlines()[-1] == "dflash-run: interrupted"
 
 
-@pytest.mark.parametrize("command", ["run", "precompile"])
-def test_ctrl_c_during_startup_exits_cleanly(tied, bundle, tmp_path, command):
+@pytest.mark.parametrize("command", ["run", "precompile", "serve", "module"])
+def test_ctrl_c_during_imports_exits_cleanly(tied, bundle, tmp_path, command):
     """Importing JAX takes most of the first second."""
+    served = [f"--bundle={bundle('tiny')}", "--port=0"]
     arguments = {
         "run": [f"--bundle={bundle('tiny')}", "--prompt=a"],
         "precompile": [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}"],
+        "serve": served,
     }
-    process = dflash(command, *arguments[command])
+    if command == "module":
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-m", "dflash_aot.bin.serve", *served], **pipes)
+    else:
+        process = dflash(command, *arguments[command])
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: "jaxlib" in maps.read_text(), process)
     process.send_signal(signal.SIGINT)
     code, _, _ = finish(process)
     assert code in (130, -signal.SIGINT)  # a shell reports both as 130
+
+
+@pytest.mark.parametrize("moment", ["listening at", "weights ...", "ready after"])
+def test_ctrl_c_ends_a_starting_server(bundle, moment):
+    """The signal goes to the process group, as a terminal sends it."""
+    process = dflash("serve", f"--bundle={bundle('tiny')}", "--port=0", start_new_session=True)
+    try:
+        assert any(moment in line.decode() for line in process.stderr)
+        os.killpg(process.pid, signal.SIGINT)
+    finally:
+        code, _, err = finish(process)
+    assert code == 130 and err.splitlines()[-1] == "dflash-serve: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "out", "err"),
+    [
+        (">&-", 2, "", "dflash-run: standard output is closed: open it, or redirect it to a file\n"),
+        ("2>&-", 0, "text", ""),
+        ("<&-", 0, "text", ""),
+        (">&- 2>&- <&-", 2, "", ""),
+    ],
+)
+def test_closed_standard_streams(bundle, speaking_target, closed, code, out, err):
+    """Statistics go to standard error or nowhere, text to standard output or nowhere."""
+    script = Path(sys.executable).with_name("dflash-run")
+    flags = f"--bundle={bundle('tiny')} --target={speaking_target} --prompt=def --max_tokens=2"
+    stats = "--stats" if closed == "2>&-" else ""
+    done = subprocess.run(f"{script} {flags} {stats} {closed}", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, err)
+    assert bool(done.stdout) == bool(out) and "start-up" not in done.stdout
+
+
+def test_input_that_is_standard_output_is_refused(bundle, tmp_path):
+    """With >> the shell leaves the file as it is; each answer would become a request."""
+    lines = tmp_path / "lines"
+    lines.write_text('{"prompt_ids": [3, 1, 4]}\n')
+    with lines.open("a") as appended:
+        process = dflash("run", f"--bundle={bundle('tiny')}", f"--input={lines}", stdout=appended)
+        _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2 and f"standard output is the same file as --input {lines}" in err.decode()
+    assert lines.read_text() == '{"prompt_ids": [3, 1, 4]}\n'
 
 
 def test_build_that_is_interrupted_repeatedly_is_resumed(command, tied, tmp_path):

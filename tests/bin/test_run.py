@@ -115,14 +115,14 @@ LINES = [
     b'{"id": 20, "prompt_ids": [1, 2, 3], "stop_token_ids": []}',
 ]
 ERRORS = {
-    2: "line 2 is not JSON",
+    2: "line 2: not JSON",
     4: "prompt and prompt_ids",
     5: "neither",
-    6: "max_token;",
-    7: "length=42",
+    6: "line 6: unknown fields max_token;",
+    7: "line 7: outside the grid: batch=1, length=42",
     8: "999",
-    9: "line 9 holds a list",
-    10: "line 10 is not JSON",
+    9: "line 9: a list, not an object",
+    10: "line 10: not JSON",
     11: "list of token ids",
     12: "text is needed",
     13: "temperature",
@@ -293,10 +293,46 @@ def test_unwritable_output_file_is_refused(command, served, tmp_path):
     assert done.code == 2 and "/nowhere/out.jsonl" in done.err
 
 
+@pytest.mark.parametrize("spell", ["link", "hard link", "other spelling", "same"])
+def test_output_that_is_the_input_is_refused_and_kept(command, served, tmp_path, spell, monkeypatch):
+    lines, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_bytes(LINES[0])
+    monkeypatch.chdir(tmp_path)
+    if spell == "link":
+        output.symlink_to("in.jsonl")
+    elif spell == "hard link":
+        output.hardlink_to(lines)
+    else:
+        output = "in.jsonl" if spell == "same" else f"../{tmp_path.name}/./in.jsonl"
+    done = command(run, *served, f"--input={lines}", f"--output={output}")
+    assert done.code == 2 and f"--output {output} is the same file as --input {lines}" in done.err
+    assert lines.read_bytes() == LINES[0]
+
+
+def test_output_that_is_the_manifest_is_refused_and_kept(command, copy, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(LINES[0])
+    before = (copy / "manifest.json").read_bytes()
+    done = command(run, f"--bundle={copy}", f"--input={tmp_path / 'in.jsonl'}", f"--output={copy / 'manifest.json'}")
+    assert done.code == 2 and "is the same file as the bundle's manifest" in done.err
+    assert (copy / "manifest.json").read_bytes() == before
+
+
+def test_lines_may_come_from_standard_input(command, served):
+    done = command(run, *served, "--input=-", stdin=LINES[0] + b"\n" + LINES[2] + b"\n")
+    assert done.code == 0
+    assert [json.loads(line)["id"] for line in done.out.splitlines()] == [1, 3]
+
+
+def test_file_whose_requests_all_fail_exits_with_2(command, served):
+    done = command(run, *served, "--input=-", stdin=LINES[1] + b"\n" + LINES[4] + b"\n")
+    assert done.code == 2 and "dflash-run: all 2 requests failed" in done.err
+    assert [json.loads(line)["finish_reason"] for line in done.out.splitlines()] == ["error", "error"]
+
+
 def test_full_disk_ends_with_an_error_message(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(LINES[0])
     done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/dev/full")
-    assert done.code != 0 and "No space left" in done.err
+    assert done.code == 2 and "--output /dev/full: No space left on device" in done.err
 
 
 def test_missing_bundle_names_the_build_command(command, tmp_path):

@@ -14,6 +14,7 @@ from tests.server.conftest import PATIENCE
 PROMPT = "def main():\n    import argparse\n    parser = "
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
 TOKENS = 24
+END = 0  # the embedded target's end token
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,24 @@ def test_chunks_of_a_completion_add_up_to_its_text(client, expected):
     assert len(parts) > 1 and len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in parts)
     assert last.choices == [] and last.usage.completion_tokens == TOKENS
+
+
+def test_continuous_usage_counts_tokens_up_to_each_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < TOKENS and counts[-2:] == [TOKENS, TOKENS]
+
+
+def test_ignored_end_token_does_not_end_the_answer(client):
+    """The bias forces the end token of the embedded target."""
+    bias = {str(END): 100}
+    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logit_bias": bias}
+    assert client.completions.create(**fields).choices[0].finish_reason == "stop"
+    ignored = client.completions.create(**fields, extra_body={"ignore_eos": True})
+    assert (ignored.choices[0].finish_reason, ignored.usage.completion_tokens) == ("length", 3)
 
 
 def test_chunks_have_no_usage_by_default(client):
@@ -330,9 +349,9 @@ def test_model_is_listed_and_retrieved(client):
     ("fields", "status", "code", "words"),
     [
         ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
-        ({"max_tokens": 1000}, 400, "context_length_exceeded", "fit after the prompt (256 positions)"),
-        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "the limit of this server is 256"),
-        ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "800000 characters are more than 256 tokens"),
+        ({"max_tokens": 1000}, 400, "context_length_exceeded", "maximum context length is 256 tokens; the prompt has"),
+        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "length is 256 tokens, and the prompt has"),
+        ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
         ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
         ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
         ({"extra_body": {"echo": True}}, 400, "invalid_value", "echo"),
