@@ -274,10 +274,10 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
         for prompt in ([17] * (PROMPT_TOKENS + 1), [[17], [17] * (PROMPT_TOKENS + 1)]):
             response = client.post(COMPLETIONS, json={**SMALL, "prompt": prompt})
             message = read_error(response, 400, "context_length_exceeded")
-            assert message == "the prompt has 9 tokens; the limit of this server is 8"
+            assert message == ("This model's maximum context length is 256 tokens, of prompts 8, and the prompt has 9")
         chat = {"messages": [{"role": "user", "content": "many words " * 20}]}
         response = client.post("/v1/chat/completions", json=chat)
-        assert "the limit of this server is 8" in read_error(response, 400, "context_length_exceeded")
+        assert "of prompts 8, and" in read_error(response, 400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,11 @@ def test_max_tokens_above_the_grid_is_refused(served):
         response = client.post(COMPLETIONS, json={"prompt": [17] * 10, "max_tokens": 248})
         message = read_error(response, 400, "context_length_exceeded")
         assert message == (
-            "the prompt has 10 tokens, and max_tokens is 248: only 247 fit after the prompt (256 positions)"
+            "This model's maximum context length is 256 tokens; the prompt has 10, and max_tokens is 248: only 247 fit "
+            "after the prompt"
         )
         response = client.post(COMPLETIONS, json={"prompt": [17] * 257})
-        assert "the prompt has 257 tokens; the limit of this server is 256" in response.text
+        assert "maximum context length is 256 tokens, and the prompt has 257" in response.text
 
 
 # -- queue
