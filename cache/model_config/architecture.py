@@ -12,6 +12,7 @@ from dflash_aot.cache.model_config.rope import Rope, read_rope
 
 # Far beyond any model, and small enough that a list with one item per layer or head position stays small.
 MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 14
+UNLIMITED_WINDOW = 1 << 30  # more than any distance between two positions
 
 
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,12 +97,52 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     causal: bool
     anchored: bool = False
 
+    @property
+    def slides(self) -> bool:
+        """Whether the window hides context. Otherwise it only makes the block causal."""
+        return self.size < UNLIMITED_WINDOW
+
+
+class BlockConvolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The causal convolution of a DFlash2 draft, over the rows of a block.
+
+    kernel: rows that a result depends on, its own included.
+    group: neighbouring channels that share the input-dependent part of a coefficient.
+    """
+
+    kernel: int
+    group: int
+
+
+class CandidateSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The selector of a DFlash2 draft, which chooses a path through the likeliest tokens of each position.
+
+    rank: width of a token's code.
+    candidates: tokens to choose from at each position.
+    """
+
+    rank: int
+    candidates: int
+
+
+class DraftScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scalars around a draft's layers.
+
+    embedding: factor of the block's embedding.
+    logits: factor of the head's output.
+    cap: bounds the logits after that: cap · tanh(logits / cap). None for no bound.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    cap: float | None = None
+
 
 Dialect = Literal["z-lab", "speculators"]
 
 
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A DFlash draft.
+    """A DFlash draft, or a DFlash2 draft: then it has a convolution and a selector.
 
     block: tokens of a block as trained, anchor included.
     mask_token: the token id of the positions to draft.
@@ -112,6 +153,9 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dialect: the format of the config file.
     vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
     k: tokens per round that the draft's makers suggest, None if they suggest none.
+    scaling: of the block's embedding and of the logits.
+    convolution: in every layer, before and after attention and MLP; None in a DFlash draft.
+    selector: None in a DFlash draft, whose tokens are the likeliest of each position.
     """
 
     decoder: Decoder
@@ -123,6 +167,14 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dialect: Dialect = "z-lab"
     vocab: int | None = None
     k: int | None = None
+    scaling: DraftScaling = DraftScaling()
+    convolution: BlockConvolution | None = None
+    selector: CandidateSelector | None = None
+
+    @property
+    def generation(self) -> str:
+        """The kind of draft as its makers name it: "DFlash" or "DFlash2"."""
+        return "DFlash" if self.selector is None else "DFlash2"
 
     @property
     def pruned(self) -> bool:
