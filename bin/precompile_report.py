@@ -40,7 +40,7 @@ class TerminalObserver(BuildObserver):
 
     def on_plan(self, deployment: Deployment) -> None:
         draft = deployment.draft
-        print_lines(f"draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
+        print_lines(f"{draft.generation} draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
 
     def on_phase(self, phase: BuildPhase, total: int) -> None:
         """A bar with count, elapsed and remaining time; while compiling also with the last executable begun."""
@@ -68,7 +68,7 @@ class TerminalObserver(BuildObserver):
 
 def describe_draft(draft: Draft) -> str:
     """What was read from the draft's config, for people."""
-    sliding = sum(window is not None for window in draft.windows)
+    sliding = sum(window is not None and window.slides for window in draft.windows)
     parts = [
         f"{draft.decoder.layers} layers" + (f", {sliding} of them with a sliding window" if sliding else ""),
         f"blocks of {draft.block}",
@@ -76,6 +76,9 @@ def describe_draft(draft: Draft) -> str:
     ]
     if draft.vocab is not None:
         parts.append(f"its own head over {draft.vocab} of {draft.decoder.vocab} tokens")
+    if draft.convolution and draft.selector:
+        parts.append(f"convolutions over {draft.convolution.kernel} rows in groups of {draft.convolution.group}")
+        parts.append(f"a path through {draft.selector.candidates} candidates of rank {draft.selector.rank}")
     return ", ".join(parts)
 
 

@@ -88,6 +88,7 @@ class Golden:
 
 LLAMA, SPECULATORS = GOLDEN / "llama-tiny", GOLDEN / "speculators-tiny"
 UNTIED, SLIDING = GOLDEN / "qwen3-tiny-untied", GOLDEN / "qwen3-tiny-swa"
+DFLASH2_SPECULATORS = GOLDEN / "dflash2-tiny-speculators"
 RUNS = {
     run.key: run
     for run in (
@@ -106,6 +107,10 @@ RUNS = {
         Golden("pruned_v090", SPECULATORS, layout="draft_v090"),
         Golden("converted", SPECULATORS, "golden_converted"),
         Golden("converted_v090", SPECULATORS, "golden_converted", "draft_converted_v090"),
+        Golden("softcap", GOLDEN / "dflash-tiny-softcap"),
+        Golden("dflash2", GOLDEN / "dflash2-tiny"),
+        Golden("dflash2_speculators", DFLASH2_SPECULATORS),
+        Golden("dflash2_sliding", DFLASH2_SPECULATORS, "golden_sliding"),
     )
 }
 SETS = {key: RUNS[key] for key in ("tied", "untied", "swa")}
@@ -168,6 +173,7 @@ GRIDS = {
     **dict.fromkeys(
         ("tied_small", "swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST
     ),
+    **dict.fromkeys(("softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
 }
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Runs that use the executables of another run: other weights, or another checkpoint layout.

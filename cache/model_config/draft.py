@@ -3,6 +3,7 @@
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.dflash2 import ARCHITECTURE, CONVOLUTION_KEYS, SELECTOR_KEYS, is_dflash2
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES
@@ -15,11 +16,10 @@ UNSUPPORTED_KEYS = {
     "markov_head_type": "DSpark",
     "enable_confidence_head": "DSpark",
     "confidence_head": "DSpark",
-    "conv_kernel_size": "DFlash2",
-    "selector": "DFlash2",
-    "selector_config": "DFlash2",
-    "dflash2_dynamic_conv": "DFlash2",
-    "dflash2_candidate_selector": "DFlash2",
+    "selector": "another form of DFlash2",
+    "selector_config": "another form of DFlash2",
+    "dflash2_dynamic_conv": "another form of DFlash2",
+    "dflash2_candidate_selector": "another form of DFlash2",
     "dflash_context_residual": "DFlash with a context residual",
     "dflash_block_position_embedding": "DFlash with position embeddings in the block",
     "dflash_gated_layer_fusion": "DFlash with gated fusion of target layers",
@@ -27,7 +27,7 @@ UNSUPPORTED_KEYS = {
     "sample_from_anchor": "a draft that samples its anchor",
 }
 ACCEPTED_VALUES = {"projector_type": "dflash"}  # values of these keys that a DFlash draft may have
-UNSUPPORTED_ARCHITECTURES = {"DFlash2DraftModel": "DFlash2", "DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
+UNSUPPORTED_ARCHITECTURES = {"DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
@@ -55,7 +55,8 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
         hint = " This is a target: are --target and --draft swapped?" * any(name in FAMILIES for name in names)
         raise BadCheckpoint(
             f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
-            f"DFlashDraftModel, in z-lab's format (dflash_config) and in speculators' (speculators_config).{hint}"
+            f"DFlashDraftModel and {ARCHITECTURE}, in z-lab's format (dflash_config) and in speculators' "
+            f"(speculators_config).{hint}"
         )
     return read_zlab(config, target)
 
@@ -69,6 +70,9 @@ def _refuse_relatives(config: ConfigFile) -> None:
         for key, relative in UNSUPPORTED_KEYS.items():
             if (value := place.values.get(key)) and value != ACCEPTED_VALUES.get(key):
                 raise place.refusal(key, value, f"this is {relative}, which is not supported")
+        for key in () if is_dflash2(config) else (*CONVOLUTION_KEYS, *SELECTOR_KEYS):
+            if value := place.values.get(key):
+                raise place.refusal(key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}")
     if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
         raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
 

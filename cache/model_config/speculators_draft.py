@@ -5,6 +5,15 @@ from typing import Any
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.dflash2 import (
+    CONVOLUTION_KEYS,
+    LAYER_KEYS,
+    SELECTOR_KEYS,
+    is_dflash2,
+    read_convolution,
+    read_selector,
+    refuse_unknown_keys,
+)
 from dflash_aot.cache.model_config.zlab_draft import read_layer_types
 
 LAYERS_KEY = "transformer_layer_config"
@@ -26,16 +35,40 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28,
     "rope_theta": 10000.0,
 }
-# Defaults of DFlashSpeculatorConfig.
+# Defaults of the library's configs.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
+DEFAULT_KERNEL, DEFAULT_GROUP, DEFAULT_RANK, DEFAULT_CANDIDATES = 2, 16, 256, 16
+# Keys of a DFlash2 config at the top.
+OWN_KEYS = (
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "quantization_config",
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "target_hidden_size",
+    LAYERS_KEY,
+    *CONVOLUTION_KEYS,
+    *SELECTOR_KEYS,
+)
 
 
 def read_speculators(config: ConfigFile) -> Draft:
     """Reads a draft's facts. Raises BadCheckpoint."""
+    second = is_dflash2(config)
     for key, place in (("speculators_model_type", config), ("algorithm", config.section("speculators_config"))):
-        if place.has(key) and place.require(key, str) != "dflash":
-            raise place.refusal(key, place.values[key], "only dflash drafts are supported")
+        if place.has(key) and (kind := place.require(key, str)) not in ("dflash", "dflash2"):
+            raise place.refusal(key, kind, "only dflash and dflash2 drafts are supported")
+        if second and place.has(key) and place.values[key] != "dflash2":
+            raise place.refusal(key, place.values[key], "another key of this config says that it is DFlash2")
     layers = _fill_defaults(config)
+    if second:
+        refuse_unknown_keys(config, OWN_KEYS)
+        refuse_unknown_keys(layers, LAYER_KEYS)
     decoder = read_decoder(layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim"))
     layer_ids = config.optional_integers("aux_hidden_state_layer_ids")
     if layer_ids is None:
@@ -46,6 +79,8 @@ def read_speculators(config: ConfigFile) -> Draft:
     vocab = config.positive("draft_vocab_size", default=DEFAULT_VOCAB)
     if vocab > decoder.vocab:
         raise config.refusal("draft_vocab_size", vocab, f"the target's vocabulary has {decoder.vocab}")
+    if second and vocab != decoder.vocab:
+        raise config.refusal("draft_vocab_size", vocab, f"DFlash2 needs the whole vocabulary of {decoder.vocab} tokens")
     return Draft(
         decoder=decoder,
         block=block,
@@ -54,10 +89,14 @@ def read_speculators(config: ConfigFile) -> Draft:
             layer - 1 for layer in layer_ids
         ),  # this dialect counts the embedding's output as hidden state 0
         target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
-        windows=_read_windows(config, layers, decoder.layers),
+        windows=_read_windows(config, layers, decoder.layers, second),
         dialect="speculators",
         vocab=vocab,
         k=_read_k(config, block),
+        convolution=read_convolution([config], decoder.hidden, block, DEFAULT_KERNEL, DEFAULT_GROUP)
+        if second
+        else None,
+        selector=read_selector([config], decoder.vocab, DEFAULT_RANK, DEFAULT_CANDIDATES) if second else None,
     )
 
 
@@ -82,8 +121,11 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
     return ConfigFile(config.path, values, layers.prefix)
 
 
-def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[SlidingWindow | None, ...]:
-    """Returns the window of each layer, from `layer_types`, or from `max_window_layers` as Qwen3Config does."""
+def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bool) -> tuple[SlidingWindow | None, ...]:
+    """Returns the window of each layer, from `layer_types`, or from `max_window_layers` as Qwen3Config does.
+
+    Sliding layers are causal inside the block by default, and not causal in DFlash2 drafts (`second`).
+    """
     windowed = layers.optional("use_sliding_window", bool)
     if layers.has("layer_types"):
         sliding = read_layer_types(layers, count)
@@ -96,7 +138,8 @@ def _read_windows(config: ConfigFile, layers: ConfigFile, count: int) -> tuple[S
         raise layers.refusal(
             "layer_types", layers.values["layer_types"], "use_sliding_window is false, so that no layer has a window"
         )
-    causal = not config.optional("sliding_window_non_causal", bool)
+    non_causal = config.optional("sliding_window_non_causal", bool)
+    causal = not (second if non_causal is None else non_causal)
     window = SlidingWindow(layers.positive("sliding_window"), causal, anchored=True)
     return tuple(window if slides else None for slides in sliding)
 

@@ -1,7 +1,8 @@
-"""The draft dialect of z-lab, DFlash's authors: `DFlashDraftModel` with a `dflash_config`."""
+"""The draft dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`."""
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
+    UNLIMITED_WINDOW,
     Draft,
     SlidingWindow,
     Target,
@@ -10,22 +11,47 @@ from dflash_aot.cache.model_config.architecture import (
     read_dense_mlp,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.dflash2 import (
+    CONVOLUTION_KEYS,
+    LAYER_KEYS,
+    SCALING_KEYS,
+    SELECTOR_KEYS,
+    find_place,
+    is_dflash2,
+    read_convolution,
+    read_scaling,
+    read_selector,
+    refuse_unknown_keys,
+)
+
+# Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.
+OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", *CONVOLUTION_KEYS, *SELECTOR_KEYS, *SCALING_KEYS)
 
 
 def read_zlab(config: ConfigFile, target: Target) -> Draft:
     """Reads a draft's facts. Its layers are Qwen3's, whatever `model_type` says. Raises BadCheckpoint."""
-    decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
     inner = config.section("dflash_config")
-    layer_ids = inner.optional_integers("target_layer_ids")
+    if second := is_dflash2(config):
+        refuse_unknown_keys(inner, {*OWN_KEYS, "causal", "projector_type"})
+        refuse_unknown_keys(
+            config, {*OWN_KEYS, *LAYER_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
+        )
+    decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
+    places = (inner, config)
+    layer_ids = find_place(places, "target_layer_ids").optional_integers("target_layer_ids")
+    block = _either(config, inner, "block_size")
     return Draft(
         decoder=decoder,
-        block=_either(config, inner, "block_size"),
+        block=block,
         mask_token=_either(inner, config, "mask_token_id"),
         target_layer_ids=default_target_layer_ids(target.decoder.layers, decoder.layers)
         if layer_ids is None
         else layer_ids,
         target_hidden=target.decoder.hidden,
-        windows=_read_windows(config, inner, decoder.layers),
+        windows=_read_windows(config, inner, decoder.layers, second),
+        scaling=read_scaling(places),
+        convolution=read_convolution(places, decoder.hidden, block) if second else None,
+        selector=read_selector(places, decoder.vocab) if second else None,
     )
 
 
@@ -39,14 +65,26 @@ def _either(first: ConfigFile, second: ConfigFile, key: str) -> int:
     return next(iter(found.values()))
 
 
-def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int) -> tuple[SlidingWindow | None, ...]:
-    """Returns the window of each layer. A sliding layer is causal inside the block unless one of two keys is false."""
+def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int, second: bool) -> tuple[SlidingWindow | None, ...]:
+    """Returns the window of each layer.
+
+    A sliding layer is causal inside the block unless `is_causal` is false; without that key `dflash_config.causal`
+    decides, which vLLM reads. `is_causal: true` makes full layers causal inside the block too. By transformers'
+    Qwen3Config no layer has a window without `use_sliding_window`: DFlash2 configs (`second`) that contradict
+    themselves so are refused.
+    """
     sliding = read_layer_types(config, layers)
-    if not any(sliding):
-        return (None,) * layers
     flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
-    window = SlidingWindow(config.positive("sliding_window"), causal=False not in flags)
-    return tuple(window if slides else None for slides in sliding)
+    causal = next((flag for flag in flags if flag is not None), True)
+    full = SlidingWindow(UNLIMITED_WINDOW, causal=True) if flags[0] else None
+    if not any(sliding):
+        return (full,) * layers
+    if second and not config.optional("use_sliding_window", bool):
+        raise config.refusal(
+            "use_sliding_window", config.values.get("use_sliding_window"), "but layer_types has sliding_attention"
+        )
+    window = SlidingWindow(config.positive("sliding_window"), causal)
+    return tuple(window if slides else full for slides in sliding)
 
 
 def read_layer_types(config: ConfigFile, layers: int) -> list[bool]:

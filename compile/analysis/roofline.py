@@ -102,7 +102,7 @@ class Roofline:
         return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
 
     def draft(self, B: int, S: int, K: int) -> RooflineCost:
-        """The draft over the whole block of each row, with the logits of K tokens."""
+        """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""
         decoder, T = self._draft.decoder, self._draft.block
         vocab = self._draft.vocab or self._target.decoder.vocab
         parts = (
@@ -110,8 +110,28 @@ class Roofline:
             self._layers(decoder, B * T),
             self._attend(decoder, B, T, S, S + T),
             self._head(decoder, vocab, B * K),
+            self._convolve(B * T),
+            self._select(B, K),
         )
         return _sum(parts)
+
+    def _convolve(self, tokens: int) -> RooflineCost:
+        """The convolutions of all layers, four in each: every device computes them whole."""
+        decoder, sizes = self._draft.decoder, self._draft.convolution
+        if sizes is None:
+            return RooflineCost(0.0, 0.0)
+        projected = 4 * sizes.kernel * (decoder.hidden // sizes.group)  # of both modules of a layer
+        weights = decoder.layers * decoder.hidden * (projected + 4 * sizes.kernel)
+        return RooflineCost(weights * self._item, 2 * tokens * weights)
+
+    def _select(self, B: int, K: int) -> RooflineCost:
+        """The selector's projection, and its codes of every candidate and anchor."""
+        sizes = self._draft.selector
+        if sizes is None:
+            return RooflineCost(0.0, 0.0)
+        projection, C = sizes.rank * self._draft.decoder.hidden, sizes.candidates
+        codes = self._share(B * sizes.rank * (K * C + 1 + (K - 1) * C), 2 * B * K * C * C * sizes.rank)
+        return RooflineCost(projection * self._item, 2 * B * K * projection) + codes
 
     def kv_write(self, rows: int, width: int) -> RooflineCost:
         """Features through `fc`, then keys and values of each layer, which are written."""

@@ -1,23 +1,28 @@
 """The DFlash draft model: one bidirectional pass over a block, conditioned on the target's aux hidden states.
 
-Drafts of z-lab use the embedding and the head of the target, drafts of speculators have their own. References:
-z-lab/dflash `dflash/model.py`, vllm-project/speculators `models/dflash`.
+Drafts of z-lab use the embedding and the head of the target, drafts of speculators have their own. DFlash2 drafts have
+a convolution around every sublayer and select a path through the candidates of all positions. References: z-lab/dflash
+`dflash/model.py`, vllm-project/speculators `models/dflash`.
 
 B rows · T positions of this call · H hidden · V vocabulary, or this device's part of it · F width of the features
 G kv heads · R query heads per kv head · D head width
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Draft
-from dflash_aot.compile.models.causal_lm import CausalLM, DecoderLayer, Kv
+from dflash_aot.compile.models.block_convolution import SublayerConvolution, convolve
+from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
+from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, parameter
 from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.rounding import add, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # Attention over the draft context and the block itself:
@@ -29,20 +34,46 @@ AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 
 
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer with convolutions before and after attention and MLP."""
+
+    def __init__(self, draft: Draft, dtype: str, tp: TensorParallel):
+        super().__init__(draft.decoder, dtype, tp)
+        assert draft.convolution is not None
+        self.attention_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, dtype)
+        self.mlp_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, dtype)
+
+    def __call__(
+        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
+    ) -> tuple[jax.Array, Kv]:
+        """As `DecoderLayer`."""
+        h = self.input_layernorm(x)
+        before, after = self.attention_conv.coefficients(h)
+        h = convolve(h, before)
+        keys, values = self.self_attn.keys_values(h, rotation)
+        mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
+        x = add(x, convolve(self.self_attn.output(mixed), after))
+        h = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.coefficients(h)
+        return add(x, convolve(self.mlp(convolve(h, before)), after)), kv
+
+
 class DFlash(nnx.Module):
-    """DFlashDraftModel. `stacked` and `tp` as in `CausalLM`."""
+    """DFlashDraftModel or DFlash2DraftModel. `stacked` and `tp` as in `CausalLM`."""
 
     def __init__(self, draft: Draft, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
         decoder = draft.decoder
         self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, dtype, INPUTS, tp)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp), stacked)
+        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, dtype, tp), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if draft.vocab is not None:
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
             self.lm_head = Linear(draft.vocab, decoder.hidden, dtype, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
+        if draft.selector is not None:
+            self.candidate_selector = PathSelector(draft.selector, decoder.vocab, decoder.hidden, dtype, tp)
         self.draft, self.tp = draft, tp
 
     def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
@@ -71,15 +102,50 @@ class DFlash(nnx.Module):
         return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
-        """Token ids [B, T] → embeddings [B, T, H]."""
-        return target.embed(ids) if self.draft.vocab is None else self.tp.look_up(self.embed_tokens.weight[...], ids)
+        """Token ids [B, T] of a block → embeddings [B, T, H]."""
+        own = self.draft.vocab is not None
+        x = self.tp.look_up(self.embed_tokens.weight[...], ids) if own else target.embed(ids)
+        scale = self.draft.scaling.embedding
+        return x if scale == 1 else round_to(x.astype(jnp.float32) * scale, x.dtype)
 
-    def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
-        """Normed hidden states [.., H] → float32 logits [.., V], over the draft's own vocabulary if it has one."""
+    def propose(self, hidden: jax.Array, anchors: jax.Array, target: CausalLM) -> jax.Array:
+        """Normed hidden states [B, K, H] of the positions behind the anchors [B] → drafted tokens, int32 [B, K]."""
+        head = self.head(hidden, target)
+        if self.draft.selector is None:
+            # A scale and a cap keep the order.
+            return self.to_target(self.tp.argmax(head))
+        tokens, scores = self.score_candidates(hidden, head, anchors)
+        return jnp.take_along_axis(tokens, choose_path(scores)[..., None], axis=-1)[..., 0]
+
+    def score_candidates(self, hidden: jax.Array, head: jax.Array, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The candidates of each position, int32 [B, K, C], and their scores float32 [B, K, C, C].
+
+        `head` float32 [B, K, V] is what `head` returns for `hidden`. Scores as in `PathSelector.scores`.
+        """
+        assert self.draft.selector is not None
+        values, tokens = self.tp.top_values(head, self.draft.selector.candidates)
+        return tokens, self.candidate_selector.scores(hidden, self.scale_logits(values), tokens, anchors)
+
+    def head(self, normed: jax.Array, target: CausalLM) -> jax.Array:
+        """Normed hidden states [.., H] → the head's output, float32 [.., V], over the draft's own vocabulary if any."""
         if self.draft.vocab is None:
             return target.head(normed)
         return matmul(self.lm_head.weight[...], normed, dtype=jnp.float32)
 
+    def scale_logits(self, head: jax.Array) -> jax.Array:
+        """The head's output [..] → logits [..]: scaled, then capped."""
+        scaling = self.draft.scaling
+        logits = head if scaling.logits == 1 else head * scaling.logits
+        return logits if scaling.cap is None else jnp.tanh(logits / scaling.cap) * scaling.cap
+
+    def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
+        """Normed hidden states [.., H] → float32 logits [.., V], over the draft's own vocabulary if it has one."""
+        return self.scale_logits(self.head(normed, target))
+
     def to_target(self, tokens: jax.Array) -> jax.Array:
         """Token ids of the draft's vocabulary → ids of the target's, int32. `d2t` holds offsets."""
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens
+
+
+def _build_layer(draft: Draft, dtype: str, tp: TensorParallel) -> DecoderLayer:
+    return DecoderLayer(draft.decoder, dtype, tp) if draft.convolution is None else ConvolvedLayer(draft, dtype, tp)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
+from dflash_aot.compile.models.largest_values import find_largest_values
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import round_to
 
@@ -75,12 +77,21 @@ class TensorParallel:
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Embedding look-up: table [V/count, H] split by tokens, ids [..] of the whole vocabulary → [.., H]."""
+        return table[ids] if self.count == 1 else jax.lax.psum(self._own_rows(table, ids), MESH_AXIS)
+
+    def look_up_each(self, *asked: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+        """`look_up` of several tables of one width, each with its ids [B, n], in one exchange."""
         if self.count == 1:
-            return table[ids]
+            return [table[ids] for table, ids in asked]
+        rows = jnp.concatenate([self._own_rows(*one) for one in asked], axis=1)
+        ends = np.cumsum([ids.shape[1] for _, ids in asked])[:-1]
+        return jnp.split(jax.lax.psum(rows, MESH_AXIS), ends, axis=1)
+
+    def _own_rows(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """The rows that this device holds, zeros for the others: their sum over the devices is exact."""
         own = ids - jax.lax.axis_index(MESH_AXIS) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
-        rows = table[jnp.where(held, own, 0)]
-        return jax.lax.psum(jnp.where(held[..., None], rows, 0), MESH_AXIS)  # exact: all terms but one are zero
+        return jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0)
 
     def argmax(self, logits: jax.Array) -> jax.Array:
         """float32 [.., V/count] split by tokens → the token of the largest logit, int32 [..]; the lowest of equals."""
@@ -137,25 +148,6 @@ class TensorParallel:
 
 
 ONE_DEVICE = TensorParallel()
-
-
-def find_largest_values(values: jax.Array, count: int) -> ValuesAndIndices:
-    """The `count` largest of finite float32 [.., V] and their indices, each [.., count].
-
-    In descending order; of equal values the lower index comes first.
-    Each value takes one pass. `top_k` is a sort on TPU, which needs as much memory again.
-    """
-    places = jnp.arange(values.shape[-1], dtype=jnp.int32)
-
-    def find_next(last: ValuesAndIndices, _: None) -> tuple[ValuesAndIndices, ValuesAndIndices]:
-        value, place = (one[..., None] for one in last)
-        left = jnp.where((values < value) | ((values == value) & (places > place)), values, -jnp.inf)
-        found = left.max(axis=-1), jnp.argmax(left, axis=-1).astype(jnp.int32)
-        return found, found
-
-    beyond = jnp.full(values.shape[:-1], jnp.inf), jnp.zeros(values.shape[:-1], jnp.int32)
-    _, found = jax.lax.scan(find_next, beyond, length=count)
-    return jnp.moveaxis(found[0], 0, -1), jnp.moveaxis(found[1], 0, -1)
 
 
 def check_divisible(target: Target, draft: Draft, devices: int) -> None:

@@ -144,7 +144,7 @@ class Programs:
 
         A target or draft forward has two sums per layer (counted once in a loop over layers), one for the embedding
         and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
-        `SAMPLING_EXCHANGES`.
+        `SAMPLING_EXCHANGES`, a candidate selector the exchange of its codes.
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
@@ -156,7 +156,8 @@ class Programs:
             return 1
         decoder = (self._draft.module.draft if program == "draft" else self._target.module.target).decoder
         sampling = SAMPLING_EXCHANGES if program == "sampled_verify" else 0
-        return 2 + sampling + 2 * (1 if self._stacked else decoder.layers)
+        codes = 1 if program == "draft" and self._facts.selector else 0
+        return 2 + codes + sampling + 2 * (1 if self._stacked else decoder.layers)
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
         """The function of a program: inputs by name → donated state and results by name."""
@@ -231,7 +232,7 @@ class Programs:
             return attend_context(q, context, mask, lengths.max(), (*own, windows.block_mask(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
-        drafted = draft.to_target(self._tp.argmax(draft.logits(hidden[:, 1 : k + 1], target)))
+        drafted = draft.propose(hidden[:, 1 : k + 1], anchors, target)
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:

@@ -17,6 +17,7 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
 WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
+CODE = 0.5  # of a codebook, so that transitions between tokens weigh as much as logits
 SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
 STRIDE = 7919  # between consecutive tokens
 KV = ("target_k", "target_v", "draft_k", "draft_v")
@@ -28,7 +29,8 @@ def make_weight(array: ArraySpec) -> np.ndarray:
         return np.ones(array.shape, np.bool_)
     if array.dtype == "int32":  # offsets into a vocabulary
         return np.zeros(array.shape, np.int32)
-    values = _fill_with_noise(array, NORM if "norm" in array.name else WEIGHT)
+    scale = CODE if array.name.endswith("_codebook") else NORM if "norm" in array.name else WEIGHT
+    values = _fill_with_noise(array, scale)
     return values + values.dtype.type(1) if "norm" in array.name else values
 
 

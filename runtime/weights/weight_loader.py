@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
@@ -44,12 +45,27 @@ def load_weights(
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
     checkpoints = {role: open_checkpoint(directory) for role, directory in directories.items()}
+    recipes = [_adopt_spelling(recipe, checkpoints[recipe.checkpoint].names()) for recipe in recipes]
     shared = [recipe for recipe in recipes if _is_shared(recipe, checkpoints[recipe.checkpoint])]
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
     arrays = {recipe.name: _load(recipe, checkpoints[recipe.checkpoint], devices) for recipe in own}
     return arrays | {recipe.name: _share(recipe, arrays, checkpoints) for recipe in shared}
+
+
+def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
+    """Returns a recipe with tensors as the checkpoint names them: some name a bare parameter x "x.weight".
+
+    The reference names DFlash2's codebooks so where it saves them as modules.
+    """
+    placements = tuple(
+        msgspec.structs.replace(one, tensor=module)
+        if one.tensor not in names and (module := f"{one.tensor}.weight") in names
+        else one
+        for one in recipe.placements
+    )
+    return msgspec.structs.replace(recipe, placements=placements)
 
 
 def _is_shared(recipe: WeightRecipe, tensors: CheckpointTensors) -> bool:

@@ -54,6 +54,10 @@ KEYS = [
     "num_local_experts",
     "mlp_only_layers",
     "model_type",
+    "conv_kernel_size",
+    "selector_top_k",
+    "output_multiplier",
+    "final_logit_softcapping",
     "projector_type",
     "verifier",
     "quantization_config",
@@ -135,6 +139,8 @@ PAIRS = {
     "Qwen3-4B-DFlash-b16": "Qwen3-4B",
     "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
     "speculators-tiny/draft": "qwen3-tiny-tied/target",
+    "dflash2-tiny/draft": "dflash2-tiny/target",
+    "dflash2-tiny-speculators/draft_sliding": "dflash2-tiny/target",
     "qwen3-tiny-swa/draft_speculators": "qwen3-tiny-swa/target",
 }
 

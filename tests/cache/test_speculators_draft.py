@@ -244,9 +244,15 @@ def test_draft_may_be_narrower_than_the_target(read_changed_speculators, refusal
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash drafts are"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "speculators_model_type is 'eagle3': only dflash and dflash2 drafts are",
+        ),
         ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
-        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash drafts"),
+        (
+            {"speculators_config": {"algorithm": "mtp"}},
+            "speculators_config.algorithm is 'mtp': only dflash and dflash2",
+        ),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
         ({"mask_token_id": None}, "mask_token_id is missing; expected a whole number"),

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
+from dflash_aot.cache.model_config.architecture import (
+    UNLIMITED_WINDOW,
+    AttentionShape,
+    Decoder,
+    DenseMlp,
+    Draft,
+    DraftScaling,
+    SlidingWindow,
+)
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -12,6 +20,7 @@ from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rop
 PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+NO_DFLASH2 = ": a key of DFlash2, but architectures does not name DFlash2DraftModel"
 LAYER_TYPES = "5 items, full_attention or sliding_attention"
 
 
@@ -139,7 +148,7 @@ def test_target_layer_ids_may_have_any_number_and_order(read_changed_draft, laye
     ("inner", "changes", "causal"),
     [
         ({}, {}, True),
-        ({"causal": True}, {"is_causal": True}, True),
+        ({"causal": True}, {}, True),
         ({"causal": False}, {}, False),
         ({}, {"is_causal": False}, False),
         ({"causal": True}, {"is_causal": False}, False),
@@ -151,8 +160,32 @@ def test_sliding_layers_have_windows(read_changed_draft, inner, changes, causal)
     assert windows == (SlidingWindow(4096, causal), None, SlidingWindow(4096, causal), None, None)
 
 
-def test_causality_flag_does_not_affect_full_layers(read_changed_draft):
-    assert read_changed_draft({"causal": True}, is_causal=True).windows == (None,) * 5
+@pytest.mark.parametrize(("inner", "changes"), [({"causal": True}, {}), ({"causal": False}, {"is_causal": False})])
+def test_full_layers_are_not_causal(read_changed_draft, inner, changes):
+    assert read_changed_draft(inner, **changes).windows == (None,) * 5
+
+
+def test_is_causal_makes_full_layers_causal_in_the_block(read_changed_draft):
+    causal = SlidingWindow(UNLIMITED_WINDOW, causal=True)
+    assert read_changed_draft(is_causal=True).windows == (causal,) * 5
+    assert not causal.slides
+    mixed = read_changed_draft(is_causal=True, layer_types=SLIDING, sliding_window=64).windows
+    assert mixed == (SlidingWindow(64, causal=True), causal, SlidingWindow(64, causal=True), causal, causal)
+
+
+@pytest.mark.parametrize(
+    ("inner", "changes", "scaling"),
+    [
+        ({}, {}, DraftScaling()),
+        ({"output_multiplier": 0.35, "final_logit_softcapping": 10}, {}, DraftScaling(logits=0.35, cap=10.0)),
+        ({}, {"input_embedding_scale": 2.5, "output_multiplier": None}, DraftScaling(embedding=2.5)),
+        ({"final_logit_softcapping": 0}, {}, DraftScaling()),
+        ({"final_logit_softcapping": -1.0}, {}, DraftScaling()),
+        ({"output_multiplier": 2}, {"output_multiplier": 2.0}, DraftScaling(logits=2.0)),
+    ],
+)
+def test_scalars_are_read_in_either_place(read_changed_draft, inner, changes, scaling):
+    assert read_changed_draft(inner, **changes).scaling == scaling
 
 
 def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
@@ -185,6 +218,18 @@ def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
             "dflash_config.causal is 'no': expected true or false",
         ),
         ({}, {"dflash_config": [1]}, "dflash_config is [1]: expected an object"),
+        ({"output_multiplier": 0}, {}, "dflash_config.output_multiplier is 0: expected a positive number"),
+        ({"output_multiplier": float("nan")}, {}, "dflash_config.output_multiplier is nan: expected a positive number"),
+        (
+            {"output_multiplier": 2},
+            {"output_multiplier": 3},
+            f"dflash_config.output_multiplier is 2 but {FILE}output_multiplier is 3",
+        ),
+        ({}, {"input_embedding_scale": True}, "input_embedding_scale is True: expected a positive number"),
+        ({}, {"final_logit_softcapping": float("nan")}, "final_logit_softcapping is nan: expected a number"),
+        ({}, {"final_logit_softcapping": "30"}, "final_logit_softcapping is '30': expected a number"),
+        ({"conv_kernel_size": 2}, {}, f"dflash_config.conv_kernel_size is 2{NO_DFLASH2}"),
+        ({}, {"selector_rank": 256}, f"selector_rank is 256{NO_DFLASH2}"),
     ],
 )
 def test_invalid_draft_is_refused_with_place_key_and_value(read_changed_draft, refusal, inner, changes, words):

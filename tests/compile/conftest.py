@@ -173,6 +173,13 @@ class Models(TargetModel):
         x = self.embed_block(anchor)[None]
         return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
 
+    def draft_candidates(self, features: np.ndarray, anchor: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `draft_hidden` → the candidates [block - 1, C] of a DFlash2 draft, and their scores [block - 1, C, C]."""
+        hidden = self.draft_hidden(features, anchor)[None, 1:]
+        head = self.dflash.head(hidden, self.causal_lm)
+        tokens, scores = self.dflash.score_candidates(hidden, head, jnp.asarray([anchor]))
+        return np.asarray(tokens)[0], np.asarray(scores)[0]
+
     def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:
         """As `draft_hidden` → logits of the drafted tokens [block - 1, V], V the draft's vocabulary."""
         return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
@@ -256,13 +263,17 @@ def load_models(load_target):
     def load(target_directory: Path, draft_directory: Path) -> Models:
         alone = load_target(target_directory)
         draft = read_draft(read_config(draft_directory), alone.target)
-        weights = load_weights(draft_parameters(draft).recipes("draft"), draft_directory)
-        return alone.paired(draft, weights)
+        tensors = load_tensors(draft_directory)
+        own = [recipe for recipe in alone.paired(draft).programs.recipes() if recipe.checkpoint == "draft"]
+        shared = [recipe for recipe in own if recipe.otherwise and recipe.placements[0].tensor not in tensors]
+        weights = {recipe.name: assemble(recipe, tensors) for recipe in own if recipe not in shared}
+        return alone.paired(draft, weights | {recipe.name: alone.weights[recipe.otherwise] for recipe in shared})
 
     return load
 
 
 READINGS = ["tied", "untied", "swa", "flash", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned"]
+READINGS += ["softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"]
 
 
 @pytest.fixture(params=READINGS, scope="session")

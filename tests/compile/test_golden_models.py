@@ -10,7 +10,9 @@ from msgspec import structs
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.models.block_convolution import convolve
 
+DFLASH2 = ["dflash2", "dflash2_speculators", "dflash2_sliding"]
 TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
 
@@ -71,12 +73,46 @@ def test_first_block_draft_logits_equal_the_reference(reading, models_of_reading
 
 
 @pytest.mark.parametrize(
-    "reading", ["tied", "untied", "swa", "anchored", "anchored_noncausal", "llama", "pruned"], indirect=True
+    "reading",
+    ["tied", "untied", "swa", "anchored", "anchored_noncausal", "llama", "pruned", "softcap", *DFLASH2],
+    indirect=True,
 )
 def test_first_block_hidden_states_equal_the_reference(reading, models_of_reading):
     for prompt, expected in prompts_with(reading, "cycle0_draft_hidden"):
         features = models_of_reading.features(prompt["prompt_ids"])
         assert_close(models_of_reading.draft_hidden(features, prompt["first_token"]), expected, prompt["name"])
+
+
+@pytest.mark.parametrize("reading", DFLASH2, indirect=True)
+def test_first_block_candidates_and_scores_equal_the_reference(reading, models_of_reading):
+    """Scores given the drafted token before, for the candidates in the order of falling logits."""
+    for prompt, expected in prompts_with(reading, "cycle_candidates"):
+        if not prompt["cycles"]:
+            continue
+        block = prompt["cycles"][0]["block"]
+        tokens, scores = models_of_reading.draft_candidates(
+            models_of_reading.features(prompt["prompt_ids"]), prompt["first_token"]
+        )
+        assert (prompt["name"], tokens.tolist()) == (prompt["name"], expected[0].tolist())
+        before = [0, *(list(row).index(token) for row, token in zip(tokens[:-1], block[1:-1], strict=True))]
+        found = scores[np.arange(len(before)), before]
+        assert_close(found, reading.arrays[f"{prompt['key']}.cycle_selector_scores"][0], prompt["name"])
+
+
+@pytest.mark.parametrize("reading", DFLASH2, indirect=True)
+def test_convolutions_equal_the_reference(reading, models_of_reading):
+    """Of every layer, before and after attention and MLP; coefficients depend on the normed input of the sublayer."""
+    layers, compared = models_of_reading.dflash.layers, 0
+    for sublayer in ("attention", "mlp"):
+        names = [f"debug.draft_{sublayer}_conv_{part}" for part in ("input", "prepared", "before_finish", "finished")]
+        for prompt, inputs in prompts_with(reading, names[0]):
+            prepared, before_finish, finished = (reading.arrays[f"{prompt['key']}.{name}"] for name in names[1:])
+            for index, h in enumerate(inputs):
+                before, after = getattr(layers[index], f"{sublayer}_conv").coefficients(h[None])
+                assert_close(convolve(h[None], before)[0], prepared[index], f"{sublayer} {index} before")
+                assert_close(convolve(before_finish[None, index], after)[0], finished[index], f"{sublayer} {index}")
+                compared += 1
+    assert compared == 2 * models_of_reading.draft.decoder.layers
 
 
 def test_pruned_vocabulary_choices_equal_the_reference(runs, load_models):

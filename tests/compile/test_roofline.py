@@ -9,6 +9,8 @@ from msgspec import structs
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import (
     AttentionShape,
+    BlockConvolution,
+    CandidateSelector,
     Decoder,
     DenseMlp,
     Draft,
@@ -52,6 +54,18 @@ def test_draft_computes_its_whole_block_and_k_logits():
     elements = B * block * H + LAYER + B * S * KV + V * H
     flops = 2 * B * block * LAYER + 4 * B * block * (S + block) * 16 + 2 * B * K * V * H
     assert roofline().draft(B, S, K) == RooflineCost(2 * elements, flops)
+
+
+def test_draft_with_convolutions_and_selector_adds_their_work():
+    B, S, K, block = 3, 32, 2, 4
+    second = structs.replace(DRAFT, convolution=BlockConvolution(2, 4), selector=CandidateSelector(5, 3))
+    before, found = roofline().draft(B, S, K), Roofline(TARGET, second, "bfloat16", GRID).draft(B, S, K)
+    # Two modules with two kernels of 2 rows, each H base coefficients and H / 4 projected from H.
+    convolutions, projection = 2 * 2 * 2 * (H + H * H // 4), 5 * H
+    codes = 5 * B * (2 * 3 + 1 + 3)  # of two positions' candidates, the anchor, and the first position's candidates
+    assert found.bytes - before.bytes == 2 * (convolutions + projection + codes)
+    scores = 2 * B * K * 3 * 3 * 5
+    assert found.flops - before.flops == 2 * B * (block * convolutions + K * projection) + scores
 
 
 def test_kv_write_reads_features_and_writes_keys_and_values():
@@ -114,14 +128,17 @@ def test_expected_experts_are_shared_by_tokens():
     assert found.flops - dense.flops == 2 * 2 * LAYERS * H * (4 + 2 * 3 * 16 - 3 * 16)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Qwen3-4B", "DFlash-b16"), ("Qwen3-8B", "DFlash-b16"), ("Qwen3-8B", "DFlash2-b16")]
+)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_every_weight_of_a_program_is_read_once(name, devices):
-    """Published pairs with an empty context: bytes are those of all weights but norms and untied embeddings."""
-    target, draft = read_pair(name)
+def test_every_weight_of_a_program_is_read_once(name, kind, devices):
+    """Published pairs with an empty context: bytes are those of all weights but norms, untied embeddings and codes."""
+    target, draft = read_pair(name, kind)
     programs, grid = Programs(target, draft, "bfloat16", stacked=True, devices=devices), Grid((1,), (32,), (1,), (1,))
     sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
-    looked_up = set() if target.tied else {"target.model.embed_tokens.weight"}
+    looked_up = {name for name in sizes if name.endswith("_codebook")}
+    looked_up |= set() if target.tied else {"target.model.embed_tokens.weight"}
     roofline = Roofline(target, draft, "bfloat16", grid, devices)
     costs = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
     for signature in programs.list_signatures(grid):
@@ -130,7 +147,7 @@ def test_every_weight_of_a_program_is_read_once(name, devices):
             assert costs[signature.program].bytes == pytest.approx(taken, rel=1e-3)
 
 
-def read_pair(name):
+def read_pair(name, kind):
     target = read_target(ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text())))
-    draft = f"{name}-DFlash-b16"
+    draft = f"{name}-{kind}"
     return target, read_draft(ConfigFile(CONFIGS / draft, json.loads((CONFIGS / f"{draft}.json").read_text())), target)

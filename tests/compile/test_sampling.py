@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, find_largest_values
+from dflash_aot.compile.models.largest_values import find_largest_values
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from dflash_aot.compile.programs.acceptance import accept
 from dflash_aot.compile.programs.sampling import (
     choose_tokens,

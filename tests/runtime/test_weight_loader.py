@@ -104,6 +104,17 @@ def test_tensors_are_stacked_in_the_order_of_the_recipe(place):
     assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
 
 
+def test_bare_parameter_may_be_stored_as_the_weight_of_a_module(place):
+    """As some checkpoints spell the codebooks of DFlash2."""
+    save_file({"a": VALID["a"], "b.weight": VALID["b"], "c.weight": VALID["c"]}, place / SINGLE)
+    assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
+
+
+def test_parameter_in_both_spellings_is_refused(place):
+    save_file({**VALID, "c.weight": VALID["c"]}, place / SINGLE)
+    assert "c.weight" in refusal(place) and "no place for" in refusal(place)
+
+
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_stored_float_dtype_is_converted_to_the_served_dtype(place, stored, served):

@@ -1,0 +1,73 @@
+"""The candidate selector of DFlash2: chooses a path through the likeliest tokens of each position of a block.
+
+A token's score is its logit and a transition from the token before it: Σ A[previous] · (P hidden) · S[token], with two
+codebooks A and S. The path is greedy: each position takes the best token after the one chosen before it.
+
+B rows · K drafted positions · C candidates of a position · R rank · H hidden · V vocabulary
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_aot.cache.model_config.architecture import CandidateSelector
+from dflash_aot.compile.models.layers import OUTPUTS, Linear, parameter
+from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
+
+
+class PathSelector(nnx.Module):
+    """`candidate_selector` of the draft. Devices share the rows of the codebooks [V, R]."""
+
+    def __init__(self, sizes: CandidateSelector, vocab: int, hidden: int, dtype: str, tp: TensorParallel):
+        shape = (vocab, sizes.rank)
+        self.hidden_projection = Linear(sizes.rank, hidden, dtype)
+        self.predecessor_codebook = parameter(shape, dtype, ["predecessor_codebook"], shape, split=OUTPUTS)
+        self.successor_codebook = parameter(shape, dtype, ["successor_codebook"], shape, split=OUTPUTS)
+        self.tp = tp
+
+    def scores(self, hidden: jax.Array, logits: jax.Array, candidates: jax.Array, anchors: jax.Array) -> jax.Array:
+        """Scores of every candidate after every candidate of the position before it: float32 [B, K, C, C].
+
+        Axis 2 is the token before, axis 3 the token. Before the first position there is only the anchor: its scores are
+        repeated along axis 2.
+
+        Args:
+            hidden: [B, K, H], normed.
+            logits: float32 [B, K, C], of the candidates.
+            candidates: int32 [B, K, C].
+            anchors: int32 [B].
+        """
+        B, K, C = candidates.shape
+        following = candidates.reshape(B, -1)
+        before = jnp.concatenate([anchors[:, None], candidates[:, :-1].reshape(B, -1)], axis=1)
+        # Each row of a codebook is read once for each place that needs it.
+        codes = self.tp.look_up_each(
+            (self.predecessor_codebook[...], before), (self.successor_codebook[...], following)
+        )
+        previous, token = (code.astype(jnp.float32) for code in codes)
+        first = jnp.broadcast_to(previous[:, :1, None], (B, 1, C, previous.shape[-1]))
+        previous = jnp.concatenate([first, previous[:, 1:].reshape(B, K - 1, C, -1)], axis=1)
+        projected = matmul(self.hidden_projection.weight[...], hidden, dtype=jnp.float32)
+        transitions = jnp.einsum(
+            "BKPR,BKCR->BKPC",
+            previous * projected[:, :, None],
+            token.reshape(B, K, C, -1),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return logits[:, :, None] + transitions
+
+
+def choose_path(scores: jax.Array) -> jax.Array:
+    """The index of the chosen candidate at each position, int32 [B, K]; scores [B, K, C, C] are those of `scores`.
+
+    All choices are tabulated first; then only the walk through the table is sequential.
+    """
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
+
+    def step(index: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = jnp.take_along_axis(table, index[:, None], axis=1)[:, 0]
+        return index, index
+
+    _, path = jax.lax.scan(step, jnp.zeros(best.shape[0], jnp.int32), best.swapaxes(0, 1))
+    return path.T
