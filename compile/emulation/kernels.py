@@ -12,12 +12,14 @@ import jax
 
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
 from dflash_aot.compile.emulation.hlo_text import print_program
-from dflash_aot.compile.kernels import kv_attention
+from dflash_aot.compile.kernels import expert_mlp, kv_attention
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool"}
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 # By name: (facts of the metadata, operands) → result.
-INTERPRETERS: Mapping[str, Callable[..., jax.Array]] = {kv_attention.NAME: kv_attention.interpret_kernel}
+INTERPRETERS: Mapping[str, Callable[..., jax.Array]] = {
+    kernel.NAME: kernel.interpret_kernel for kernel in (expert_mlp, kv_attention)
+}
 
 
 def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> HloModule | None:

@@ -42,6 +42,44 @@ def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> Ker
     return KernelDevice(chip.device_kind, chip.cores // chip.devices)
 
 
+@dataclass(frozen=True)
+class ChosenExperts:
+    """The experts that tokens chose in a layer, and where their matrices lie.
+
+    E experts · X experts of all layers · M width of an expert · H hidden · n tokens
+
+    Attributes:
+        gate_up: gate above up, of the experts of all layers [X, 2M, H].
+        down: of the same [X, H, M].
+        first: the layer's first expert, int32 scalar.
+        numbers: the chosen experts of the layer in ascending order, int32 [E]; behind them anything below E.
+        count: of chosen experts, int32 scalar.
+        shares: float32 [n, E], the weight of each expert in each token's output; 0 for those that it did not choose.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    first: jax.Array
+    numbers: jax.Array
+    count: jax.Array
+    shares: jax.Array
+
+
+def run_experts(
+    device: KernelDevice | None, tokens: jax.Array, chosen: ChosenExperts, expected: float
+) -> jax.Array | None:
+    """The sum of the experts' outputs by share, tokens [n, H] → float32 [n, H]; None where there is no kernel.
+
+    That is without a device for kernels, and for sizes that `choose_tile` does not divide. `expected` is the number of
+    chosen experts that the compiler's estimates assume.
+    """
+    if device is None:
+        return None
+    from dflash_aot.compile.kernels.expert_mlp import run_chosen_experts  # noqa: PLC0415
+
+    return run_chosen_experts(tokens, chosen, expected, device.cores, device.interpret)
+
+
 def attend_slots(
     device: KernelDevice | None,
     q: jax.Array,

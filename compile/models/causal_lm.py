@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Decoder, MixtureOfExperts, Target
+from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
 from dflash_aot.compile.models.matmul import matmul
@@ -30,12 +31,12 @@ Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.A
 class DecoderLayer(nnx.Module):
     """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
 
-    def __init__(self, decoder: Decoder, dtype: str, tp: TensorParallel):
+    def __init__(self, decoder: Decoder, dtype: str, tp: TensorParallel, kernels: KernelDevice | None = None):
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, tp)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
         if isinstance(decoder.mlp, MixtureOfExperts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, tp)
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, tp, kernels)
         else:
             self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, tp)
 
@@ -47,15 +48,16 @@ class DecoderLayer(nnx.Module):
         keys, values = self.self_attn.keys_values(h, rotation)
         mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
         x = add(x, self.self_attn.output(mixed))
-        return add(x, self.mlp(self.post_attention_layernorm(x))), kv
+        h = self.post_attention_layernorm(x)
+        return add(x, self.mlp(h, layer) if isinstance(self.mlp, RoutedMlp) else self.mlp(h)), kv
 
 
 class DecoderStack(nnx.Module):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, tp: TensorParallel):
+    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None):
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp), stacked)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp, kernels), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
 
 
@@ -63,10 +65,18 @@ class CausalLM(nnx.Module):
     """A causal language model that also returns aux hidden states.
 
     `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
+    `kernels`: the device of kernels for experts, None where XLA's operations run them.
     """
 
-    def __init__(self, target: Target, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
-        self.model = DecoderStack(target.decoder, dtype, stacked, tp)
+    def __init__(
+        self,
+        target: Target,
+        dtype: str,
+        stacked: bool = False,
+        tp: TensorParallel = ONE_DEVICE,
+        kernels: KernelDevice | None = None,
+    ):
+        self.model = DecoderStack(target.decoder, dtype, stacked, tp, kernels)
         if not target.tied:
             self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype, OUTPUTS)
         self.target, self.tp = target, tp

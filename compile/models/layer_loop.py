@@ -38,15 +38,19 @@ def run_layers(
             carry = body(index, layer, carry)
         return carry
     graph, state = nnx.split(cast(Layer, layers))
-    matrices = jax.tree.map(_flatten_stack, state)
+    stacks = dict(nnx.to_flat_state(state))
+    matrices = {path: _flatten_stack(stack.get_value()) for path, stack in stacks.items()}
 
     def step(index: jax.Array, carry: Carry) -> Carry:
-        def pick(whole: Weight, matrix: Weight) -> Weight:
-            if isinstance(matrix, jax.ShapeDtypeStruct):  # a weight that this program does not take
-                return matrix
-            return jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False).reshape(whole.shape[1:])
+        def pick(stack: nnx.Param, matrix: Weight) -> nnx.Param:
+            # The other weights are those that the module itself slices, and those that this program does not take.
+            if isinstance(matrix, jax.ShapeDtypeStruct) or not stack.get_metadata()["sliced"]:
+                return stack
+            one = jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False)
+            return stack.replace(one.reshape(stack.get_value().shape[1:]))
 
-        return body(index, nnx.merge(graph, jax.tree.map(pick, state, matrices)), carry)
+        layer = [(path, pick(stack, matrices[path])) for path, stack in stacks.items()]
+        return body(index, nnx.merge(graph, nnx.from_flat_state(layer)), carry)
 
     return jax.lax.fori_loop(0, count, step, carry)
 

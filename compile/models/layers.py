@@ -27,6 +27,7 @@ def parameter(
     stored: tuple[int, ...],
     axis: int = 0,
     split: int | None = None,
+    sliced: bool = True,
 ) -> nnx.Param:
     """A parameter that is filled from checkpoint tensors.
 
@@ -37,8 +38,11 @@ def parameter(
         stored: shape of each tensor in the checkpoint.
         axis: the tensors lie side by side along this axis of the parameter.
         split: the axis that devices share; None if each device holds the whole parameter.
+        sliced: whether a loop over stacked layers takes the layer's slice out of the stack; False: the module gets the
+            stack.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), tensors=tuple(tensors), stored=stored, axis=axis, split=split)
+    facts = {"tensors": tuple(tensors), "stored": stored, "axis": axis, "split": split, "sliced": sliced}
+    return nnx.Param(jnp.zeros(shape, dtype), **facts)
 
 
 class Linear(nnx.Module):

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
+from dflash_aot.compile.analysis.roofline import expected_experts
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts
+from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import Linear, parameter
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import multiply, round_to, silu
@@ -15,40 +18,50 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 
 class RoutedMlp(nnx.Module):
-    """Qwen3MoeSparseMoeBlock as a loop over the experts that some token chose; each expert runs on all tokens.
+    """Qwen3MoeSparseMoeBlock over the experts that some token chose; each expert runs on all tokens.
 
-    Decoding is limited by the weights that are read. This loop reads each chosen expert once and copies none.
-    `jax.lax.ragged_dot` copies all experts in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on
-    CPU it multiplies every row by every expert. A token's output is the sum over its own experts in a fixed order, so
-    it does not depend on the other tokens of the batch.
+    Decoding is limited by the weights that are read: each chosen expert's, once. On TPU a kernel streams them
+    (`kernels.expert_mlp`); elsewhere a loop takes one expert after the other. `jax.lax.ragged_dot` copies all experts
+    in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on CPU it multiplies every row by every
+    expert. A token's output is the sum over its own experts in a fixed order, so it does not depend on the other tokens
+    of the batch.
     """
 
-    def __init__(self, hidden: int, experts: MixtureOfExperts, dtype: str, tp: TensorParallel = ONE_DEVICE):
+    def __init__(
+        self,
+        hidden: int,
+        experts: MixtureOfExperts,
+        dtype: str,
+        tp: TensorParallel = ONE_DEVICE,
+        kernels: KernelDevice | None = None,
+    ):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
         self.gate = Linear(E, hidden, dtype)
-        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1)
-        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2)
-        self.experts, self.tp = experts, tp
+        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1, sliced=False)
+        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2, sliced=False)
+        self.experts, self.tp, self.kernels = experts, tp, kernels
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, H] → [B, T, H]."""
+    def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
+        """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
-        # Reshaped before the loop: on TPU a slice that is reshaped inside the loop is copied.
-        gate_up, down = self.gate_up[...].reshape(self.experts.count, -1, x.shape[-1]), self.down[...]
-        shares = self._route(tokens)
-        numbers, count = _list_true((shares > 0).any(axis=0))
-
-        def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
-            expert = numbers[index]
-            output = _run_expert(_pick(gate_up, expert), _pick(down, expert), tokens)
-            share = _pick(shares, expert, axis=1)[:, None]
-            # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
-            return total + jnp.where(share > 0, share * output, 0)
-
-        total = jax.lax.fori_loop(0, count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
+        chosen = self._choose(tokens, layer)
+        expected = expected_experts(self.experts, len(tokens))
+        total = run_experts(self.kernels, tokens, chosen, expected)
+        if total is None:
+            total = _run_in_turn(tokens, chosen)
         return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
+
+    def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
+        """The experts that some of the tokens [n, H] chose, of the layer or of the stack of all layers."""
+        shares = self._route(tokens)
+        gate_up, down = self.gate_up[...], self.down[...]
+        first = layer * self.experts.count if down.ndim > 3 else 0
+        # All layers' experts along one axis, reshaped before any slice: on TPU a slice that is reshaped is copied.
+        gate_up = gate_up.reshape(-1, 2 * gate_up.shape[-2], gate_up.shape[-1])
+        down = down.reshape(-1, *down.shape[-2:])
+        return ChosenExperts(gate_up, down, jnp.int32(first), *_list_true((shares > 0).any(axis=0)), shares)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
@@ -59,6 +72,21 @@ class RoutedMlp(nnx.Module):
         shares = round_to(shares, tokens.dtype).astype(jnp.float32)  # transformers rounds them so
         at = chosen[..., None] == jnp.arange(self.experts.count)
         return jnp.where(at, shares[..., None], 0).sum(axis=1)
+
+
+def _run_in_turn(tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+    """The sum of the experts' outputs by share, one expert after the other: tokens [n, H] → float32 [n, H]."""
+
+    def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
+        expert = chosen.numbers[index]
+        output = _run_expert(
+            _pick(chosen.gate_up, chosen.first + expert), _pick(chosen.down, chosen.first + expert), tokens
+        )
+        share = _pick(chosen.shares, expert, axis=1)[:, None]
+        # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
+        return total + jnp.where(share > 0, share * output, 0)
+
+    return jax.lax.fori_loop(0, chosen.count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
 
 
 def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -94,7 +94,7 @@ class Programs:
         """
         check_divisible(target, draft, devices)
         self._tp, self._stacked = TensorParallel(devices), stacked
-        self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp))
+        self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp, kernels))
         self._draft = AbstractModel(lambda: DFlash(draft, dtype, stacked, self._tp))
         self._facts, self.kernels = draft, kernels
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))

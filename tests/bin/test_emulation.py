@@ -16,9 +16,9 @@ from dflash_aot.compile import precompile
 from tests.optimized_programs import NEEDS_COMPILER
 from tests.runtime.conftest import MADE_UP
 
-# Heads so wide that attention is a kernel.
-WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
-PAIRS = {**MADE_UP, "wide": tuple({**config, **WIDE} for config in MADE_UP["dense"])}
+# So wide that attention and experts are kernels.
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
+PAIRS = {**MADE_UP, "wide": tuple({**config, **WIDE} for config in MADE_UP["experts"])}
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -64,7 +64,8 @@ def test_executables_compute_what_their_programs_say(make_pair, tmp_path, topolo
     precompile(*make_pair(kind), bundle, grid=grid, topology=topology, dtype=dtype, sampling=["greedy"])
     done = verify(bundle, "--execute", "--json")
     assert done.returncode == 0, done.stderr
-    assert kind != "wide" or "tpu_custom_call" in read_stablehlo(bundle)
+    kernels = ("attend_kv_pages", "run_chosen_experts")
+    assert [name in read_stablehlo(bundle) for name in kernels] == [kind == "wide"] * 2
     emulation = json.loads(done.stdout)["emulation"]
     labels = [one["label"] for one in emulation["executables"]]
     assert {label.split()[0] for label in labels} == {"prefill", "draft", "verify", "kv_write"}

@@ -1,13 +1,17 @@
-"""The mixture-of-experts MLP against a loop over tokens, and the independence of tokens."""
+"""The mixture-of-experts MLP against a loop over tokens, the independence of tokens, and the kernel."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
+from dflash_aot.compile.kernels.expert_mlp import ExpertWork, divide_work
+from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.parameters import AbstractModel
+from tests.compile.quick import jit_quickly
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 24, 12, 16, 3
 
@@ -97,3 +101,53 @@ def test_expert_weights_are_not_copied():
     compiled = function.lower(model.shapes(), jax.ShapeDtypeStruct((n, hidden), jnp.float32)).compile()
     one_expert = 3 * hidden * experts.width * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * one_expert
+
+
+@pytest.mark.parametrize(
+    ("width", "cores", "count"),
+    [(256, 1, 1), (256, 2, 20), (48, 1, 300)],
+    ids=["one token", "two cores", "turned, two calls"],
+)
+def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(width, cores, count, capfd):
+    """In the second layer of a stack. Two experts that no token chooses are NaN, as are those of the first layer.
+
+    The last token is NaN and chooses nothing.
+    """
+    hidden, experts = 128, MixtureOfExperts(8, 2, width, True)
+
+    def build(kernels):
+        model = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32", kernels=kernels))
+        return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
+
+    model, loop = build(None)
+    _, kernel = build(KernelDevice("", cores, pltpu.InterpretParams(detect_races=True)))
+    rng = np.random.default_rng(count)
+    weights = {
+        name: rng.standard_normal((2, *leaf.shape) if name != "gate.weight" else leaf.shape, np.float32) / 8
+        for name, leaf in model.shapes().items()
+    }
+    tokens = rng.standard_normal((count, hidden), np.float32)
+    tokens[:, 0], weights["gate.weight"][[2, 5], 0] = 1, -100
+    weights["gate_up"][0], weights["down"][0], weights["down"][1, [2, 5]] = np.nan, np.nan, np.nan
+    tokens = np.concatenate([tokens, np.full((1, hidden), np.nan, np.float32)])
+    expected, found = (np.asarray(run(weights, tokens)) for run in (loop, kernel))
+    assert np.isfinite(expected).all() and np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "cores", "expected"),
+    [
+        (16, 768, 1, ExpertWork(16, 384)),  # Qwen3-30B-A3B, batch=1 k=15
+        (16, 768, 2, ExpertWork(16, 384)),  # the cores share the width
+        (128, 768, 2, ExpertWork(128, 384)),
+        (256, 768, 2, ExpertWork(256, 128)),  # six tiles; of 256 there would be three
+        (600, 768, 1, ExpertWork(208, 256)),  # three calls
+        (16, 192, 1, ExpertWork(16, 192)),  # on each of four devices
+        (1, 768, 1, ExpertWork(16, 384)),
+        (16, 200, 1, None),  # no whole memory tiles
+    ],
+)
+def test_work_of_the_kernel_fits_in_vmem(tokens, width, cores, expected):
+    assert divide_work(tokens, 2048, width, 2, cores) == expected

@@ -33,6 +33,7 @@ from dflash_aot.compile.programs.programs import Programs
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64 rounds=4"
 SHARED = "verify batch=1 length=1024 k=0"
+WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
 # By topology: the executables that are built, and how many collectives each of them has.
 BUILDS = {
     "v5e:1x1": (
@@ -51,6 +52,7 @@ BUILDS = {
     ),
     "v5e:2x2": ((SHARED,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
     "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # gate and up as one weight were copied here
+    WITH_EXPERTS: (("verify batch=1 length=1024 k=15",), 4),
     "tpu7x:1x1x1": ((SHARED,), 4),  # all weights were copied to another layout here
 }
 # Bad programs: a layer loop over position-major kv, a scan over kv, a rewrite under a mask, and our own kv_write
@@ -128,12 +130,18 @@ pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 @pytest.fixture(scope="module")
 def pair():
     """Qwen3-4B and its draft."""
+    return read_pair("Qwen3-4B")
 
-    def read(name):
-        return ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text()))
 
-    target = read_target(read("Qwen3-4B"))
-    return target, read_draft(read("Qwen3-4B-DFlash-b16"), target)
+def read_pair(target_name, **changes):
+    """A target, and the draft of Qwen3-4B with changes."""
+
+    def read(name, **changes):
+        facts = json.loads((CONFIGS / f"{name}.json").read_text())
+        return ConfigFile(CONFIGS / name, {**facts, **changes})
+
+    target = read_target(read(target_name))
+    return target, read_draft(read("Qwen3-4B-DFlash-b16", **changes), target)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +169,8 @@ class Executables:
 def built(request, pair, tmp_path_factory) -> Executables:
     """Built once for all tests, because builds take most of the time."""
     topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
+    if request.param == WITH_EXPERTS:
+        pair = read_pair("Qwen3-30B-A3B", hidden_size=2048, num_target_layers=48)
     kernels = choose_kernel_device(topology.chip, *pair)
     programs = Programs(*pair, "bfloat16", True, topology.devices, SAMPLING_MODES, kernels)
     bundle = tmp_path_factory.mktemp("bundle")
@@ -183,7 +193,7 @@ def test_executables_of_real_shapes_have_no_problems(built):
 
 
 def test_memory_estimate_equals_the_compilers_figures(built):
-    """For Qwen3-4B: arguments are exact, the sum is within 2 %, or within the global memory of a newer libtpu."""
+    """Arguments are exact, the sum is within 2 %, or within the global memory of a newer libtpu."""
     known = built.programs.arrays_by_name(built.grid)
     planner = MemoryPlanner(built.programs, built.topology.devices, tiled=True)
     for entry in built.entries:

@@ -1,0 +1,197 @@
+"""The experts of a mixture as a Pallas TPU kernel: the matrices of each chosen expert are streamed from the stack.
+
+A grid step runs one expert on all tokens, while the matrices of the next chosen expert are copied to VMEM. As a loop
+of XLA's operations, experts wait for each other: a product streams its own weight, but nothing is read between two
+products.
+
+E experts · X experts of all layers · M width of an expert · H hidden · n tokens
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts
+from dflash_aot.compile.kernels.tiling import LANES, round_up
+
+NAME = "run_chosen_experts"
+ROWS = 16  # of a memory tile of bfloat16
+VMEM_BYTES = 14 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
+MAX_TOKENS = 256  # of a call: more of them take longer to multiply than an expert takes to be read
+
+
+def run_chosen_experts(
+    tokens: jax.Array, chosen: ChosenExperts, expected: float, cores: int, interpret: Any = False
+) -> jax.Array | None:
+    """The sum of the experts' outputs by share: tokens [n, H] → float32 [n, H]; None if the sizes do not fit in VMEM.
+
+    Args:
+        tokens: of any number.
+        chosen: their experts.
+        expected: number of chosen experts that the compiler's estimates assume.
+        cores: TensorCores of the device.
+        interpret: for tests on CPU: `pltpu.InterpretParams`.
+    """
+    (n, H), M = tokens.shape, chosen.down.shape[2]
+    work = divide_work(n, H, M, tokens.dtype.itemsize, cores)
+    if work is None:
+        return None
+    turned, padding = is_turned(M), ((0, -n % work.rows), (0, 0))
+    tokens, shares = jnp.pad(tokens, padding), jnp.pad(chosen.shares, padding)
+    # At least one step, which writes the result.
+    scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
+    matrices = (chosen.gate_up, chosen.gate_up, chosen.down.swapaxes(1, 2) if turned else chosen.down)
+    facts, parts = _ExpertFacts(work.tile, turned, expected), range(0, len(tokens), work.rows)
+    ends = [(tokens[at : at + work.rows], shares[at : at + work.rows]) for at in parts]
+    totals = [_call_kernel(facts, (*scalars, *arrays, *matrices), interpret).sum(axis=0) for arrays in ends]
+    return jnp.concatenate(totals)[:n]
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """How the work is divided: `rows` tokens of a call of the kernel, `tile` of an expert's width of a grid step."""
+
+    rows: int
+    tile: int
+
+
+def divide_work(n: int, hidden: int, width: int, itemsize: int, cores: int) -> ExpertWork | None:
+    """As few calls for n tokens, and as large tiles, as VMEM takes.
+
+    None where not even the smallest fit, and for sizes that are not whole memory tiles.
+    """
+    if hidden % LANES or width % ROWS:
+        return None
+    for calls in range(-(-n // MAX_TOKENS), n + 1):
+        rows = round_up(-(-n // calls), ROWS)
+        if tile := choose_tile(rows, hidden, width, itemsize, cores):
+            return ExpertWork(rows, tile)
+        if rows == ROWS:
+            return None
+    return None
+
+
+def is_turned(width: int) -> bool:
+    """Whether arrays [.., H, M] lie in memory as [.., M, H]. A kernel has to read them so, or all of them are copied.
+
+    For H of whole vector registers. It is the compiler's layout of arguments (`memory_plan.choose_layout`): the one of
+    the two that pads less.
+    """
+    return width % LANES != 0
+
+
+def choose_tile(rows: int, hidden: int, width: int, itemsize: int, cores: int) -> int | None:
+    """How much of an expert's width a grid step takes; None where no tile fits in VMEM.
+
+    Cores divide the width and not the experts, so that a token's sum has the same order whatever others choose.
+    """
+    unit = ROWS if is_turned(width) else LANES
+    fitting = [
+        tile
+        for tile in (width // parts for parts in range(1, width + 1) if width % parts == 0)
+        if tile % ROWS == 0
+        and (tile == width or tile % unit == 0)
+        and count_vmem(rows, hidden, tile, itemsize) <= VMEM_BYTES
+    ]
+    shared = (tile for tile in fitting if width // tile % cores == 0)
+    return next(shared, fitting[0] if fitting else None)
+
+
+def count_vmem(rows: int, hidden: int, tile: int, itemsize: int) -> int:
+    """Bytes of VMEM: two buffers of the matrices, the tokens and the result, and one product of each matrix."""
+    lanes = round_up(tile, LANES)
+    matrices = 3 * lanes * hidden * itemsize
+    ends = rows * hidden * (itemsize + 4)
+    return 2 * (matrices + ends) + 4 * rows * (2 * lanes + hidden)
+
+
+def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
+    """What a compiled kernel computes, as operations of any device: its metadata's facts, and its operands in order."""
+    return _call_kernel(msgspec.json.decode(facts, type=_ExpertFacts), operands, True)
+
+
+@dataclass(frozen=True)
+class _ExpertFacts:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        tile: width of an expert that a grid step takes.
+        turned: whether `down` is [X, M, H], see `is_turned`.
+        expected: see `run_chosen_experts`.
+    """
+
+    tile: int
+    turned: bool
+    expected: float
+
+
+def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
+    """operands: count, first, numbers, tokens, shares, gate_up twice, down → float32 [tiles, n, H], to be summed."""
+    count, _, _, tokens, shares, gate_up, _, down = operands
+    (n, H), M, item = tokens.shape, gate_up.shape[1] // 2, down.dtype.itemsize
+    tiles = M // facts.tile
+    whole = [pl.BlockSpec(array.shape, lambda tile, step, *_: (0, 0)) for array in (tokens, shares)]
+    gate, up = (
+        pl.BlockSpec(
+            (None, facts.tile, H),
+            lambda tile, step, first, numbers, part=part: (first[0] + numbers[step], part * tiles + tile, 0),
+        )
+        for part in range(2)
+    )
+    down_tile = pl.BlockSpec(
+        (None, facts.tile, H) if facts.turned else (None, H, facts.tile),
+        lambda tile, step, first, numbers: (first[0] + numbers[step], *((tile, 0) if facts.turned else (0, tile))),
+    )
+    call = pl.pallas_call(
+        partial(_add_expert, facts),
+        out_shape=jax.ShapeDtypeStruct((tiles, n, H), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(tiles, count),
+            in_specs=[*whole, gate, up, down_tile],
+            out_specs=pl.BlockSpec((None, n, H), lambda tile, step, *_: (tile, 0, 0)),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=int(facts.expected * 6 * n * M * H),
+            transcendentals=int(facts.expected * n * M),
+            bytes_accessed=int(facts.expected * 3 * M * H * item) + tiles * n * H * (item + 4),
+        ),
+        interpret=interpret,
+        name=NAME,
+        metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
+    )
+    return call(*operands[1:])
+
+
+def _add_expert(
+    facts: "_ExpertFacts", first: Any, numbers: Any, tokens: Any, shares: Any, gate: Any, up: Any, down: Any, out: Any
+) -> None:
+    """The kernel: one grid step adds a part of an expert's width. Rounds where `RoutedMlp` does."""
+    step, dtype = pl.program_id(1), tokens.dtype
+
+    @pl.when(step == 0)
+    def clear() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    gated, raised = (_multiply(tokens[...], part[...]).astype(dtype).astype(jnp.float32) for part in (gate, up))
+    opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
+    output = _multiply((opened * raised).astype(dtype), down[...], turned=facts.turned)
+    mine = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == numbers[step]
+    share = jnp.sum(jnp.where(mine, shares[...], 0), axis=1, keepdims=True)
+    out[...] += jnp.where(share > 0, share * output, 0)
+
+
+def _multiply(rows: jax.Array, weight: jax.Array, turned: bool = False) -> jax.Array:
+    """rows [n, in], weight [out, in], or [in, out] if it is turned → float32 [n, out]."""
+    # Explicit: the precision of the context is for products of float32.
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    contracted = (((1,), (0 if turned else 1,)), ((), ()))
+    return jax.lax.dot_general(rows, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
