@@ -42,7 +42,7 @@ def run_layers(
     matrices = {path: _flatten_stack(stack.get_value()) for path, stack in stacks.items()}
 
     def step(index: jax.Array, carry: Carry) -> Carry:
-        def pick(stack: nnx.Param, matrix: Weight) -> nnx.Param:
+        def pick(stack: nnx.Variable, matrix: Weight) -> nnx.Variable:
             # The other weights are those that the module itself slices, and those that this program does not take.
             if isinstance(matrix, jax.ShapeDtypeStruct) or not stack.get_metadata()["sliced"]:
                 return stack

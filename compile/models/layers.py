@@ -41,8 +41,8 @@ def parameter(
         sliced: whether a loop over stacked layers takes the layer's slice out of the stack; False: the module gets the
             stack.
     """
-    facts = {"tensors": tuple(tensors), "stored": stored, "axis": axis, "split": split, "sliced": sliced}
-    return nnx.Param(jnp.zeros(shape, dtype), **facts)
+    tensors = tuple(tensors)
+    return nnx.Param(jnp.zeros(shape, dtype), tensors=tensors, stored=stored, axis=axis, split=split, sliced=sliced)
 
 
 class Linear(nnx.Module):
