@@ -3,7 +3,7 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
-    [--sampling greedy,sample] [--nocanaries] [--check_reproducible] [--store URL]
+    [--sampling greedy,sample] [--exact] [--nocanaries] [--check_reproducible] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries]
@@ -119,6 +119,12 @@ _CHECK_REPRODUCIBLE = flags.DEFINE_bool(
     "build twice and compare keys and programs, and for a TPU every byte",
     flag_values=FLAGS,
 )
+_EXACT = flags.DEFINE_bool(
+    "exact",
+    False,
+    "build exactly this grid and sampling; otherwise what the bundle has for the same pair and devices is kept",
+    flag_values=FLAGS,
+)
 _PLAN = flags.DEFINE_bool("plan", False, "compile nothing, show what would be built", flag_values=FLAGS)
 _TAU = flags.DEFINE_float(
     "tau", None, "tokens per round, if known: predicts the least time per token (TPU)", flag_values=FLAGS
@@ -138,7 +144,13 @@ def run_precompile() -> None:
         return
     if _REQUIRE_SIGNATURE.value is not None:
         raise BadInput("--require_signature needs --rebuild: a bundle that is not built yet is not signed")
-    arguments = {**_read_arguments(), "jobs": _JOBS.value, "tau": _TAU.value, "observer": TerminalObserver()}
+    arguments = {
+        **_read_arguments(),
+        "exact": _EXACT.value,
+        "jobs": _JOBS.value,
+        "tau": _TAU.value,
+        "observer": TerminalObserver(),
+    }
     if _PLAN.value:
         _check_plan_flags()
         print_plan(plan_build(**arguments), _JSON.value)
@@ -175,6 +187,7 @@ def _read_arguments() -> dict[str, Any]:
         "tensor_parallel": _TENSOR_PARALLEL.value,
         "dtype": _DTYPE.value,
         "sampling": _SAMPLING.value.split(",") if _SAMPLING.value else [],
+        "exact": _EXACT.value,
     }
 
 

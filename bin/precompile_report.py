@@ -96,6 +96,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
             "grid": str(deployment.grid),
             "sampling": deployment.programs.pair.sampling,
             "executables": count,
+            "present": plan.present,
             "programs": plan.executables,
             "weight_bytes": plan.weight_bytes,
             "state_bytes": plan.state_bytes,
@@ -108,14 +109,20 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
     shares = ", ".join(f"{axis} {share:.0%}" for axis, share in plan.padding_waste.items())
     lines = [
         *format_table(("program", "executables"), [(name, str(number)) for name, number in plan.executables.items()]),
-        f"{count} executables for {deployment.grid}",
-        format_estimate(estimate, plan.jobs),
+        f"{count} executables for {deployment.grid}{_format_present(plan.present, count)}",
+        *([] if plan.present == count else [format_estimate(estimate, plan.jobs)]),
         f"padding of a request that is 1 larger than a size, at worst: {shares}",
         f"{'on all devices' if deployment.devices > 1 else 'on the device'}: weights {format_bytes(plan.weight_bytes)},"
         f" kv and other state {format_bytes(plan.state_bytes)}, and temporaries",
         *format_memory(plan.memory, deployment),
     ]
     print_lines(*lines, file=sys.stderr)
+
+
+def _format_present(present: int, count: int) -> str:
+    if present == count:
+        return ": all are there already, nothing is to be compiled"
+    return f": {present} are there already, {count - present} are to be compiled" if present else ""
 
 
 def format_estimate(estimate: BuildEstimate | None, jobs: int) -> str:

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -103,12 +103,12 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self.miss(1, start + left, 0)
         return Chunk(width, _at_least(self.length, reach))
 
-    def miss(self, batch: int, length: int, k: int) -> GridMiss:
+    def miss(self, batch: int, length: int, k: int, command: Callable[["Grid"], str] | None = None) -> GridMiss:
         """Returns the error for a request outside the grid, with the command that builds a wider grid."""
         return GridMiss(
             f"outside the grid: batch={batch}, length={length}, k={k} is needed, and the grid ends at "
             f"batch={self.batch[-1]}, length={self.length[-1]}, k={self.k[-1]}. "
-            f"Precompile a wider grid: dflash-precompile --buckets '{self.widened(batch, length, k)}'"
+            f"Precompile a wider grid: {(command or build_grid_command)(self.widened(batch, length, k))}"
         )
 
     def widened(self, batch: int, length: int, k: int) -> "Grid":
@@ -120,9 +120,19 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 axes[axis].add(least)
         return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()}, rounds=self.rounds)
 
+    def united(self, other: "Grid") -> "Grid":
+        """Returns the grid with the sizes of both."""
+        axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(other, axis)})) for axis in AXES}
+        return Grid(**axes, rounds=max(self.rounds, other.rounds))
+
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
         return axes if self.rounds == 1 else f"{axes} {ROUNDS}={self.rounds}"
+
+
+def build_grid_command(grid: Grid) -> str:
+    """Returns the command for a grid where the bundle is not known."""
+    return f"dflash-precompile --buckets '{grid}'"
 
 
 def _at_least(sizes: tuple[int, ...], least: int) -> int:
@@ -168,7 +178,8 @@ def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]
     wrong = [size for size in sizes if type(size) is not int or not MIN_SIZES[axis] <= size <= MAX_SIZE]
     if not sizes or wrong:
         found = ", ".join(map(repr, wrong)) or "nothing"
-        raise BadInput(f"{source}: {axis} holds {found}; expected {AXIS_MEANINGS[axis]}")
+        limit = f" and at most {MAX_SIZE}" if any(type(size) is int and size > MAX_SIZE for size in wrong) else ""
+        raise BadInput(f"{source}: {axis} holds {found}; expected {AXIS_MEANINGS[axis]}{limit}")
     if len(set(sizes)) < len(sizes):
         raise BadInput(f"{source}: {axis} has a size twice: {','.join(map(str, sizes))}")
     return tuple(sorted(sizes))

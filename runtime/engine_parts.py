@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.executable import DeviceState
@@ -23,6 +23,7 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     report_out_of_memory,
     warm_up_executable,
 )
+from dflash_aot.runtime.requests.grid_refusals import refuse_k
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
@@ -66,12 +67,12 @@ def load_engine_parts(
     timer = _PhaseTimer(on_phase)
     timer.enter("bundle")
     manifest = read_compatible_manifest(path, signed_by)
-    most = _find_largest_k(manifest, k)
+    most = _find_largest_k(manifest, path, k)
     directories = locate_checkpoint_pair(manifest, target, draft)
     check_pair_facts(path, manifest, directories)
     estimates = estimate_rounds(manifest, most)
     weights: dict[str, jax.Array] = {}
-    loader = make_lazy_loader(path, manifest, _order_ks(manifest, k, estimates), weights)
+    loader = make_lazy_loader(path, manifest, _order_ks(manifest, most, k, estimates), weights)
     timer.enter("weights")
     with _load_in_background(loader), report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
         devices = bundle_devices(manifest)
@@ -125,7 +126,7 @@ class _PhaseTimer:
             self.seconds[self._phase] = time.perf_counter() - self._began
 
 
-def _find_largest_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
+def _find_largest_k(manifest: Manifest, path: Path, k: int | Literal["auto"]) -> int:
     """Returns the largest K that is served. Raises BadInput, GridMiss."""
     ks = manifest.grid.k
     if k == "auto":
@@ -133,21 +134,16 @@ def _find_largest_k(manifest: Manifest, k: int | Literal["auto"]) -> int:
     if type(k) is not int or k < 0:
         raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
     if k not in ks:
-        axis = f"k={','.join(map(str, sorted({*ks, k})))}"
-        raise GridMiss(
-            f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, ks))}. "
-            f"Precompile it: dflash-precompile --buckets '... {axis} ...' (a block of "
-            f"{manifest.draft.facts.block} allows k up to {manifest.draft.facts.block - 1})"
-        )
+        raise refuse_k(manifest, path, k)
     return k
 
 
-def _order_ks(manifest: Manifest, k: int | Literal["auto"], estimates: RoundTimes) -> list[int]:
+def _order_ks(manifest: Manifest, most: int, k: int | Literal["auto"], estimates: RoundTimes) -> list[int]:
     """Returns the served Ks in loading order: the user's K or the best for one short request, then 0, then the others.
 
     The best has the least estimated time per expected token of a request without history.
     """
-    grid, most = manifest.grid, _find_largest_k(manifest, k)
+    grid = manifest.grid
     tokens, sampled = AcceptanceEstimate().expected_tokens(most), "greedy" not in manifest.sampling
 
     def seconds_per_token(one: int) -> float:

@@ -156,12 +156,29 @@ class Store:
         Counts one executable for each signature, although the store may hold builds by several compilers. Verifies
         nothing.
         """
-        wanted, held = list(signatures), dict[Path, Blob]()
+        held = dict[Path, Blob]()
+        for entry in self._list_records_of(signatures):
+            held |= self._list_blobs(entry)
+        return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
+
+    def list_stored(self, signatures: Iterable[Signature]) -> list[Signature]:
+        """Returns those of these signatures that have a build record and files of the right sizes."""
+        return [
+            entry.signature
+            for entry in self._list_records_of(signatures)
+            if all(_has_size(path, blob) for path, blob in self._list_blobs(entry).items())
+        ]
+
+    def _list_blobs(self, entry: Entry) -> dict[Path, Blob]:
+        return {self.executable_path(entry): entry, self.program_path(entry): entry.program}
+
+    def _list_records_of(self, signatures: Iterable[Signature]) -> Iterator[Entry]:
+        """Yields one build record for each signature that has any."""
+        wanted = list(signatures)
         for entry in self._list_build_records():
             if entry.signature in wanted:
                 wanted.remove(entry.signature)
-                held |= {self.executable_path(entry): entry, self.program_path(entry): entry.program}
-        return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
+                yield entry
 
     def _list_build_records(self) -> Iterator[Entry]:
         """Yields the records that can be read."""

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, read_manifest
+from dflash_aot.cache.environment import read_host_environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.remote.shared_store import StoreReport
-from dflash_aot.cache.signature import ExecutableId, state_arrays
+from dflash_aot.cache.signature import ExecutableId, Signature, state_arrays
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_problems
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
@@ -28,10 +29,11 @@ class BuildPlan(msgspec.Struct, frozen=True):
         bundle: where.
         deployment: the pair with its grid and devices.
         executables: counts by program.
+        present: how many the bundle has already, by its build records; a build also compares programs and keys.
         weight_bytes: of all weights, on all devices together.
         state_bytes: of the kv cache and other state, on all devices together.
         jobs: executables compiled at a time.
-        estimate: seconds of one core, and bytes on disk; None for a platform without estimates.
+        estimate: of what is missing: seconds of one core, and bytes on disk; None for a platform without estimates.
         padding_waste: by axis, the largest share of a size that is padding.
         memory: device memory and round times; None for devices without figures.
     """
@@ -39,6 +41,7 @@ class BuildPlan(msgspec.Struct, frozen=True):
     bundle: Path
     deployment: Deployment
     executables: dict[str, int]
+    present: int
     weight_bytes: int
     state_bytes: int
     jobs: int
@@ -81,17 +84,33 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
     deployment = job.deployment
     programs, grid = deployment.programs, deployment.grid
     signatures = programs.list_signatures(grid)
+    missing = _list_missing(job, signatures)
     return BuildPlan(
         bundle=job.store.bundle,
         deployment=deployment,
         executables=dict(Counter(signature.program for signature in signatures)),
+        present=len(signatures) - len(missing),
         weight_bytes=sum(recipe.bytes for recipe in programs.recipes()),
         state_bytes=sum(array.bytes for array in state_arrays(programs.pair, grid)),
         jobs=choose_jobs(job.build_target, job.jobs),
-        estimate=estimate_build(signatures, programs.pair, deployment.platform),
+        estimate=estimate_build(missing, programs.pair, deployment.platform),
         padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
         memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),
     )
+
+
+def _list_missing(job: BuildJob, signatures: Sequence[Signature]) -> list[Signature]:
+    """The signatures without a build record; all of them where another compiler or machine built the bundle."""
+    try:
+        built = read_manifest(job.store.bundle).environment
+    except CorruptBundle:  # a killed build has records and no manifest; MissingBundle is one
+        built = None
+    if built is not None:
+        host = msgspec.structs.asdict(read_host_environment(built.platform))
+        if host != {name: getattr(built, name) for name in host}:
+            return list(signatures)
+    stored = job.store.list_stored(signatures)
+    return [signature for signature in signatures if signature not in stored]
 
 
 def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[ExecutableId, float]:

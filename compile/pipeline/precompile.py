@@ -27,6 +27,7 @@ from dflash_aot.compile.pipeline.build_target import choose_build_target, name_t
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import check_tau, plan_deployment
 from dflash_aot.compile.pipeline.executable_builder import check_jax_version
+from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
@@ -44,6 +45,7 @@ def precompile(
     tensor_parallel: int | None = None,
     dtype: str | None = None,
     sampling: Sequence[str] = SAMPLING_MODES,
+    exact: bool = False,
     jobs: int | None = None,
     self_test: bool = True,
     store: str | None = None,
@@ -69,6 +71,8 @@ def precompile(
         tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
         dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
         sampling: kinds of verification to build, of "greedy" and "sample".
+        exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
+            there already are kept, and what is missing is added.
         jobs: executables compiled at a time; None: a default for the platform.
         self_test: call every new executable once, in a subprocess, and record what it computes.
         store: a shared store, a directory or URL: executables are looked up and added there.
@@ -93,6 +97,8 @@ def precompile(
         tensor_parallel=tensor_parallel,
         dtype=dtype,
         sampling=sampling,
+        exact=exact,
+        observer=observer,
         jobs=jobs,
         self_test=self_test,
         ray_address=ray_address,
@@ -113,6 +119,7 @@ def plan_build(
     tensor_parallel: int | None = None,
     dtype: str | None = None,
     sampling: Sequence[str] = SAMPLING_MODES,
+    exact: bool = False,
     jobs: int | None = None,
     tau: float | None = None,
     observer: BuildObserver | None = None,
@@ -121,6 +128,7 @@ def plan_build(
 
     Arguments and errors are those of `precompile`.
     """
+    observer = observer or BuildObserver()
     job = _prepare_build(
         str(target),
         str(draft),
@@ -132,10 +140,11 @@ def plan_build(
         tensor_parallel=tensor_parallel,
         dtype=dtype,
         sampling=sampling,
+        exact=exact,
+        observer=observer,
         jobs=jobs,
     )
     check_tau(tau, job.deployment.grid, job.deployment.chip)
-    observer = observer or BuildObserver()
     observer.on_plan(job.deployment)
     return plan_executables(job, tau, observer)
 
@@ -211,6 +220,8 @@ def _prepare_build(
     tensor_parallel: int | None,
     dtype: str | None,
     sampling: Sequence[str],
+    exact: bool,
+    observer: BuildObserver,
     jobs: int | None,
     self_test: bool = True,
     ray_address: str | None = None,
@@ -221,6 +232,14 @@ def _prepare_build(
     chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
     build_target = choose_build_target(platform, topology, tensor_parallel)
     deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target)
+    if exact:
+        message = describe_loss(bundle, deployment)
+    else:
+        change = add_to_bundle(bundle, deployment, build_target)
+        message, chosen = change.message, change.grid
+        deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, change.sampling, build_target)
+    if message:
+        observer.on_info(message)
     return BuildJob(
         target=TargetModel(_make_absolute(target), target_facts),
         draft=DraftModel(_make_absolute(draft), draft_facts),

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-import msgspec
-
-from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
+from dflash_aot.runtime.requests.grid_refusals import refuse_k, refuse_length, refuse_sampling
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
@@ -139,14 +137,9 @@ class RequestBuilder:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
         bundle, manifest = self._bundle, self._bundle.manifest
         if not params.is_greedy and "sample" not in manifest.sampling:
-            command = msgspec.structs.replace(manifest, sampling=SAMPLING_MODES).build_command(bundle.path)
-            raise GridMiss(
-                "the bundle has greedy executables only, and this takes sampled ones: "
-                f"{', '.join(params.sampled_fields)}. Precompile them: {command}"
-            )
-        ks = manifest.grid.k
-        if params.k is not None and params.k not in ks:
-            raise GridMiss(f"no executable verifies k={params.k} tokens: the grid has k={','.join(map(str, ks))}")
+            raise refuse_sampling(manifest, bundle.path, params.sampled_fields)
+        if params.k is not None and params.k not in manifest.grid.k:
+            raise refuse_k(manifest, bundle.path, params.k)
         if params.k is not None and params.k > bundle.k:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
 
@@ -160,20 +153,8 @@ class RequestBuilder:
         grid = self._bundle.manifest.grid
         room = grid.capacity + 1 - prompt_tokens
         if (wanted or 1) > room:
-            raise self._refuse_length(prompt_tokens + (wanted or 1) - 1)
+            raise refuse_length(self._bundle.manifest, self._bundle.path, prompt_tokens + (wanted or 1) - 1)
         return wanted or room
-
-    def _refuse_length(self, length: int) -> GridMiss:
-        """The error for too many positions; it names a wider grid where the models allow one."""
-        manifest = self._bundle.manifest
-        facts = manifest.target.facts.decoder, manifest.draft.facts.decoder
-        positions = min(decoder.positions for decoder in facts)
-        if length <= positions:
-            return manifest.grid.miss(1, length, 0)
-        return GridMiss(
-            f"prompt and answer take {length} positions; the models were made for {positions} "
-            f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
-        )
 
     def _make_detokenizer(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""

@@ -68,6 +68,44 @@ def test_sampling_selects_the_programs_that_are_built(command, pair, tmp_path, k
     assert plan["sampling"] == [kind for kind in ("greedy", "sample") if kind in kinds]
 
 
+def test_build_adds_to_the_grid_of_the_bundle_and_exact_takes_away(command, pair, copy):
+    """A smaller grid keeps what the bundle serves; sizes and sampling modes that are new are added."""
+    smaller = "batch=1 length=32 k=0 prefill=16"
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={smaller}", BUILT)
+    assert done.code == 0 and "nothing to compile: all 7 were there already" in done.err
+    assert f"what the bundle has is kept: the grid is '{GRID}', sampling greedy; --exact drops the rest" in done.err
+    assert str(read_manifest(copy).grid) == GRID
+    plan = [*pair, f"--bundle={copy}", "--buckets=batch=1 length=16 k=0 prefill=16", "--sampling=sample"]
+    planned = json.loads(command(precompile, *plan, "--plan", "--json").out)
+    assert planned["grid"] == "batch=1 length=16,32 k=0,3 prefill=16" and planned["sampling"] == ["greedy", "sample"]
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={smaller}", BUILT, "--exact")
+    assert "--exact: 3 of 7 executables leave the bundle (1 draft, 1 verify, 1 kv_write)" in done.err
+    assert str(read_manifest(copy).grid) == smaller
+
+
+def test_sizes_that_no_grid_can_have_together_are_refused(command, pair, copy):
+    before = (copy / "manifest.json").read_bytes()
+    done = command(precompile, *pair, f"--bundle={copy}", "--buckets=batch=1 length=3 k=0,2 prefill=2", BUILT)
+    assert done.code == 2 and "length=3 is too short to verify k=3 tokens. Name another bundle, or" in done.err
+    assert (copy / "manifest.json").read_bytes() == before
+
+
+def test_build_of_another_dtype_replaces_the_bundle_and_says_so(command, pair, copy):
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--dtype=bfloat16", "--plan")
+    assert done.code == 0 and "the bundle's 7 executables are replaced: they are for another dtype, float32" in done.err
+
+
+def test_plan_of_a_complete_bundle_says_that_nothing_is_missing(command, pair, copy):
+    plan = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan"]
+    done = command(precompile, *plan)
+    assert "7 executables for" in done.err and ": all are there already, nothing is to be compiled" in done.err
+    manifest = read_manifest(copy)
+    (copy / "executables" / manifest.entries[0].sha256).unlink()
+    planned = json.loads(command(precompile, *plan, "--json").out)
+    assert (planned["executables"], planned["present"]) == (7, 6)
+    assert ": 6 are there already, 1 are to be compiled" in command(precompile, *plan).err
+
+
 def test_grid_can_be_read_from_a_file(command, pair, copy, tmp_path):
     (tmp_path / "grid.toml").write_text("batch = 1\nlength = [32]\nk = [0, 3]\nprefill = [16]\n")
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={tmp_path / 'grid.toml'}", "--plan", "--json")
@@ -271,6 +309,7 @@ def test_help_names_every_flag(command):
         "--topology",
         "--jobs",
         "--plan",
+        "--exact",
         "--json",
     ):
         assert flag in done.out.replace("[no]", "")

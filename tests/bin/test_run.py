@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import threading
 from dataclasses import replace
@@ -12,7 +13,7 @@ import tokenizers
 from msgspec import structs
 from tokenizers import Regex, pre_tokenizers
 
-from dflash_aot.bin import run
+from dflash_aot.bin import precompile, run
 from dflash_aot.bin.jsonl import answer_lines
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.runtime import Engine, SamplingParams
@@ -335,6 +336,29 @@ def test_full_disk_ends_with_an_error_message(command, served, tmp_path):
     assert done.code == 2 and "--output /dev/full: No space left on device" in done.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "buckets"),
+    [
+        (["--prompt=a", "--max_tokens=100"], "batch=1 length=32,100 k=0,3 prefill=16"),
+        (["--prompt=" + "x y z " * 20], "batch=1 length=32,120 k=0,3 prefill=16"),
+        (["--prompt=a", "--k=2"], "batch=1 length=32 k=0,2,3 prefill=16"),
+    ],
+    ids=["length", "prompt", "k"],
+)
+def test_command_in_a_grid_miss_can_be_pasted(command, served, bundle, tied, flags, buckets):
+    """It names the bundle, and a plan of it is accepted as it stands."""
+    done = command(run, *served, *flags)
+    words = shlex.split(done.err.split(": dflash-precompile ")[1])
+    assert done.code == 6 and words[:2] == ["--bundle", str(bundle("tiny"))] and buckets in words
+    planned = command(precompile, *words, "--plan", "--json")
+    assert json.loads(planned.out)["grid"] == buckets
+
+
+def test_k_that_no_grid_can_have_names_the_limit(command, served):
+    done = command(run, *served, "--prompt=a", "--k=99")
+    assert done.code == 6 and "More than k=7 cannot be added: a block has 8 tokens" in done.err
+
+
 def test_missing_bundle_names_the_build_command(command, tmp_path):
     done = command(run, f"--bundle={tmp_path / 'none'}", "--prompt=a")
     assert done.code == 2 and f"dflash-precompile --bundle {tmp_path / 'none'}" in done.err
@@ -353,14 +377,6 @@ def test_bundle_for_another_environment_exits_with_4(command, served, copy):
     (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, environment=environment)))
     done = command(run, f"--bundle={copy}", served[1], "--prompt=a")
     assert (done.code, done.out) == (4, "") and "0.9.9" in done.err and "dflash-precompile" in done.err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--prompt=" + "x y z " * 20], ["--prompt=a", "--max_tokens=99"], ["--prompt=a", "--k=2"]]
-)
-def test_request_outside_the_grid_exits_with_6(command, served, arguments):
-    done = command(run, *served, *arguments)
-    assert (done.code, done.out) == (6, "") and "dflash-precompile --buckets" in done.err
 
 
 def test_sampling_with_a_greedy_bundle_exits_with_6(command, served):

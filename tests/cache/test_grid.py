@@ -204,6 +204,18 @@ def test_remedy_of_a_grid_miss_fits_the_request(grid, batch, length, k):
     assert all(set(getattr(grid, axis)) <= set(getattr(wider, axis)) for axis in ("batch", "length", "k", "prefill"))
 
 
+@given(GRIDS, GRIDS)
+def test_united_grid_has_the_sizes_of_both(one, other):
+    both = one.united(other)
+    assert both == other.united(one) and both.united(one) == both
+    assert {*one.buckets(), *other.buckets()} <= {*both.buckets()}
+
+
+def test_size_above_the_limit_is_refused_with_the_limit():
+    with pytest.raises(BadInput, match=r"length holds 99999999; expected .* at most 16777216"):
+        parse_grid("batch=1 length=99999999 k=0 prefill=4", BLOCK)
+
+
 def test_rounds_are_optional_and_widen_the_widest_write():
     grid = parse_grid("batch=1,4 length=64 k=0,3 prefill=4 rounds=8", BLOCK)
     assert (grid.rounds, grid.widest_write) == (8, 8)

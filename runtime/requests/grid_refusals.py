@@ -1,0 +1,52 @@
+"""Grid refusals: errors for requests outside the grid of a bundle, each with the command that builds what is missing.
+
+A build adds to the bundle, so every command names the bundle and its pair, and can be pasted as it stands.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.errors import GridMiss
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.sampling_state import SAMPLING_MODES
+
+
+def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
+    """The error for too many positions; it names a wider grid where the models allow one."""
+    positions = min(facts.decoder.positions for facts in (manifest.target.facts, manifest.draft.facts))
+    if length <= positions:
+        return manifest.grid.miss(1, length, 0, lambda grid: _build_command(manifest, bundle, grid))
+    return GridMiss(
+        f"prompt and answer take {length} positions; the models were made for {positions} "
+        f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
+    )
+
+
+def refuse_k(manifest: Manifest, bundle: Path, k: int) -> GridMiss:
+    """The error for a K that was not built; it names a wider grid where draft and grid allow that K."""
+    grid = manifest.grid
+    most = min(manifest.draft.facts.block, grid.length[0]) - 1
+    missing = f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, grid.k))}"
+    if k > most:
+        return GridMiss(
+            f"{missing}. More than k={most} cannot be added: a block has {manifest.draft.facts.block} tokens, the "
+            f"shortest length of the grid is {grid.length[0]}"
+        )
+    wider = msgspec.structs.replace(grid, k=tuple(sorted({*grid.k, k})))
+    return GridMiss(f"{missing}. Precompile it: {_build_command(manifest, bundle, wider)}")
+
+
+def refuse_sampling(manifest: Manifest, bundle: Path, fields: Sequence[str]) -> GridMiss:
+    """The error for parameters that a bundle without sampled executables cannot serve."""
+    command = msgspec.structs.replace(manifest, sampling=SAMPLING_MODES).build_command(bundle)
+    return GridMiss(
+        f"the bundle has greedy executables only, and this takes sampled ones: {', '.join(fields)}. "
+        f"Precompile them: {command}"
+    )
+
+
+def _build_command(manifest: Manifest, bundle: Path, grid: Grid) -> str:
+    return msgspec.structs.replace(manifest, grid=grid).build_command(bundle)
