@@ -5,28 +5,13 @@ It frames a sublayer (attention or MLP) of a draft layer: one convolution of the
 B blocks · T rows of a block · H hidden · G groups of channels · J taps, the rows that a result depends on
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
 from dflash_aot.compile.models.layers import Linear, parameter
-from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import round_to
-
-
-class Coefficients(NamedTuple):
-    """Coefficients of a convolution: those of a row, tap and channel are the sum of both arrays.
-
-    Attributes:
-        base: float32 [J, H], equal for all rows.
-        dynamic: float32 [B, T, J, G], equal for the channels of a group.
-    """
-
-    base: jax.Array
-    dynamic: jax.Array
 
 
 class SublayerConvolution(nnx.Module):
@@ -38,26 +23,45 @@ class SublayerConvolution(nnx.Module):
 
     def __init__(self, sizes: BlockConvolution, hidden: int, dtype: str):
         shape, groups = (2, sizes.kernel, hidden), hidden // sizes.group
-        self.base_kernel = parameter(shape, dtype, ["base_kernel"], shape)
+        # float32 in any case, because the TPU compiler would convert it in an operation of its own.
+        self.base_kernel = parameter(shape, "float32", ["base_kernel"], shape)
         self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, dtype)
         self.sizes = sizes
 
-    def coefficients(self, h: jax.Array) -> tuple[Coefficients, Coefficients]:
-        """Coefficients before and after the sublayer, both from its normed input h [B, T, H]."""
-        dynamic = matmul(self.kernel_projection.weight[...], h, dtype=jnp.float32)
-        dynamic = dynamic.reshape(*h.shape[:2], 2, self.sizes.kernel, -1)
-        base = self.base_kernel[...].astype(jnp.float32)
-        return Coefficients(base[0], dynamic[:, :, 0]), Coefficients(base[1], dynamic[:, :, 1])
+    def coefficients(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Coefficients before and after the sublayer, both from its normed input h [B, T, H]: float32 [J, B, T, H]."""
+        J = self.sizes.kernel
+        dynamic = jnp.moveaxis(self.kernel_projection(h).reshape(*h.shape[:2], 2 * J, -1), 2, 0)
+        base = self.base_kernel[...].reshape(2 * J, 1, 1, -1)
+        both = base + spread_groups(dynamic, self.sizes.group)
+        return both[:J], both[J:]
 
 
-def convolve(x: jax.Array, coefficients: Coefficients) -> jax.Array:
+def spread_groups(values: jax.Array, size: int) -> jax.Array:
+    """Repeats each of the last axis's numbers `size` times: [.., G] → float32 [.., G · size].
+
+    On TPU by a product with zeros and ones, which is exact: repeating lanes takes many times as long.
+    """
+
+    def multiply_ones(values: jax.Array) -> jax.Array:
+        groups = values.shape[-1]
+        ones = (jnp.arange(groups * size) // size == jnp.arange(groups)[:, None]).astype(values.dtype)
+        precise = jax.lax.Precision.HIGHEST
+        return jnp.matmul(values, ones, precision=precise, preferred_element_type=jnp.float32)
+
+    def repeat(values: jax.Array) -> jax.Array:
+        return jnp.repeat(values.astype(jnp.float32), size, axis=-1)
+
+    return jax.lax.platform_dependent(values, tpu=multiply_ones, default=repeat)
+
+
+def convolve(x: jax.Array, coefficients: jax.Array) -> jax.Array:
     """Convolves the rows of each block, x and result [B, T, H]: no row depends on a later row or on another block.
 
-    The sum is float32 and rounded once. Rows before the first count as zeros.
+    Coefficients float32 [J, B, T, H] of each tap and row. The sum is float32 and rounded once. Rows before the first
+    count as zeros.
     """
-    group = x.shape[-1] // coefficients.dynamic.shape[-1]
-    total = jnp.zeros((), jnp.float32)
-    for tap, base in enumerate(coefficients.base):
-        earlier = jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]].astype(jnp.float32)
-        total += (base + jnp.repeat(coefficients.dynamic[:, :, tap], group, axis=-1)) * earlier
+    rows, total = x.astype(jnp.float32), jnp.zeros((), jnp.float32)
+    for tap, coefficient in enumerate(coefficients):
+        total += coefficient * jnp.pad(rows, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
     return round_to(total, x.dtype)

@@ -58,16 +58,24 @@ class PathSelector(nnx.Module):
         return logits[:, :, None] + transitions
 
 
-def choose_path(scores: jax.Array) -> jax.Array:
-    """The index of the chosen candidate at each position, int32 [B, K]; scores [B, K, C, C] are those of `scores`.
+def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The chosen candidate of each position, int32 [B, K].
 
-    All choices are tabulated first; then only the walk through the table is sequential.
+    Position by position, the best after the one chosen before. All choices are tabulated, and the tables of neighbours
+    are composed: log K steps instead of K.
+
+    Args:
+        scores: float32 [B, K, C, C], as `PathSelector.scores` returns them.
+        candidates: int32 [B, K, C].
     """
-    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
+    table = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
+    K = table.shape[1]
+    for step in (1 << bit for bit in range((K - 1).bit_length())):
+        # The choice after each candidate that is `step` more positions before.
+        table = jnp.concatenate([table[:, :step], _pick(table[:, step:, None], table[:, :-step])], axis=1)
+    return _pick(candidates, table[..., 0])
 
-    def step(index: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = jnp.take_along_axis(table, index[:, None], axis=1)[:, 0]
-        return index, index
 
-    _, path = jax.lax.scan(step, jnp.zeros(best.shape[0], jnp.int32), best.swapaxes(0, 1))
-    return path.T
+def _pick(items: jax.Array, indices: jax.Array) -> jax.Array:
+    """items [.., C] at indices [..], int32. A sum with one term, because gathers are slow on TPU."""
+    return jnp.where(indices[..., None] == jnp.arange(items.shape[-1]), items, 0).sum(axis=-1, dtype=jnp.int32)

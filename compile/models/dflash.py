@@ -115,7 +115,7 @@ class DFlash(nnx.Module):
             # A scale and a cap keep the order.
             return self.to_target(self.tp.argmax(head))
         tokens, scores = self.score_candidates(hidden, head, anchors)
-        return jnp.take_along_axis(tokens, choose_path(scores)[..., None], axis=-1)[..., 0]
+        return choose_path(scores, tokens)
 
     def score_candidates(self, hidden: jax.Array, head: jax.Array, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The candidates of each position, int32 [B, K, C], and their scores float32 [B, K, C, C].

@@ -1,4 +1,4 @@
-"""The largest values of long rows, without sorting them.
+"""The largest values of long rows: only short rows are sorted.
 
 R any leading axes · V length of a row
 """
@@ -21,14 +21,14 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
     """
     tiles = split_tiles(values)
     if tiles.shape[-2] <= 2 * count:
-        return _pick_one_by_one(values, jnp.arange(values.shape[-1], dtype=jnp.int32), count)
-    places = jnp.arange(tiles.shape[-2], dtype=jnp.int32)
-    _, chosen = _pick_one_by_one(tiles.max(axis=-1), places, count)
-    searched = jnp.take_along_axis(tiles, chosen[..., None], axis=-2)
-    width = tiles.shape[-1]
+        return jax.lax.top_k(values, count)
+    _, chosen = jax.lax.top_k(tiles.max(axis=-1), count)
+    chosen = jnp.sort(chosen, axis=-1)  # so that the places below have the order of the indices
+    width, row = tiles.shape[-1], tiles.shape[:-2]
     indices = chosen[..., None] * width + jnp.arange(width, dtype=jnp.int32)
-    row = searched.shape[:-2]
-    return _pick_one_by_one(searched.reshape(*row, -1), indices.reshape(*row, -1), count)
+    searched = jnp.take_along_axis(tiles, chosen[..., None], axis=-2)
+    found, places = jax.lax.top_k(searched.reshape(*row, -1), count)
+    return found, jnp.take_along_axis(indices.reshape(*row, -1), places, axis=-1)
 
 
 def split_tiles(values: jax.Array) -> jax.Array:
@@ -40,17 +40,3 @@ def split_tiles(values: jax.Array) -> jax.Array:
         padding = [(0, 0)] * (values.ndim - 1) + [(0, -length % width)]
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
     return values.reshape(*values.shape[:-1], -1, width)
-
-
-def _pick_one_by_one(values: jax.Array, indices: jax.Array, count: int) -> Found:
-    """`find_largest_values` of short rows: takes the largest value, `count` times.
-
-    indices int32, broadcast to values [R, n]: what stands for each value, of which no two are equal.
-    """
-    found = []
-    for _ in range(count):
-        best = values.max(axis=-1)
-        index = jnp.where(values == best[..., None], indices, jnp.iinfo(jnp.int32).max).min(axis=-1)
-        found.append((best, index))
-        values = jnp.where(indices == index[..., None], -jnp.inf, values)
-    return jnp.stack([best for best, _ in found], axis=-1), jnp.stack([index for _, index in found], axis=-1)
