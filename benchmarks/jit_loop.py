@@ -48,7 +48,11 @@ class JittedPrograms:
     ):
         self.lazy, devices = lazy, bundle_devices(manifest)
         self._programs = Programs(
-            manifest.target.facts, manifest.draft.facts, manifest.dtype, sampling=manifest.sampling
+            manifest.target.facts,
+            manifest.draft.facts,
+            manifest.dtype,
+            sampling=manifest.sampling,
+            formats=manifest.weight_formats,
         )
         self._arrays, self._mesh = manifest.arrays_by_name(), make_mesh(devices)
         self._signatures: dict[tuple[str, tuple[int, ...]], Signature] = {

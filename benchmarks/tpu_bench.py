@@ -29,7 +29,7 @@ from dflash_aot.cache.topology import Topology, parse_topology
 from dflash_aot.compile.pipeline.build_job import bound_entries
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.compiler_pool import open_compiler_pool
-from dflash_aot.compile.pipeline.deployment import Deployment, plan_deployment
+from dflash_aot.compile.pipeline.deployment import Deployment, choose_formats, plan_deployment
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import TracedPrograms
 
@@ -45,6 +45,10 @@ class Settings:
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
     buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
+    weights: str | None = setting(None, "of linear layers; default: --dtype", choices=("float32", "bfloat16", "int8"))
+    draft_weights: str | None = setting(
+        None, "the draft's; default: --weights", choices=("float32", "bfloat16", "int8")
+    )
     sampling: str = setting("greedy", "kinds of verification: greedy, sample or both")
     executable: str | None = setting(
         None, "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations"
@@ -63,9 +67,10 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     draft = read_draft(read_model_config(settings.draft, "draft"), target)
     grid = parse_grid(settings.buckets, draft.block)
     check_positions(grid, min(target.decoder.positions, draft.decoder.positions))
+    formats = choose_formats(settings.weights, settings.draft_weights, settings.dtype)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:
-        deployment = plan_deployment(target, draft, grid, settings.dtype, sampling, topology)
+        deployment = plan_deployment(target, draft, grid, settings.dtype, sampling, topology, formats)
         for entry in compile_entries(deployment, topology, settings, scratch, note):
             yield from list_samples(topology, entry)
 

@@ -3,6 +3,7 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
+    [--weights bfloat16|int8] [--draft_weights bfloat16|int8]
     [--sampling greedy,sample] [--exact] [--nocanaries] [--check_reproducible] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
@@ -63,6 +64,16 @@ _TENSOR_PARALLEL = flags.DEFINE_integer(
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "default: float32 on cpu, else bfloat16", flag_values=FLAGS
+)
+_WEIGHTS = flags.DEFINE_enum(
+    "weights",
+    None,
+    ["float32", "bfloat16", "int8"],
+    "linear layers and vocabulary head: int8, with a scale per output channel; default: --dtype",
+    flag_values=FLAGS,
+)
+_DRAFT_WEIGHTS = flags.DEFINE_enum(
+    "draft_weights", None, ["float32", "bfloat16", "int8"], "the draft's; default: --weights", flag_values=FLAGS
 )
 _SAMPLING = flags.DEFINE_string(
     "sampling",
@@ -186,6 +197,8 @@ def _read_arguments() -> dict[str, Any]:
         "topology": _TOPOLOGY.value,
         "tensor_parallel": _TENSOR_PARALLEL.value,
         "dtype": _DTYPE.value,
+        "weights": _WEIGHTS.value,
+        "draft_weights": _DRAFT_WEIGHTS.value,
         "sampling": _SAMPLING.value.split(",") if _SAMPLING.value else [],
         "exact": _EXACT.value,
     }

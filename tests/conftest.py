@@ -176,11 +176,19 @@ GRIDS = {
     **dict.fromkeys(("softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
 }
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
+# Bundles whose weights are int8, of reference runs.
+INT8 = {"int8 tied": "tied", "int8 untied": "untied", "int8 llama": "llama", "int8 pruned": "pruned"}
+GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | {"int8 tied": "batch=1,3 length=208 k=0,7 prefill=64"}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
-PAIRS = {**RUNS, **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]), "bfloat16": COMPUTED_IN_BFLOAT16}
+PAIRS = {
+    **RUNS,
+    **{name: RUNS[run] for name, run in INT8.items()},
+    **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]),
+    "bfloat16": COMPUTED_IN_BFLOAT16,
+}
 
 
 OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
@@ -224,6 +232,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         grid=GRIDS[name],
                         platform="cpu",
                         dtype="bfloat16" if name == "bfloat16" else "float32",
+                        weights="int8" if name in INT8 else None,
                         sampling=("greedy", "sample") if name in SAMPLED else ("greedy",),
                         self_test=name in SELF_TESTED,
                         store=str(folder / "store"),  # bundles share executables

@@ -14,7 +14,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
 from dflash_aot.cache.bundle.export_window import ExportWindow, find_window
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, FloatDtype, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
@@ -250,13 +250,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: version of this format.
     environment: what the executables were built for.
     target, draft: the checkpoint pair.
-    dtype: of weights and kv.
+    dtype: of activations, kv and plain weights.
     sampling: verification modes.
     grid: all buckets.
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
     exporter: version of the jaxlib that exported the programs, if a rebuild compiled them with another one.
+    formats: of the models' linear layers; absent if all are plain.
     digest: sha256 of the file with an empty digest, in hex.
     """
 
@@ -271,7 +272,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
     exporter: Version | msgspec.UnsetType = msgspec.UNSET
+    formats: WeightFormats | msgspec.UnsetType = msgspec.field(name="weight_formats", default=msgspec.UNSET)
     digest: str = ""
+
+    @property
+    def weight_formats(self) -> WeightFormats:
+        """The format of each model's linear layers."""
+        return self.formats or PLAIN
 
     def export_window(self) -> ExportWindow:
         """Returns until when the programs can be rebuilt."""
@@ -280,6 +287,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""
         return arrays_by_name(self.state, self.weights)
+
+    def weight_flags(self) -> dict[str, str]:
+        """Returns the flags that name the weight formats, with their values; none if all are plain."""
+        formats = self.weight_formats
+        models = {"weights": formats.target, "draft_weights": formats.draft} if formats != PLAIN else {}
+        return {flag: self.dtype if one == "plain" else one for flag, one in models.items()}
 
     def build_command(self, bundle: Path) -> str:
         """Returns the command that builds this bundle again from its checkpoints."""
@@ -291,7 +304,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
         ]  # fmt: skip
         facts = ["--buckets", str(self.grid), "--dtype", self.dtype, "--sampling", ",".join(self.sampling)]
-        return [*pair, *facts, *_name_devices(self.environment)]
+        quantized = [word for name, value in self.weight_flags().items() for word in (f"--{name}", value)]
+        return [*pair, *facts, *quantized, *_name_devices(self.environment)]
 
 
 def _name_devices(environment: Environment) -> list[str]:

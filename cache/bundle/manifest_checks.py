@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from dflash_aot.cache.bundle.manifest import Manifest, generic_build_command
-from dflash_aot.cache.bundle.weight_recipe import WeightRecipe, find_recipe_flaw
+from dflash_aot.cache.bundle.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.grid import AXES
 from dflash_aot.cache.signature import (
@@ -72,6 +72,12 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
             yield f"weights: {recipe.name} may be replaced by {recipe.otherwise}, which weights does not have"
         if not _can_split(recipe, manifest.environment.device_count):
             yield f"weights: {recipe.name} {list(recipe.shape)} cannot be split as {recipe.sharding}"
+    for model, name in (("target", "target.model.layers."), ("draft", "draft.fc.")):
+        encoded = any(recipe.encoding for recipe in manifest.weights if recipe.name.startswith(name))
+        if encoded != (getattr(manifest.weight_formats, model) == "int8"):
+            yield f"weights: those of the {model} contradict weight_formats"
+    if flaw := find_pairing_flaw(manifest.weights):
+        yield f"weights: {flaw}"
     for entry in manifest.entries:
         yield from _compare_signatures(entry.signature, expected[entry.signature.label])
         if lost := sorted(set(entry.signature.weights) - weights):

@@ -8,12 +8,30 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_COMPARED = 64  # placements of a recipe that are compared pair by pair
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "bool": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int8": 1, "bool": 1}
+SCALE_SUFFIX = "_scale"  # the name of a scale argument is that of its int8 weight and this
 
 # msgspec checks these patterns when it reads JSON.
-Dtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16|int32|bool)\Z")]
+Dtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16|int32|int8|bool)\Z")]
 FloatDtype = Annotated[str, msgspec.Meta(pattern=r"\A(float32|bfloat16)\Z")]
 CheckpointRole = Literal["target", "draft"]
+# "plain": in the dtype of the activations. "int8": one byte per number, with a float32 scale per output channel.
+WeightFormat = Literal["plain", "int8"]
+Encoding = Literal["int8_values", "int8_scales"]
+
+
+class WeightFormats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The format of the linear layers of each model; other weights are plain.
+
+    target: of the target and of the vocabulary heads that may be the target's.
+    draft: of the draft.
+    """
+
+    target: WeightFormat = "plain"
+    draft: WeightFormat = "plain"
+
+
+PLAIN = WeightFormats()
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +71,8 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharding: as in `ArraySpec`.
     otherwise: name of the argument that replaces this one if the checkpoint has none of its tensors.
     mapped: set if the values are token offsets, which have to be checked.
+    encoding: set if the argument is half of a quantized weight, whose two recipes name the same tensors: "int8_values"
+        are the numbers over their row's scale, "int8_scales" has one number for each row (all axes but the last).
     """
 
     name: str
@@ -63,6 +83,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharding: tuple[str | None, ...] = ()
     otherwise: str | None = None
     mapped: MaskedMap | None = None
+    encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def bytes(self) -> int:
@@ -79,12 +100,42 @@ def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
         if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*place, recipe.shape, strict=True)):
             return f"{placement.tensor} is outside {list(recipe.shape)}"
         stored, extent = placement.stored, placement.extent
-        if not _is_split(stored, extent):
+        if not _is_split(stored[:-1] if recipe.encoding == "int8_scales" else stored, extent):
             return f"{placement.tensor} is stored as {list(stored)}, which does not fill {list(extent)}"
     filled = sum(math.prod(placement.extent) for placement in recipe.placements)
     if filled != math.prod(recipe.shape):
         return f"its tensors fill {filled} of {math.prod(recipe.shape)} elements"
     return _find_overlap(recipe.placements)
+
+
+def find_pairing_flaw(recipes: Sequence[WeightRecipe]) -> str | None:
+    """Returns which quantized weight lacks its other half or contradicts it, None if none does."""
+    by_name = {recipe.name: recipe for recipe in recipes}
+    for recipe in recipes:
+        if recipe.encoding == "int8_scales" and by_name.get(recipe.name.removesuffix(SCALE_SUFFIX)) in (None, recipe):
+            return f"{recipe.name} has scales of no weight"
+        if recipe.encoding != "int8_values":
+            continue
+        scales = by_name.get(recipe.name + SCALE_SUFFIX)
+        if recipe.dtype != "int8" or recipe.mapped or scales is None or scales != make_scale_recipe(recipe):
+            return f"{recipe.name} is int8 without scales that fit"
+    return None
+
+
+def make_scale_recipe(values: WeightRecipe) -> WeightRecipe:
+    """Returns the recipe of the scales that belong to int8 values: the same without the last axis, in float32."""
+    return msgspec.structs.replace(
+        values,
+        name=values.name + SCALE_SUFFIX,
+        shape=values.shape[:-1],
+        dtype="float32",
+        placements=tuple(
+            msgspec.structs.replace(one, offset=one.offset[:-1], extent=one.extent[:-1]) for one in values.placements
+        ),
+        sharding=values.sharding[:-1] if any(values.sharding[:-1]) else (),
+        otherwise=values.otherwise and values.otherwise + SCALE_SUFFIX,
+        encoding="int8_scales",
+    )
 
 
 def _find_overlap(placements: Sequence[Placement], axis: int = 0) -> str | None:

@@ -1,7 +1,7 @@
 """Roofline: the least time of an executable, from its bytes and flops and the chip's peaks (Williams et al. 2009).
 
 A bound and no measurement. It assumes that memory and arithmetic overlap fully, that every weight is read once, and
-that exchanges between devices, norms, biases and small arguments cost nothing.
+that exchanges between devices, norms, biases, scales of int8 weights and small arguments cost nothing.
 B rows · T positions of this call · S kv positions · H hidden · V vocabulary
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
+from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOfExperts, Target
 from dflash_aot.cache.signature import Signature
@@ -61,9 +61,17 @@ class RoundBound(msgspec.Struct, frozen=True):
 class Roofline:
     """Costs of a pair's executables for one grid, shared evenly by `devices`. Buckets are taken to be full."""
 
-    def __init__(self, target: Target, draft: Draft, dtype: str, grid: Grid, devices: int = 1):
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft,
+        dtype: str,
+        grid: Grid,
+        devices: int = 1,
+        formats: WeightFormats = PLAIN,
+    ):
         self._target, self._draft, self._grid, self._devices = target, draft, grid, devices
-        self._item = ITEM_BYTES[dtype]
+        self._item, self._formats = ITEM_BYTES[dtype], formats
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
         """The bound of a round in a bucket. If the grid has drafts, K = 0 writes the draft's kv, as k="auto" does."""
@@ -105,11 +113,12 @@ class Roofline:
         """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""
         decoder, T = self._draft.decoder, self._draft.block
         vocab = self._draft.vocab or self._target.decoder.vocab
+        head = self._formats.draft if self._draft.pruned else self._formats.target
         parts = (
             self._embed(decoder, B * T),
-            self._layers(decoder, B * T),
+            self._layers(decoder, self._formats.draft, B * T),
             self._attend(decoder, B, T, S, S + T),
-            self._head(decoder, vocab, B * K),
+            self._head(decoder, vocab, head, B * K),
             self._convolve(B * T),
             self._select(B, K),
         )
@@ -138,7 +147,8 @@ class Roofline:
         decoder, tokens = self._draft.decoder, rows * width
         features = len(self._draft.target_layer_ids) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
-        return self._share(weights + tokens * features, 2 * tokens * weights) + self._write(decoder, tokens)
+        products = self._multiply(weights, self._formats.draft, 2 * tokens * weights)
+        return products + self._share(tokens * features, 0) + self._write(decoder, tokens)
 
     def rounds(self, B: int, S: int, K: int, rounds: int) -> RooflineCost:
         """All rounds of a multi-round step. With K = 0 the draft's kv is written once, after the last round."""
@@ -167,10 +177,10 @@ class Roofline:
         features = B * T * len(self._draft.target_layer_ids) * decoder.hidden
         parts = (
             self._embed(decoder, B * T),
-            self._layers(decoder, B * T),
+            self._layers(decoder, self._formats.target, B * T),
             self._write(decoder, B * T),
             self._attend(decoder, B, T, S, S),
-            self._head(decoder, decoder.vocab, logit_tokens),
+            self._head(decoder, decoder.vocab, self._formats.target, logit_tokens),
             RooflineCost(features * self._item, 0.0),
         )
         return _sum(parts)
@@ -178,12 +188,14 @@ class Roofline:
     def _embed(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(tokens * decoder.hidden, 0)
 
-    def _layers(self, decoder: Decoder, tokens: int) -> RooflineCost:
+    def _layers(self, decoder: Decoder, format_: WeightFormat, tokens: int) -> RooflineCost:
         """Projections and MLPs of all layers."""
         attention = 2 * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
         read, used = _mlp_rows(decoder, tokens)
         per_row = decoder.layers * decoder.hidden
-        return self._share(per_row * (attention + read), 2 * tokens * per_row * (attention + used))
+        projections = self._multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
+        experts: WeightFormat = "plain" if isinstance(decoder.mlp, MixtureOfExperts) else format_
+        return projections + self._multiply(per_row * read, experts, 2 * tokens * per_row * used)
 
     def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
@@ -193,8 +205,13 @@ class Roofline:
     def _write(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(decoder.layers * tokens * _kv_width(decoder), 0)
 
-    def _head(self, decoder: Decoder, vocab: int, tokens: int) -> RooflineCost:
-        return self._share(vocab * decoder.hidden, 2 * tokens * vocab * decoder.hidden)
+    def _head(self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int) -> RooflineCost:
+        return self._multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)
+
+    def _multiply(self, weights: float, format_: WeightFormat, flops: float) -> RooflineCost:
+        """Products with so many numbers of weights, on one device."""
+        item = ITEM_BYTES["int8"] if format_ == "int8" else self._item
+        return RooflineCost(weights * item / self._devices, flops / self._devices)
 
     def _share(self, elements: float, flops: float) -> RooflineCost:
         """The cost on one device."""

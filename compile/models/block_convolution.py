@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
-from dflash_aot.compile.models.layers import Linear, parameter
+from dflash_aot.compile.models.layers import Linear, WeightKind, parameter
 from dflash_aot.compile.models.rounding import round_to
 
 
@@ -25,7 +25,7 @@ class SublayerConvolution(nnx.Module):
         shape, groups = (2, sizes.kernel, hidden), hidden // sizes.group
         # float32 in any case, because the TPU compiler would convert it in an operation of its own.
         self.base_kernel = parameter(shape, "float32", ["base_kernel"], shape)
-        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, dtype)
+        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, WeightKind(dtype))
         self.sizes = sizes
 
     def coefficients(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,8 +16,7 @@ from flax import nnx
 from dflash_aot.cache.model_config.architecture import Decoder, MixtureOfExperts, Target
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
-from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation
-from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation, WeightKind
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.rounding import add
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -31,14 +30,14 @@ Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.A
 class DecoderLayer(nnx.Module):
     """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
 
-    def __init__(self, decoder: Decoder, dtype: str, tp: TensorParallel, kernels: KernelDevice | None = None):
-        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, dtype, tp)
-        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
+    def __init__(self, decoder: Decoder, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None = None):
+        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
+        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, kind, tp)
+        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
         if isinstance(decoder.mlp, MixtureOfExperts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, dtype, tp, kernels)
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind.dtype, tp, kernels)
         else:
-            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, dtype, tp)
+            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
@@ -55,30 +54,36 @@ class DecoderLayer(nnx.Module):
 class DecoderStack(nnx.Module):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    def __init__(self, decoder: Decoder, dtype: str, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None):
-        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, dtype, tp, kernels), stacked)
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
+    def __init__(
+        self, decoder: Decoder, kind: WeightKind, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None
+    ):
+        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
+        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, kind, tp, kernels), stacked)
+        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
 
 
 class CausalLM(nnx.Module):
     """A causal language model that also returns aux hidden states.
 
     `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
-    `kernels`: the device of kernels for experts, None where XLA's operations run them.
+    `kernels`: the device of kernels for experts, None where XLA's operations run them. An int8 model with tied
+    embeddings has an int8 head beside the embedding, which is looked up in full precision.
     """
 
     def __init__(
         self,
         target: Target,
-        dtype: str,
+        kind: WeightKind,
         stacked: bool = False,
         tp: TensorParallel = ONE_DEVICE,
         kernels: KernelDevice | None = None,
     ):
-        self.model = DecoderStack(target.decoder, dtype, stacked, tp, kernels)
+        vocab, hidden = target.decoder.vocab, target.decoder.hidden
+        self.model = DecoderStack(target.decoder, kind, stacked, tp, kernels)
         if not target.tied:
-            self.lm_head = Linear(target.decoder.vocab, target.decoder.hidden, dtype, OUTPUTS)
+            self.lm_head = Linear(vocab, hidden, kind, OUTPUTS)
+        elif kind.format == "int8":
+            self.lm_head = Linear(vocab, hidden, kind, OUTPUTS, tensor="/model.embed_tokens.weight")
         self.target, self.tp = target, tp
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -117,5 +122,5 @@ class CausalLM(nnx.Module):
 
     def head(self, normed: jax.Array) -> jax.Array:
         """Normed hidden states [.., H] → float32 logits [.., V]. Drafts without a head of their own use it too."""
-        weight = self.model.embed_tokens.weight if self.target.tied else self.lm_head.weight
-        return matmul(weight[...], normed, dtype=jnp.float32)
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        return head(normed, jnp.float32)

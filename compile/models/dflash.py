@@ -20,8 +20,7 @@ from dflash_aot.compile.models.block_convolution import SublayerConvolution, con
 from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
-from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, parameter
-from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, WeightKind, parameter
 from dflash_aot.compile.models.rounding import add, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
@@ -37,11 +36,11 @@ WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
 
-    def __init__(self, draft: Draft, dtype: str, tp: TensorParallel):
-        super().__init__(draft.decoder, dtype, tp)
+    def __init__(self, draft: Draft, kind: WeightKind, tp: TensorParallel):
+        super().__init__(draft.decoder, kind, tp)
         assert draft.convolution is not None
-        self.attention_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, dtype)
-        self.mlp_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, dtype)
+        self.attention_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype)
+        self.mlp_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
@@ -61,19 +60,27 @@ class ConvolvedLayer(DecoderLayer):
 class DFlash(nnx.Module):
     """DFlashDraftModel or DFlash2DraftModel. `stacked` and `tp` as in `CausalLM`."""
 
-    def __init__(self, draft: Draft, dtype: str, stacked: bool = False, tp: TensorParallel = ONE_DEVICE):
+    def __init__(
+        self,
+        draft: Draft,
+        kind: WeightKind,
+        stacked: bool = False,
+        tp: TensorParallel = ONE_DEVICE,
+        head: WeightKind | None = None,
+    ):
+        """`head` is the kind of the draft's own head, if it has one and is not of the same kind."""
         decoder = draft.decoder
-        self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, dtype, INPUTS, tp)
-        self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
-        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, dtype, tp), stacked)
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, dtype)
+        self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp)
+        self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
+        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, kind, tp), stacked)
+        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
         if draft.vocab is not None:
-            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, dtype, OUTPUTS)
-            self.lm_head = Linear(draft.vocab, decoder.hidden, dtype, OUTPUTS)
+            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
+            self.lm_head = Linear(draft.vocab, decoder.hidden, head or kind, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
         if draft.selector is not None:
-            self.candidate_selector = PathSelector(draft.selector, decoder.vocab, decoder.hidden, dtype, tp)
+            self.candidate_selector = PathSelector(draft.selector, decoder.vocab, decoder.hidden, kind.dtype, tp)
         self.draft, self.tp = draft, tp
 
     def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
@@ -130,7 +137,7 @@ class DFlash(nnx.Module):
         """Normed hidden states [.., H] → the head's output, float32 [.., V], over the draft's own vocabulary if any."""
         if self.draft.vocab is None:
             return target.head(normed)
-        return matmul(self.lm_head.weight[...], normed, dtype=jnp.float32)
+        return self.lm_head(normed, jnp.float32)
 
     def scale_logits(self, head: jax.Array) -> jax.Array:
         """The head's output [..] → logits [..]: scaled, then capped."""
@@ -147,5 +154,5 @@ class DFlash(nnx.Module):
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens
 
 
-def _build_layer(draft: Draft, dtype: str, tp: TensorParallel) -> DecoderLayer:
-    return DecoderLayer(draft.decoder, dtype, tp) if draft.convolution is None else ConvolvedLayer(draft, dtype, tp)
+def _build_layer(draft: Draft, kind: WeightKind, tp: TensorParallel) -> DecoderLayer:
+    return DecoderLayer(draft.decoder, kind, tp) if draft.convolution is None else ConvolvedLayer(draft, kind, tp)

@@ -6,11 +6,14 @@ B rows · T positions of this call · S kv positions · G kv heads · R query he
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
+from dflash_aot.cache.bundle.weight_recipe import WeightFormat
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.matmul import matmul
@@ -45,17 +48,65 @@ def parameter(
     return nnx.Param(jnp.zeros(shape, dtype), tensors=tensors, stored=stored, axis=axis, split=split, sliced=sliced)
 
 
+@dataclass(frozen=True)
+class WeightKind:
+    """How a model's linear layers are stored: in the dtype of the activations, or in int8 with scales.
+
+    Attributes:
+        dtype: of the activations, and of plain weights.
+        format: of the linear layers.
+    """
+
+    dtype: str
+    format: WeightFormat = "plain"
+
+    def linear(
+        self,
+        shape: tuple[int, ...],
+        tensors: Sequence[str],
+        stored: tuple[int, ...],
+        axis: int = 0,
+        split: int | None = None,
+    ) -> tuple[nnx.Param, nnx.Param | None]:
+        """A weight [*out, in] of a linear layer and its scales, float32 [*out]; None for a plain weight.
+
+        Arguments are those of `parameter`. The scales of a weight `name` are the attribute `name_scale`.
+        """
+        if self.format == "plain":
+            return parameter(shape, self.dtype, tensors, stored, axis, split), None
+        values = parameter(shape, "int8", tensors, stored, axis, split)
+        whole = split == len(shape) - 1  # a scale belongs to a whole row
+        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split)
+        return values, scales
+
+
+def read(parameter: nnx.Param | None) -> jax.Array | None:
+    """The array of a parameter."""
+    return None if parameter is None else parameter[...]
+
+
 class Linear(nnx.Module):
     """y = W · x, W [out, in]. Devices split W by `OUTPUTS`, by `INPUTS`, or not at all."""
 
     def __init__(
-        self, outputs: int, inputs: int, dtype: str, split: int | None = None, tp: TensorParallel = ONE_DEVICE
+        self,
+        outputs: int,
+        inputs: int,
+        kind: WeightKind,
+        split: int | None = None,
+        tp: TensorParallel = ONE_DEVICE,
+        tensor: str = "weight",
     ):
-        self.weight = parameter((outputs, inputs), dtype, ["weight"], (outputs, inputs), split=split)
+        """`tensor` is the name in the checkpoint, relative to the module."""
+        self.weight, self.weight_scale = kind.linear((outputs, inputs), [tensor], (outputs, inputs), split=split)
         self.row_parallel, self.tp = split == INPUTS, tp
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.tp.row_parallel_matmul(self.weight[...], x) if self.row_parallel else matmul(self.weight[...], x)
+    def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+        """x [.., in] → [.., out] in `dtype`, by default that of x."""
+        weight, scale = self.weight[...], read(self.weight_scale)
+        if self.row_parallel:
+            return self.tp.row_parallel_matmul(weight, x, scale)
+        return matmul(weight, x, scale, dtype=dtype)
 
 
 class RmsNorm(nnx.Module):
@@ -74,10 +125,10 @@ class RmsNorm(nnx.Module):
 class Mlp(nnx.Module):
     """The gated MLP: down(silu(gate x) · up x)."""
 
-    def __init__(self, hidden: int, width: int, dtype: str, tp: TensorParallel = ONE_DEVICE):
-        self.gate_proj = Linear(width, hidden, dtype, OUTPUTS)
-        self.up_proj = Linear(width, hidden, dtype, OUTPUTS)
-        self.down_proj = Linear(hidden, width, dtype, INPUTS, tp)
+    def __init__(self, hidden: int, width: int, kind: WeightKind, tp: TensorParallel = ONE_DEVICE):
+        self.gate_proj = Linear(width, hidden, kind, OUTPUTS)
+        self.up_proj = Linear(width, hidden, kind, OUTPUTS)
+        self.down_proj = Linear(hidden, width, kind, INPUTS, tp)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(multiply(silu(self.gate_proj(x)), self.up_proj(x)))
@@ -89,12 +140,14 @@ class Attention(nnx.Module):
     The caller computes the attention itself (see `attention`).
     """
 
-    def __init__(self, shape: AttentionShape, hidden: int, epsilon: float, dtype: str, tp: TensorParallel = ONE_DEVICE):
+    def __init__(
+        self, shape: AttentionShape, hidden: int, epsilon: float, kind: WeightKind, tp: TensorParallel = ONE_DEVICE
+    ):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-        pair = ["k_proj.weight", "v_proj.weight"]
-        self.q = parameter((G, R, D, hidden), dtype, ["q_proj.weight"], (G * R * D, hidden), split=0)
-        self.kv = parameter((G, 2, D, hidden), dtype, pair, (G * D, hidden), axis=1, split=0)
-        self.o_proj = Linear(hidden, G * R * D, dtype, INPUTS, tp)
+        pair, dtype = ["k_proj.weight", "v_proj.weight"], kind.dtype
+        self.q, self.q_scale = kind.linear((G, R, D, hidden), ["q_proj.weight"], (G * R * D, hidden), split=0)
+        self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), pair, (G * D, hidden), axis=1, split=0)
+        self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
         if shape.biased:
             self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
             self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
@@ -106,13 +159,13 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
-        q = matmul(self.q[...], x)
+        q = matmul(self.q[...], x, read(self.q_scale))
         q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
         return rotation(self.q_norm(q) if self.shape.normed else q)
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
-        both = matmul(self.kv[...], x)
+        both = matmul(self.kv[...], x, read(self.kv_scale))
         both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(0, 2, 3, 1, 4)
         keys = both[:, :, :1]
         return rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0], both[:, :, 1]

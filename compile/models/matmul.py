@@ -13,22 +13,27 @@ from dflash_aot.compile.models.rounding import round_to
 SUBLANES = 8  # rows of a TPU's float32 vector register
 
 
-def matmul(weight: jax.Array, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def matmul(
+    weight: jax.Array, x: jax.Array, scale: jax.Array | None = None, dtype: DTypeLike | None = None
+) -> jax.Array:
     """W · x over the last axis of both: weight [*out, in] as stored, x [*rows, in] → [*rows, *out].
 
-    Accumulated in float32. The result has `dtype`, by default that of x.
+    Accumulated in float32. With `scale`, float32 [*out], W is weight · scale of its row: the weight is int8 and is
+    converted inside the product, whose float32 result is scaled. The result has `dtype`, by default that of x.
     """
     *outer, width = weight.shape
     rows, matrix = x.reshape(-1, width), weight.reshape(-1, width)
     flat = jax.lax.platform_dependent(
         matrix, rows, cpu=matmul_weight_first, tpu=matmul_padded_rows, default=matmul_rows_first
     )
+    if scale is not None:
+        flat = flat * scale.reshape(-1)
     return round_to(flat, dtype or x.dtype).reshape(*x.shape[:-1], *outer)
 
 
 def matmul_rows_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """rows · Wᵀ: weight [out, in], rows [n, in] → float32 [n, out]."""
-    return jnp.matmul(rows, weight.T, preferred_element_type=jnp.float32)
+    return jnp.matmul(rows, weight.astype(rows.dtype).T, preferred_element_type=jnp.float32)
 
 
 def matmul_padded_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
@@ -48,6 +53,7 @@ def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     make that copy, so one row is multiplied in the other order. The barrier keeps XLA from reordering the transposed
     product.
     """
+    weight = weight.astype(rows.dtype)
     if rows.shape[0] == 1 and weight.dtype == jnp.bfloat16:
         return matmul_rows_first(weight, rows)
     columns = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.analysis.roofline import expected_experts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import Linear, parameter
+from dflash_aot.compile.models.layers import Linear, WeightKind, parameter
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -38,7 +38,7 @@ class RoutedMlp(nnx.Module):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
-        self.gate = Linear(E, hidden, dtype)
+        self.gate = Linear(E, hidden, WeightKind(dtype))
         self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1, sliced=False)
         self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2, sliced=False)
         self.experts, self.tp, self.kernels = experts, tp, kernels

@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import (
+    SCALE_SUFFIX,
+    CheckpointRole,
+    Placement,
+    WeightRecipe,
+    make_scale_recipe,
+)
 from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -49,7 +55,14 @@ class AbstractModel(Generic[Model]):
 
     def recipes(self, checkpoint: CheckpointRole) -> tuple[WeightRecipe, ...]:
         """The recipe of every parameter: which tensors of the checkpoint make it."""
-        return tuple(_recipe(name, leaf, checkpoint) for name, (_, leaf) in self._parameters.items())
+        found: dict[str, WeightRecipe] = {}
+        for name, (_, leaf) in self._parameters.items():  # sorted: scales follow their weight
+            weight = found.get(name.removesuffix(SCALE_SUFFIX))
+            if weight and weight.encoding == "int8_values":
+                found[name] = make_scale_recipe(weight)
+            else:
+                found[name] = _recipe(name, leaf, checkpoint)
+        return tuple(found.values())
 
 
 def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRecipe:
@@ -65,7 +78,13 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRec
             for one in _place(f"{prefix}.".replace("layers.", f"layers.{layer}.").rstrip("."), shape[1:], facts)
         )
     return WeightRecipe(
-        f"{checkpoint}.{name}", checkpoint, shape, str(dtype), placements, _split(facts["split"], layers, len(shape))
+        f"{checkpoint}.{name}",
+        checkpoint,
+        shape,
+        str(dtype),
+        placements,
+        _split(facts["split"], layers, len(shape)),
+        encoding="int8_values" if dtype == np.int8 else msgspec.UNSET,
     )
 
 
@@ -84,10 +103,17 @@ def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tup
     assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix
     return tuple(
         Placement(
-            tensor=f"{prefix}.{tensor}" if prefix else tensor,
+            tensor=_name_tensor(prefix, tensor),
             stored=facts["stored"],
             offset=tuple(part * extent[axis] if i == axis else 0 for i in range(len(shape))),
             extent=extent,
         )
         for part, tensor in enumerate(tensors)
     )
+
+
+def _name_tensor(prefix: str, tensor: str) -> str:
+    """The name in the checkpoint. Names are relative to the module, or begin with a slash."""
+    if tensor.startswith("/"):
+        return tensor[1:]
+    return f"{prefix}.{tensor}" if prefix else tensor

@@ -38,11 +38,15 @@ class TensorParallel:
 
     count: int = 1
 
-    def row_parallel_matmul(self, weight: jax.Array, x: jax.Array) -> jax.Array:
-        """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype."""
+    def row_parallel_matmul(self, weight: jax.Array, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+        """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype.
+
+        `scale` is that of `matmul`. It is the same on all devices, and scales the sum.
+        """
         if self.count == 1:
-            return matmul(weight, x)
-        return round_to(jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS), x.dtype)
+            return matmul(weight, x, scale)
+        total = jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS)
+        return round_to(total if scale is None else total * scale, x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
         """Sums one array over the devices."""

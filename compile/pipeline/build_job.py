@@ -9,6 +9,7 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest, SelfTest, TargetModel
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.weight_recipe import PLAIN
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.remote.shared_store import SharedStore
@@ -124,6 +125,7 @@ def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compi
         state=job.source.state,
         weights=job.source.recipes,
         entries=tuple(bound_entries(deployment, compilation.entries)),
+        formats=msgspec.UNSET if programs.formats == PLAIN else programs.formats,
         exporter=msgspec.UNSET if job.source.exporter == environment.jaxlib else job.source.exporter,
     )
 

@@ -124,10 +124,11 @@ def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[Execu
         observer.on_warning(f"estimated times of the bundle are not used: {error}")
         return {}
     built = manifest.environment
-    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype) == (
+    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.weight_formats) == (
         deployment.target,
         deployment.draft,
         deployment.dtype,
+        deployment.programs.formats,
     )
     where = deployment.chip and (deployment.chip.device_kind, deployment.devices)
     return read_estimates(manifest.entries) if same and where == (built.device_kind, built.device_count) else {}

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormat, WeightFormats
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
@@ -23,7 +24,7 @@ class Deployment(msgspec.Struct, frozen=True):
         draft: facts of the draft.
         programs: their programs.
         grid: the grid whose executables are built.
-        dtype: "float32" or "bfloat16", of weights and arithmetic.
+        dtype: "float32" or "bfloat16", of plain weights and arithmetic.
         platform: "cpu", "gpu" or "tpu".
         devices: the number of devices that share every layer.
         chip: the TPU chip's figures; None for other devices.
@@ -45,7 +46,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
     @property
     def roofline(self) -> Roofline:
-        return Roofline(self.target, self.draft, self.dtype, self.grid, self.devices)
+        return Roofline(self.target, self.draft, self.dtype, self.grid, self.devices, self.programs.formats)
 
 
 class BucketEstimate(msgspec.Struct, frozen=True):
@@ -101,17 +102,38 @@ def plan_deployment(
     dtype: str | None,
     sampling: tuple[SamplingMode, ...],
     build_target: BuildTarget,
+    formats: WeightFormats = PLAIN,
 ) -> Deployment:
     """A pair on a build target; `dtype` None: float32 on a CPU, else bfloat16.
 
     Raises BadInput where the devices cannot share the pair.
     """
     platform, devices = name_platform(build_target), count_target_devices(build_target)
-    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    dtype = dtype or choose_dtype(build_target)
     chip = find_chip(build_target)
     kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
-    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels)
+    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels, formats)
     return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
+
+
+def choose_dtype(build_target: BuildTarget) -> str:
+    """The dtype of a build that names none: float32 on a CPU, else bfloat16."""
+    return "float32" if name_platform(build_target) == "cpu" else "bfloat16"
+
+
+def choose_formats(weights: str | None, draft_weights: str | None, dtype: str) -> WeightFormats:
+    """The formats that --weights and --draft_weights name; without the latter, the draft's is the target's.
+
+    Raises BadInput for another name than "int8" and `dtype`.
+    """
+
+    def choose(flag: str, name: str | None) -> WeightFormat:
+        if name not in (None, "int8", dtype):
+            raise BadInput(f"--{flag} {name}: weights are int8, or have the dtype of the arithmetic, --dtype {dtype}")
+        return "int8" if name == "int8" else "plain"
+
+    target = choose("weights", weights)
+    return WeightFormats(target, target if draft_weights is None else choose("draft_weights", draft_weights))
 
 
 def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:

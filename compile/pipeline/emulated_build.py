@@ -121,7 +121,12 @@ def _make_programs(manifest: Manifest) -> Programs:
     """The pair's programs with the weights that a TPU takes: stacked."""
     facts = manifest.target.facts, manifest.draft.facts
     return Programs(
-        *facts, manifest.dtype, stacked=True, devices=manifest.environment.device_count, sampling=manifest.sampling
+        *facts,
+        manifest.dtype,
+        stacked=True,
+        devices=manifest.environment.device_count,
+        sampling=manifest.sampling,
+        formats=manifest.weight_formats,
     )
 
 

@@ -25,7 +25,7 @@ from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
-from dflash_aot.compile.pipeline.deployment import check_tau, plan_deployment
+from dflash_aot.compile.pipeline.deployment import check_tau, choose_dtype, choose_formats, plan_deployment
 from dflash_aot.compile.pipeline.executable_builder import check_jax_version
 from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
@@ -44,6 +44,8 @@ def precompile(
     topology: str | None = None,
     tensor_parallel: int | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
+    draft_weights: str | None = None,
     sampling: Sequence[str] = SAMPLING_MODES,
     exact: bool = False,
     jobs: int | None = None,
@@ -70,6 +72,8 @@ def precompile(
         topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
         tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
         dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
+        weights: "int8": linear layers and vocabulary head have a byte per number; None or `dtype`: they have `dtype`.
+        draft_weights: the same for the draft; None: as `weights`.
         sampling: kinds of verification to build, of "greedy" and "sample".
         exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
             there already are kept, and what is missing is added.
@@ -96,6 +100,8 @@ def precompile(
         topology=topology,
         tensor_parallel=tensor_parallel,
         dtype=dtype,
+        weights=weights,
+        draft_weights=draft_weights,
         sampling=sampling,
         exact=exact,
         observer=observer,
@@ -118,6 +124,8 @@ def plan_build(
     topology: str | None = None,
     tensor_parallel: int | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
+    draft_weights: str | None = None,
     sampling: Sequence[str] = SAMPLING_MODES,
     exact: bool = False,
     jobs: int | None = None,
@@ -139,6 +147,8 @@ def plan_build(
         topology=topology,
         tensor_parallel=tensor_parallel,
         dtype=dtype,
+        weights=weights,
+        draft_weights=draft_weights,
         sampling=sampling,
         exact=exact,
         observer=observer,
@@ -187,7 +197,9 @@ def rebuild(
     job = BuildJob(
         target=manifest.target,
         draft=manifest.draft,
-        deployment=plan_deployment(*facts, manifest.grid, manifest.dtype, manifest.sampling, build_target),
+        deployment=plan_deployment(
+            *facts, manifest.grid, manifest.dtype, manifest.sampling, build_target, manifest.weight_formats
+        ),
         source=source,
         build_target=build_target,
         store=own_store,
@@ -219,6 +231,8 @@ def _prepare_build(
     topology: str | None,
     tensor_parallel: int | None,
     dtype: str | None,
+    weights: str | None,
+    draft_weights: str | None,
     sampling: Sequence[str],
     exact: bool,
     observer: BuildObserver,
@@ -231,13 +245,15 @@ def _prepare_build(
     target_facts, draft_facts = read_pair(target, draft)
     chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
     build_target = choose_build_target(platform, topology, tensor_parallel)
-    deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target)
+    dtype = dtype or choose_dtype(build_target)
+    formats = choose_formats(weights, draft_weights, dtype)
+    deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target, formats)
     if exact:
         message = describe_loss(bundle, deployment)
     else:
         change = add_to_bundle(bundle, deployment, build_target)
         message, chosen = change.message, change.grid
-        deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, change.sampling, build_target)
+        deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, change.sampling, build_target, formats)
     if message:
         observer.on_info(message)
     return BuildJob(

@@ -74,6 +74,7 @@ def _list_arguments(manifest: Manifest) -> dict[str, Any]:
         "tensor_parallel": tensor_parallel,
         "dtype": manifest.dtype,
         "sampling": manifest.sampling,
+        **manifest.weight_flags(),
         "self_test": False,
     }
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import MaskedMap, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_modes, count_top_logprobs
@@ -31,6 +31,7 @@ from dflash_aot.compile.models.causal_lm import Attend, CausalLM
 from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.kv_cache import KvContext, copy_slot, write_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
+from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.sliding_window import LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
@@ -40,7 +41,7 @@ from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, choose_toke
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
 # Parameters of each draft layer that make the context keys and values.
-CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_bias", "self_attn.k_norm.weight")
+CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_scale", "self_attn.kv_bias", "self_attn.k_norm.weight")
 
 
 class MultiRoundState(NamedTuple):
@@ -67,6 +68,7 @@ class Programs:
     Attributes:
         pair: the shapes of both models, from which the signatures follow.
         kernels: the device that kernels are lowered for, None if the programs use none.
+        formats: of the models' linear layers.
     """
 
     def __init__(
@@ -78,25 +80,29 @@ class Programs:
         devices: int = 1,
         sampling: Sequence[str] = ("greedy",),
         kernels: KernelDevice | None = None,
+        formats: WeightFormats = PLAIN,
     ):
         """Describes both models; nothing is allocated.
 
         Args:
             target: facts of the target.
             draft: facts of the draft.
-            dtype: of weights and kv arrays.
+            dtype: of activations, plain weights and kv arrays.
             stacked: whether layers are loops over stacked weights (TPU) or unrolled.
             devices: number of devices that share heads, MLPs and vocabulary.
             sampling: the kinds of verification, of "greedy" and "sample".
             kernels: the device that kernels are lowered for; None: XLA's operations only.
+            formats: of the models' linear layers.
 
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
         check_divisible(target, draft, devices)
         self._tp, self._stacked = TensorParallel(devices), stacked
-        self._target = AbstractModel(lambda: CausalLM(target, dtype, stacked, self._tp, kernels))
-        self._draft = AbstractModel(lambda: DFlash(draft, dtype, stacked, self._tp))
-        self._facts, self.kernels = draft, kernels
+        kinds = WeightKind(dtype, formats.target), WeightKind(dtype, formats.draft)
+        head = kinds[1] if draft.pruned else kinds[0]  # a head that is not pruned may be the target's
+        self._target = AbstractModel(lambda: CausalLM(target, kinds[0], stacked, self._tp, kernels))
+        self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head))
+        self._facts, self.kernels, self.formats = draft, kernels, formats
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
@@ -112,8 +118,8 @@ class Programs:
         """
         fallbacks = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
         if not self._facts.pruned:
-            tied = self._target.module.target.tied
-            fallbacks["draft.lm_head.weight"] = f"target.{'model.embed_tokens' if tied else 'lm_head'}.weight"
+            head = "lm_head" if hasattr(self._target.module, "lm_head") else "model.embed_tokens"
+            fallbacks |= {f"draft.lm_head.{part}": f"target.{head}.{part}" for part in ("weight", "weight_scale")}
         mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
         return msgspec.structs.replace(recipe, otherwise=fallbacks.get(recipe.name), mapped=mapped)
 

@@ -10,10 +10,12 @@ import functools
 import math
 import zlib
 
+import msgspec
 import numpy as np
 
+from dflash_aot.cache.bundle.weight_recipe import SCALE_SUFFIX
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import FLOAT, ArraySpec, Signature
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
 WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
@@ -29,6 +31,10 @@ def make_weight(array: ArraySpec) -> np.ndarray:
         return np.ones(array.shape, np.bool_)
     if array.dtype == "int32":  # offsets into a vocabulary
         return np.zeros(array.shape, np.int32)
+    if array.dtype == "int8":
+        return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(np.int8)
+    if array.name.endswith(SCALE_SUFFIX):
+        return np.full(array.shape, WEIGHT / 127, np.float32)
     scale = CODE if array.name.endswith("_codebook") else NORM if "norm" in array.name else WEIGHT
     values = _fill_with_noise(array, scale)
     return values + values.dtype.type(1) if "norm" in array.name else values

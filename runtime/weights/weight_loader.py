@@ -1,10 +1,11 @@
 """Weight loading: safetensors checkpoints to device arrays, by the manifest's weight recipes. No model code.
 
-If the devices split an argument (tensor parallelism), only each device's own slice is read for that device.
+If the devices split an argument (tensor parallelism), only each device's own slice is read for that device. Weights of
+an int8 bundle are quantized while they are read.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import jax
 import msgspec
 import numpy as np
 
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, Placement, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import SCALE_SUFFIX, CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.runtime.weights.int8_rows import find_scales, quantize_rows
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
 from dflash_aot.runtime.weights.tensor_slices import (
@@ -38,7 +40,7 @@ IGNORED_TENSORS: dict[CheckpointRole, tuple[str, ...]] = {"target": ("lm_head.we
 def load_weights(
     recipes: Sequence[WeightRecipe], directories: Mapping[CheckpointRole, Path], devices: Sequence[jax.Device]
 ) -> dict[str, jax.Array]:
-    """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used exactly once.
+    """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used.
 
     The host holds one device's slice of one argument at a time, and one part of one tensor.
 
@@ -50,7 +52,14 @@ def load_weights(
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
-    arrays = {recipe.name: _load(recipe, checkpoints[recipe.checkpoint], devices) for recipe in own}
+    arrays: dict[str, jax.Array] = {}
+    for recipe in own:
+        if recipe.encoding == "int8_values":
+            scales = next(one for one in own if one.name == recipe.name + SCALE_SUFFIX)
+            arrays |= _load_int8(recipe, scales, checkpoints[recipe.checkpoint], devices)
+        elif recipe.encoding != "int8_scales":
+            arrays[recipe.name] = _load(recipe, checkpoints[recipe.checkpoint], devices)
+    arrays = {recipe.name: arrays[recipe.name] for recipe in own}  # in the order of the recipes
     return arrays | {recipe.name: _share(recipe, arrays, checkpoints) for recipe in shared}
 
 
@@ -108,19 +117,75 @@ def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], ig
 
 
 def _load(recipe: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]) -> jax.Array:
-    """Returns one argument on the devices.
+    """Returns one argument on the devices."""
+    return _place(recipe, devices, lambda wanted: _assemble(recipe, tensors, wanted))
 
-    A replicated argument is read once. Of a split argument, each slice is on its device before the next one is read.
+
+def _place(
+    recipe: WeightRecipe, devices: Sequence[jax.Device], assemble: Callable[[TensorSlice], np.ndarray]
+) -> jax.Array:
+    """Returns an argument on the devices, from a function that makes any of its slices in host memory.
+
+    A replicated argument is made once. Of a split argument, each slice is on its device before the next one is made.
     """
     sharding = make_sharding(recipe.sharding, devices)
     if sharding.is_fully_replicated:
-        whole = _assemble(recipe, tensors, cover_tensor(recipe.shape))
+        whole = assemble(cover_tensor(recipe.shape))
         return jax.block_until_ready(jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
     shards = [
-        jax.block_until_ready(jax.device_put(_assemble(recipe, tensors, _to_slice(index, recipe.shape)), device))
+        jax.block_until_ready(jax.device_put(assemble(_to_slice(index, recipe.shape)), device))
         for device, index in sharding.addressable_devices_indices_map(recipe.shape).items()
     ]
     return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+
+
+def _load_int8(
+    values: WeightRecipe, scales: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]
+) -> dict[str, jax.Array]:
+    """Returns the integers and the scales of a quantized weight. The host holds a slice of integers, and all scales.
+
+    If the devices split the rows themselves, all rows are read once before, because a scale belongs to a whole row.
+    """
+    found = _allocate(scales.shape, np.dtype(np.float32))
+    whole_rows = not values.sharding or values.sharding[-1] is None
+    if not whole_rows:
+        for part, rows in _read_rows(values, tensors, cover_tensor(values.shape)):
+            found[to_numpy_slices(part[:-1])] = find_scales(rows).reshape(slice_shape(part[:-1]))
+
+    def assemble(wanted: TensorSlice) -> np.ndarray:
+        array = _allocate(slice_shape(wanted), np.dtype(np.int8))
+        origin = [start for start, _ in wanted]
+        for part, rows in _read_rows(values, tensors, wanted):
+            at = to_numpy_slices(part[:-1])
+            if whole_rows:
+                found[at] = find_scales(rows).reshape(slice_shape(part[:-1]))
+            integers = quantize_rows(rows, found[at].reshape(-1))
+            array[to_numpy_slices(shift_slice(part, origin))] = integers.reshape(slice_shape(part))
+        return array
+
+    return {
+        values.name: _place(values, devices, assemble),
+        scales.name: _place(scales, devices, lambda wanted: _copy_slice(found, wanted)),
+    }
+
+
+def _read_rows(
+    recipe: WeightRecipe, tensors: CheckpointTensors, wanted: TensorSlice
+) -> Iterator[tuple[TensorSlice, np.ndarray]]:
+    """Yields the slice `wanted` of an argument piece by piece: the piece's slice, and its rows as float32 [n, m]."""
+    for placement in recipe.placements:
+        if common := intersect_placement(wanted, placement):
+            for piece in split_slice(common, MOST_READ_NUMBERS):
+                stored = find_stored_slice(placement, shift_slice(piece, placement.offset))
+                values = _read(recipe, tensors, placement, stored).astype(np.float32)
+                yield piece, values.reshape(-1, slice_shape(piece)[-1])
+
+
+def _copy_slice(array: np.ndarray, wanted: TensorSlice) -> np.ndarray:
+    """Returns a part of an array as an aligned array of its own."""
+    part = _allocate(slice_shape(wanted), array.dtype)
+    part[...] = array[to_numpy_slices(wanted)]
+    return part
 
 
 def _to_slice(index: tuple[slice, ...] | None, shape: Sequence[int]) -> TensorSlice:

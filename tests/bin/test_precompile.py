@@ -194,6 +194,8 @@ def test_platform_tpu_without_a_tpu_needs_a_topology(command):
         (["--jobs=0"], "jobs"),
         (["--jobs=many"], "jobs"),
         (["--dtype=float64"], "float64"),
+        (["--weights=int4"], "int4"),
+        (["--platform=cpu", "--weights=bfloat16"], "--weights bfloat16: weights are int8, or have the dtype of the"),
         (["--platform=abacus"], "abacus"),
         (["--sampling=greedy,beam"], "--sampling 'greedy,beam': unknown sampling mode 'beam'"),
         (["--sampling=greedy,"], "unknown sampling mode ''; known: greedy, sample"),

@@ -251,6 +251,12 @@ def test_build_command_selects_the_same_sampling_modes(manifest):
     assert " --sampling greedy,sample " in both.build_command(Path("b"))
 
 
+def test_build_command_names_the_weight_formats_that_are_not_plain(manifest):
+    assert "weights" not in manifest.build_command(Path("b"))
+    quantized = structs.replace(manifest, formats=WeightFormats(target="int8"))
+    assert " --weights int8 --draft_weights bfloat16 " in quantized.build_command(Path("b"))
+
+
 def test_build_command_of_the_embedded_pair_names_no_checkpoints(manifest):
     embedded = structs.replace(manifest, target=TargetModel("embedded", manifest.target.facts))
     assert "--target" not in embedded.build_command(Path("b"))

@@ -1,8 +1,16 @@
 """Weight recipes: tensors fill every element of their argument exactly once."""
 
 import pytest
+from msgspec import structs
 
-from dflash_aot.cache.bundle.weight_recipe import MAX_COMPARED, Placement, WeightRecipe, find_recipe_flaw
+from dflash_aot.cache.bundle.weight_recipe import (
+    MAX_COMPARED,
+    Placement,
+    WeightRecipe,
+    find_pairing_flaw,
+    find_recipe_flaw,
+    make_scale_recipe,
+)
 
 
 def recipe(shape, *places) -> WeightRecipe:
@@ -49,3 +57,36 @@ def test_thousands_of_stacked_experts_are_checked_at_once_and_many_tangled_tenso
     assert find_recipe_flaw(recipe((layers, experts, 2), *stacked)) is None
     tangled = [((0, 0), (1, 1))] * (MAX_COMPARED + 1)
     assert "are not split along any axis" in find_recipe_flaw(recipe((1, MAX_COMPARED + 1), *tangled))
+
+
+VALUES = WeightRecipe(
+    "w",
+    "target",
+    (2, 2, 3, 5),
+    "int8",
+    tuple(Placement(f"t{part}", (6, 5), (0, part, 0, 0), (2, 1, 3, 5)) for part in (0, 1)),
+    (None, None, None, "model"),
+    encoding="int8_values",
+)
+SCALES = make_scale_recipe(VALUES)
+
+
+def test_scales_have_a_number_for_each_row_of_their_weight():
+    assert (SCALES.name, SCALES.shape, SCALES.dtype, SCALES.sharding) == ("w_scale", (2, 2, 3), "float32", ())
+    assert [find_recipe_flaw(one) for one in (VALUES, SCALES)] == [None, None]
+    assert find_pairing_flaw([SCALES, VALUES]) is None
+
+
+@pytest.mark.parametrize(
+    ("recipes", "flaw"),
+    [
+        ([VALUES], "w is int8 without scales that fit"),
+        ([SCALES], "w_scale has scales of no weight"),
+        ([VALUES, structs.replace(SCALES, checkpoint="draft")], "w is int8 without scales that fit"),
+        ([VALUES, structs.replace(SCALES, placements=SCALES.placements[::-1])], "w is int8 without scales that fit"),
+        ([structs.replace(VALUES, dtype="float32"), SCALES], "w is int8 without scales that fit"),
+        ([structs.replace(SCALES, name="w")], "w has scales of no weight"),
+    ],
+)
+def test_quantized_weight_without_its_scales_is_invalid(recipes, flaw):
+    assert find_pairing_flaw(recipes) == flaw

@@ -24,6 +24,7 @@ from dflash_aot.cache.bundle.pickle_machine import (
     Value,
 )
 from dflash_aot.cache.bundle.pickle_scan import TABLES, count_arrays
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.cache.devices import attached_devices
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.config_file import ConfigFile
@@ -39,11 +40,13 @@ from dflash_aot.compile.programs.programs import Programs
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 DEVICES = 4
 ENVIRONMENT = {**COMPILE_ONLY, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
-# Platform, dtype, devices and programs. The larger programs take long to compile and have no other calls.
+# Platform, dtype, devices and programs; "int8": bfloat16 with weights in int8. The larger programs take long to compile
+# and have no other calls.
 BUILDS = [
     ("cpu", "float32", 1, ("admit", "kv_write")),
     ("cpu", "bfloat16", 2, ("admit", "kv_write")),
     ("cpu", "float32", 4, ("admit", "kv_write")),
+    ("cpu", "int8", 1, ("kv_write",)),
     ("v5e:1x1", "bfloat16", 1, ("admit", "kv_write", "verify")),
     ("v5e:2x2", "bfloat16", 4, ("admit", "kv_write")),
     ("v4:2x2x1", "bfloat16", 4, ("admit",)),  # other kinds of devices
@@ -62,7 +65,9 @@ def build_executables() -> Iterator[tuple[bytes, int]]:
     for place, dtype, count, names in BUILDS:
         topology = TOPOLOGIES.get(place)
         devices = describe_devices(topology).devices if topology else attached_devices(place, count)
-        programs = Programs(*pair, dtype, stacked=topology is not None, devices=count, sampling=SAMPLING_MODES)
+        stacked, formats = topology is not None, WeightFormats("int8", "int8") if dtype == "int8" else PLAIN
+        dtype = "bfloat16" if dtype == "int8" else dtype
+        programs = Programs(*pair, dtype, stacked, count, SAMPLING_MODES, formats=formats)
         source = TracedPrograms(programs, parse_grid(GRID, 16), "tpu" if topology else place, count)
         signatures = {signature.program: signature for signature in source.signatures}  # any bucket of each program
         for program in names:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import (
     AttentionShape,
@@ -131,20 +132,23 @@ def test_expected_experts_are_shared_by_tokens():
 @pytest.mark.parametrize(
     ("name", "kind"), [("Qwen3-4B", "DFlash-b16"), ("Qwen3-8B", "DFlash-b16"), ("Qwen3-8B", "DFlash2-b16")]
 )
-@pytest.mark.parametrize("devices", [1, 2])
-def test_every_weight_of_a_program_is_read_once(name, kind, devices):
+@pytest.mark.parametrize(
+    ("devices", "formats"), [(1, PLAIN), (2, PLAIN), (1, WeightFormats("int8", "int8")), (2, WeightFormats("int8"))]
+)
+def test_every_weight_of_a_program_is_read_once(name, kind, devices, formats):
     """Published pairs with an empty context: bytes are those of all weights but norms, untied embeddings and codes."""
     target, draft = read_pair(name, kind)
-    programs, grid = Programs(target, draft, "bfloat16", stacked=True, devices=devices), Grid((1,), (32,), (1,), (1,))
+    programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
+    grid = Grid((1,), (32,), (1,), (1,))
     sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
     looked_up = {name for name in sizes if name.endswith("_codebook")}
-    looked_up |= set() if target.tied else {"target.model.embed_tokens.weight"}
-    roofline = Roofline(target, draft, "bfloat16", grid, devices)
+    looked_up |= {"target.model.embed_tokens.weight"} if "target.lm_head.weight" in sizes else set()
+    roofline = Roofline(target, draft, "bfloat16", grid, devices, formats)
     costs = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
     for signature in programs.list_signatures(grid):
         if signature.program in costs:
             taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
-            assert costs[signature.program].bytes == pytest.approx(taken, rel=1e-3)
+            assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
 
 
 def read_pair(name, kind):

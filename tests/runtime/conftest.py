@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats, WeightRecipe
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -116,10 +116,10 @@ class MadeUp:
 
     places: dict[str, Path]
 
-    def programs(self, devices: int = 1, stacked: bool = False) -> Programs:
+    def programs(self, devices: int = 1, stacked: bool = False, formats: WeightFormats = PLAIN) -> Programs:
         target = read_target(read_config(self.places["target"]))
         draft = read_draft(read_config(self.places["draft"]), target)
-        return Programs(target, draft, "float32", stacked=stacked, devices=devices)
+        return Programs(target, draft, "float32", stacked=stacked, devices=devices, formats=formats)
 
 
 @pytest.fixture(scope="session")

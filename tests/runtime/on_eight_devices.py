@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import Placement, WeightFormats, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
@@ -30,6 +30,7 @@ DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
 BURSTS = "batch=1,2 length=64 k=0,7 prefill=16 rounds=2"  # for one pair: the last request runs alone
 KINDS = ("dense", "experts", "pruned")
+INT8 = WeightFormats("int8", "int8")
 PROMPTS = [[1], [5] * 20, [*range(32)], [31, 0, 9, 9], [2, 7, 1, 8, 2, 8]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
 
@@ -52,6 +53,19 @@ def test_each_device_holds_its_slice_of_every_argument(make_up, kind, count):
             np.testing.assert_array_equal(shard.data, whole[shard.index])
     split = sum(recipe.bytes for recipe in recipes if MESH_AXIS in recipe.sharding)
     assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 8])
+def test_int8_weights_are_the_same_integers_on_any_number_of_devices(make_up, kind, count):
+    pair = make_up(kind)
+    alone = load_weights(pair.programs(formats=INT8).recipes(), pair.places, DEVICES[:1])
+    recipes = pair.programs(count, formats=INT8).recipes()
+    shared = load_weights(recipes, pair.places, DEVICES[:count])
+    assert any(recipe.dtype == "int8" and recipe.sharding[-1] for recipe in recipes)  # rows that devices split
+    for recipe in recipes:
+        assert shared[recipe.name].sharding == make_sharding(recipe.sharding, DEVICES[:count])
+        np.testing.assert_array_equal(shared[recipe.name], alone[recipe.name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +144,15 @@ def build(make_up, pytestconfig):
     def build(kind: str, count: int) -> Path:
         path = directory / f"{kind} on {count}"
         grid = BURSTS if kind == "dense" else GRID
-        named = {**make_up(kind).places, "bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count}
+        pair = make_up(kind.removesuffix(" int8"))
+        named = {
+            **pair.places,
+            "weights": "int8" if kind.endswith("int8") else "float32",
+            "bundle": path,
+            "buckets": grid,
+            "platform": "cpu",
+            "tensor_parallel": count,
+        }
         if count != 2:  # sampled executables are covered on two devices
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)
@@ -158,7 +180,7 @@ def answer(build):
     return answer
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("pruned", 4), ("experts", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("dense int8", 4), ("pruned", 4), ("experts", 8)])
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token."""
     assert answer(kind, count, 7) == answer(kind, 1, 7)

@@ -1,0 +1,47 @@
+"""Int8 quantization of rows: rounding, zeros, and numbers at the ends of float32."""
+
+import numpy as np
+import pytest
+
+from dflash_aot.runtime.weights.int8_rows import find_scales, quantize_rows
+
+
+def quantize(*rows: list[float]) -> tuple[list[list[int]], list[float]]:
+    values = np.array(rows, np.float32)
+    scales = find_scales(values)
+    return quantize_rows(values, scales).tolist(), scales.tolist()
+
+
+def test_largest_magnitude_becomes_127_and_ties_round_to_even():
+    integers, scales = quantize([254.0, 1.0, 3.0, -1.0, -5.0], [-63.5, 0.25, 0.75, 1.25, 0.0])
+    assert integers == [[127, 0, 2, 0, -2], [-127, 0, 2, 2, 0]]
+    assert scales == [2.0, 0.5]
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 1.4e-36])
+def test_row_whose_scale_would_be_subnormal_becomes_zeros(largest):
+    assert quantize([largest, -largest / 2]) == ([[0, 0]], [0.0])
+
+
+def test_smallest_and_largest_numbers_stay_in_range():
+    largest = float(np.finfo(np.float32).max)
+    integers, scales = quantize([1.5e-36, -1.5e-36], [largest, -largest])
+    assert integers == [[127, -127], [127, -127]]
+    assert np.isfinite(scales).all() and min(scales) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_integers_are_at_most_half_a_scale_from_the_number(seed):
+    rows = np.random.default_rng(seed).standard_normal((50, 40)).astype(np.float32) * np.float32(10.0) ** (seed - 1)
+    scales = find_scales(rows)
+    integers = quantize_rows(rows.copy(), scales)
+    assert np.abs(integers).max(axis=1).tolist() == [127] * 50
+    assert (np.abs(integers * scales[:, None] - rows) <= scales[:, None] * 0.5001).all()
+
+
+def test_part_of_the_columns_gives_the_same_integers():
+    rows = np.random.default_rng(5).standard_normal((4, 30)).astype(np.float32)
+    scales = find_scales(rows)
+    whole = quantize_rows(rows.copy(), scales)
+    parts = [quantize_rows(rows[:, at : at + 10].copy(), scales) for at in (0, 10, 20)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)

@@ -1,0 +1,86 @@
+"""Int8 bundles against float32 models of the same integers: transformers' for the target, an engine's for the draft."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.runtime import Engine, Result
+from tests.conftest import INT8, RUNS
+from tests.runtime.test_golden_runs import generate
+
+TIED_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def round_weight(weight: np.ndarray) -> np.ndarray:
+    """The numbers that int8 leaves of a float32 weight [out, in]."""
+    scales = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(weight / scales) * scales
+
+
+def round_checkpoint(source: Path, place: Path, tied: bool = False) -> Path:
+    """Copies a checkpoint with its linear layers rounded. The head of a tied checkpoint becomes a tensor of its own."""
+    tensors = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
+    if tied:
+        tensors[TIED_HEAD[1]] = tensors[TIED_HEAD[0]]
+    place.mkdir()
+    for name, array in tensors.items():
+        if array.ndim == 2 and not name.endswith("embed_tokens.weight"):
+            tensors[name] = round_weight(array)
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", place)
+    return place
+
+
+@pytest.fixture(scope="session", params=INT8)
+def rounded(request, tmp_path_factory) -> tuple[str, Path, Path]:
+    """Name of an int8 bundle, and its checkpoints with rounded weights."""
+    run, place = RUNS[INT8[request.param]], tmp_path_factory.mktemp("rounded")
+    tied = json.loads((run.target / "config.json").read_text())["tie_word_embeddings"]
+    target = round_checkpoint(run.target, place / "target", tied)
+    return request.param, target, round_checkpoint(run.draft, place / "draft")
+
+
+@pytest.fixture(scope="session")
+def results(rounded, bundle) -> dict[int, list[Result]]:
+    """What the int8 bundle generates for every prompt, by K."""
+    run = RUNS[INT8[rounded[0]]]
+    found = {}
+    for k in read_manifest(bundle(rounded[0])).grid.k:
+        with Engine.open(bundle(rounded[0]), k=k, target=run.target, draft=run.draft) as engine:
+            found[k] = [generate(engine, prompt) for prompt in run.facts["prompts"]]
+            assert engine.stats().compile_events == 0
+    return found
+
+
+def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, results):
+    name, target, _ = rounded
+    config = AutoConfig.from_pretrained(target, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=torch.float32).eval()
+    prompts = RUNS[INT8[name]].facts["prompts"]
+    for number, prompt in enumerate(prompts):
+        ids = prompt["prompt_ids"] + results[0][number].token_ids
+        with torch.no_grad():
+            chosen = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        assert chosen[len(prompt["prompt_ids"]) - 1 : -1] == results[0][number].token_ids
+        for k, found in results.items():
+            assert (k, found[number].token_ids) == (k, results[0][number].token_ids)
+    assert any(one.token_ids != prompt["new_token_ids"] for one, prompt in zip(results[0], prompts, strict=True)) or (
+        name != "int8 tied"
+    )
+
+
+def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bundle):
+    name, target, draft = rounded
+    if name == "int8 tied":
+        return  # no float32 bundle has a head beside a tied embedding
+    with Engine.open(bundle(INT8[name]), k=max(results), target=target, draft=draft) as engine:
+        for prompt, found in zip(RUNS[INT8[name]].facts["prompts"], results[max(results)], strict=True):
+            expected = generate(engine, prompt)
+            assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
