@@ -33,6 +33,7 @@ from dflash_aot.compile.pipeline.deployment import Deployment, choose_formats, p
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import TracedPrograms
 
+WEIGHTS = ("float32", "bfloat16", "int8")
 TRACED_PREFIX = "call_exported/"  # of operations: what precedes it is the same for all
 
 
@@ -45,10 +46,8 @@ class Settings:
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
     buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
-    weights: str | None = setting(None, "of linear layers; default: --dtype", choices=("float32", "bfloat16", "int8"))
-    draft_weights: str | None = setting(
-        None, "the draft's; default: --weights", choices=("float32", "bfloat16", "int8")
-    )
+    weights: str | None = setting(None, "of linear layers; default: --dtype", choices=WEIGHTS)
+    draft_weights: str | None = setting(None, "the draft's; default: --weights", choices=WEIGHTS)
     sampling: str = setting("greedy", "kinds of verification: greedy, sample or both")
     executable: str | None = setting(
         None, "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations"

@@ -5,8 +5,10 @@ an int8 bundle are quantized while they are read.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ import numpy as np
 from dflash_aot.cache.bundle.weight_recipe import SCALE_SUFFIX, CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.runtime.weights.int8_rows import find_scales, quantize_rows
+from dflash_aot.runtime.weights.int8_weights import Int8Weight
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
 from dflash_aot.runtime.weights.tensor_slices import (
@@ -31,6 +33,7 @@ from dflash_aot.runtime.weights.tensor_slices import (
 )
 
 MOST_READ_NUMBERS = 1 << 18  # read and converted at a time: small enough for a processor's cache
+READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 # Tensors that a checkpoint may hold beside the used ones: the head of a target with tied embeddings, and what
 # speculators stores of the target in a draft.
@@ -142,43 +145,12 @@ def _place(
 def _load_int8(
     values: WeightRecipe, scales: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]
 ) -> dict[str, jax.Array]:
-    """Returns the integers and the scales of a quantized weight. The host holds a slice of integers, and all scales.
-
-    If the devices split the rows themselves, all rows are read once before, because a scale belongs to a whole row.
-    """
-    found = _allocate(scales.shape, np.dtype(np.float32))
-    whole_rows = not values.sharding or values.sharding[-1] is None
-    if not whole_rows:
-        for part, rows in _read_rows(values, tensors, cover_tensor(values.shape)):
-            found[to_numpy_slices(part[:-1])] = find_scales(rows).reshape(slice_shape(part[:-1]))
-
-    def assemble(wanted: TensorSlice) -> np.ndarray:
-        array = _allocate(slice_shape(wanted), np.dtype(np.int8))
-        origin = [start for start, _ in wanted]
-        for part, rows in _read_rows(values, tensors, wanted):
-            at = to_numpy_slices(part[:-1])
-            if whole_rows:
-                found[at] = find_scales(rows).reshape(slice_shape(part[:-1]))
-            integers = quantize_rows(rows, found[at].reshape(-1))
-            array[to_numpy_slices(shift_slice(part, origin))] = integers.reshape(slice_shape(part))
-        return array
-
-    return {
-        values.name: _place(values, devices, assemble),
-        scales.name: _place(scales, devices, lambda wanted: _copy_slice(found, wanted)),
-    }
-
-
-def _read_rows(
-    recipe: WeightRecipe, tensors: CheckpointTensors, wanted: TensorSlice
-) -> Iterator[tuple[TensorSlice, np.ndarray]]:
-    """Yields the slice `wanted` of an argument piece by piece: the piece's slice, and its rows as float32 [n, m]."""
-    for placement in recipe.placements:
-        if common := intersect_placement(wanted, placement):
-            for piece in split_slice(common, MOST_READ_NUMBERS):
-                stored = find_stored_slice(placement, shift_slice(piece, placement.offset))
-                values = _read(recipe, tensors, placement, stored).astype(np.float32)
-                yield piece, values.reshape(-1, slice_shape(piece)[-1])
+    """Returns the integers and the scales of a quantized weight. The host holds a slice of integers, and all scales."""
+    weight = Int8Weight(values, tensors, _allocate(scales.shape, np.dtype(np.float32)))
+    if weight.splits_rows:
+        _run_pieces(values, cover_tensor(values.shape), weight.find_scales)
+    integers = _place(values, devices, lambda wanted: _collect(values, wanted, weight.read))
+    return {values.name: integers, scales.name: _place(scales, devices, partial(_copy_slice, weight.scales))}
 
 
 def _copy_slice(array: np.ndarray, wanted: TensorSlice) -> np.ndarray:
@@ -196,15 +168,46 @@ def _to_slice(index: tuple[slice, ...] | None, shape: Sequence[int]) -> TensorSl
 
 def _assemble(recipe: WeightRecipe, tensors: CheckpointTensors, wanted: TensorSlice) -> np.ndarray:
     """Returns the slice `wanted` of an argument in host memory, in the device's dtype."""
+
+    def read(placement: Placement, piece: TensorSlice) -> np.ndarray:
+        part = shift_slice(piece, placement.offset)
+        values = _read(recipe, tensors, placement, find_stored_slice(placement, part))
+        return values.reshape(slice_shape(part))
+
+    return _collect(recipe, wanted, read)
+
+
+def _collect(
+    recipe: WeightRecipe, wanted: TensorSlice, read: Callable[[Placement, TensorSlice], np.ndarray]
+) -> np.ndarray:
+    """Returns the slice `wanted` of an argument from pieces that `read` returns, in the device's dtype."""
     array = _allocate(slice_shape(wanted), np.dtype(recipe.dtype))
     origin = [start for start, _ in wanted]
-    for placement in recipe.placements:
-        if common := intersect_placement(wanted, placement):
-            for piece in [common] if recipe.mapped else split_slice(common, MOST_READ_NUMBERS):
-                part = shift_slice(piece, placement.offset)
-                values = _read(recipe, tensors, placement, find_stored_slice(placement, part))
-                array[to_numpy_slices(shift_slice(piece, origin))] = values.reshape(slice_shape(part))
+
+    def write(placement: Placement, piece: TensorSlice) -> None:
+        array[to_numpy_slices(shift_slice(piece, origin))] = read(placement, piece)
+
+    _run_pieces(recipe, wanted, write)
     return array
+
+
+def _run_pieces(recipe: WeightRecipe, wanted: TensorSlice, work: Callable[[Placement, TensorSlice], None]) -> None:
+    """Calls `work` for each piece of the slice `wanted`, in its coordinates of the argument, a few at a time.
+
+    NumPy leaves the interpreter's lock while it reads and converts a piece, so pieces use several processor cores.
+    """
+    pieces = [
+        (placement, piece)
+        for placement in recipe.placements
+        if (common := intersect_placement(wanted, placement))
+        for piece in ([common] if recipe.mapped else split_slice(common, MOST_READ_NUMBERS))
+    ]
+    if len(pieces) == 1:
+        work(*pieces[0])
+        return
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(work, *zip(*pieces, strict=True)):
+            pass
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

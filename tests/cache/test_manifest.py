@@ -20,6 +20,7 @@ from dflash_aot.cache.bundle.manifest import (
     parse_manifest,
     read_manifest,
 )
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle, MissingBundle
 
 

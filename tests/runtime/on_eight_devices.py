@@ -145,14 +145,9 @@ def build(make_up, pytestconfig):
         path = directory / f"{kind} on {count}"
         grid = BURSTS if kind == "dense" else GRID
         pair = make_up(kind.removesuffix(" int8"))
-        named = {
-            **pair.places,
-            "weights": "int8" if kind.endswith("int8") else "float32",
-            "bundle": path,
-            "buckets": grid,
-            "platform": "cpu",
-            "tensor_parallel": count,
-        }
+        weights = "int8" if kind.endswith("int8") else "float32"
+        named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
+        named |= pair.places
         if count != 2:  # sampled executables are covered on two devices
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_aot.runtime.weights.int8_rows import find_scales, quantize_rows
+from dflash_aot.runtime.weights.int8_weights import find_scales, quantize_rows
 
 
 def quantize(*rows: list[float]) -> tuple[list[list[int]], list[float]]:
