@@ -103,6 +103,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
             "expected_seconds": estimate and estimate.seconds / plan.jobs,
             "expected_bytes": estimate and round(estimate.bytes),
             "padding_waste": plan.padding_waste,
+            "stored_weights": msgspec.to_builtins(dict(plan.conversions)),
         }
         print_json({**summary, **list_memory(plan.memory)})
         return
@@ -154,6 +155,7 @@ def print_report(report: BuildReport, as_json: bool) -> None:
             "reproducible": report.reproducibility and msgspec.to_builtins(report.reproducibility),
             "store": report.store and msgspec.to_builtins(report.store),
             "findings": list(report.findings),
+            "stored_weights": msgspec.to_builtins(dict(report.conversions)),
             "entries": [list_entry(deployment, entry, entry.key in compiled) for entry in entries],
         }
         print_json({**summary, **list_memory(report.memory)})

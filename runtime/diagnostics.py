@@ -1,10 +1,13 @@
 """Diagnostics: warnings about a checkpoint pair, a prompt, or drafts that are rarely accepted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template
 
@@ -24,6 +27,20 @@ def diagnose_pair(manifest: Manifest, end_tokens: frozenset[int]) -> Iterator[st
             f"the draft's mask token {mask} is also one of the target's end tokens {sorted(end_tokens)}: answers end "
             "at this token; check the draft's mask_token_id"
         )
+
+
+def diagnose_weights(manifest: Manifest, directories: Mapping[CheckpointRole, Path]) -> Iterator[str]:
+    """Yields warnings about quantized checkpoints whose numbers the bundle holds rounded. Raises BadCheckpoint."""
+    formats: dict[CheckpointRole, WeightFormat] = {
+        "target": manifest.weight_formats.target,
+        "draft": manifest.weight_formats.draft,
+    }
+    for role, directory in directories.items():
+        if quantization := read_quantization(read_config(directory)):
+            weights = manifest.dtype if formats[role] == "plain" else formats[role]
+            conversion = plan_conversion(quantization, weights)
+            if not conversion.exact:
+                yield f"{directory}: {conversion.summary}"
 
 
 def diagnose_prompt(target: Path, prompt: str) -> str | None:

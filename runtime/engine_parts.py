@@ -1,5 +1,6 @@
 """Bundle loading: from a bundle and its checkpoint pair to what an engine needs to serve."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.lazy_loader import LazyLoader
@@ -29,6 +31,8 @@ from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, Specula
 from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ def load_engine_parts(
     most = _find_largest_k(manifest, path, k)
     directories = locate_checkpoint_pair(manifest, target, draft)
     check_pair_facts(path, manifest, directories)
+    for warning in diagnose_weights(manifest, directories):
+        logger.warning(warning)
     estimates = estimate_rounds(manifest, most)
     weights: dict[str, jax.Array] = {}
     loader = make_lazy_loader(path, manifest, _order_ks(manifest, most, k, estimates), weights)

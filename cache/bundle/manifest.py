@@ -257,7 +257,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
     exporter: version of the jaxlib that exported the programs, if a rebuild compiled them with another one.
-    formats: of the models' linear layers; absent if all are plain.
+    formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
     digest: sha256 of the file with an empty digest, in hex.
     """
 
@@ -289,9 +289,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return arrays_by_name(self.state, self.weights)
 
     def weight_flags(self) -> dict[str, str]:
-        """Returns the flags that name the weight formats, with their values; none if all are plain."""
-        formats = self.weight_formats
-        models = {"weights": formats.target, "draft_weights": formats.draft} if formats != PLAIN else {}
+        """Returns the flags that name the weight formats, with their values; none if the manifest names no formats."""
+        formats = self.formats
+        models = {"weights": formats.target, "draft_weights": formats.draft} if formats else {}
         return {flag: self.dtype if one == "plain" else one for flag, one in models.items()}
 
     def build_command(self, bundle: Path) -> str:

@@ -73,6 +73,33 @@ class Quantization(msgspec.Struct, frozen=True):
         return "int8 with a scale per output channel"
 
 
+class WeightConversion(msgspec.Struct, frozen=True):
+    """What a bundle makes of the linear layers of a quantized checkpoint.
+
+    stored: how they are stored.
+    weights: what they become, "int8" with a scale per output channel, or a float dtype.
+    exact: no number is rounded. (Layers that are stored as floats may be.)
+    summary: the same, for people.
+    """
+
+    stored: Encoding
+    weights: str
+    exact: bool
+    summary: str
+
+
+def plan_conversion(quantization: Quantization, weights: str) -> WeightConversion:
+    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint."""
+    exact = weights == "float32" or (weights == "int8" and quantization.exact)
+    action = f"are multiplied out to {weights}"
+    if weights == "int8":
+        action = "are kept" if exact else "become int8 with a scale per output channel"
+    rounding = "" if exact else ", rounded"
+    return WeightConversion(
+        quantization.encoding, weights, exact, f"weights stored as {quantization.title} {action}{rounding}"
+    )
+
+
 def read_quantization(config: ConfigFile) -> Quantization | None:
     """Returns how the weights are quantized, None if they are not. Raises BadCheckpoint for unsupported formats."""
     keys = [key for key in (SECTION, OLD_SECTION) if config.has(key)]

@@ -9,9 +9,10 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest, SelfTest, TargetModel
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import PLAIN
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.units import format_bytes
 from dflash_aot.compile.analysis.build_estimate import estimate_build
@@ -42,6 +43,9 @@ class BuildJob:
         records: by label, earlier self-test results that new executables must reproduce.
         known: a manifest whose executables the store holds, with build records or without.
         ray_address: the Ray cluster that compiles; None: this machine does.
+        conversions: by model, what the bundle makes of the weights of quantized checkpoints.
+        names_formats: the manifest names the weight formats even if all are plain: a quantized checkpoint has another
+            default.
     """
 
     target: TargetModel
@@ -55,6 +59,8 @@ class BuildJob:
     records: Mapping[str, SelfTest] = field(default_factory=dict)
     known: Manifest | None = None
     ray_address: str | None = None
+    conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
+    names_formats: bool = False
 
 
 def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
@@ -125,7 +131,7 @@ def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compi
         state=job.source.state,
         weights=job.source.recipes,
         entries=tuple(bound_entries(deployment, compilation.entries)),
-        formats=msgspec.UNSET if programs.formats == PLAIN else programs.formats,
+        formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
         exporter=msgspec.UNSET if job.source.exporter == environment.jaxlib else job.source.exporter,
     )
 

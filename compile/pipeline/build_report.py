@@ -1,14 +1,17 @@
 """Build plan and build report: what a build will make, and what it made."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, read_manifest
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.environment import read_host_environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.signature import ExecutableId, Signature, state_arrays
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
@@ -36,6 +39,7 @@ class BuildPlan(msgspec.Struct, frozen=True):
         estimate: of what is missing: seconds of one core, and bytes on disk; None for a platform without estimates.
         padding_waste: by axis, the largest share of a size that is padding.
         memory: device memory and round times; None for devices without figures.
+        conversions: by model, what the bundle makes of the weights of quantized checkpoints.
     """
 
     bundle: Path
@@ -48,6 +52,7 @@ class BuildPlan(msgspec.Struct, frozen=True):
     estimate: BuildEstimate | None
     padding_waste: dict[str, float]
     memory: MemoryEstimate | None
+    conversions: Mapping[CheckpointRole, WeightConversion]
 
 
 class BuildReport(msgspec.Struct, frozen=True):
@@ -63,6 +68,7 @@ class BuildReport(msgspec.Struct, frozen=True):
         memory: device memory and round times, from the compiler's figures; None for devices without figures.
         reproducibility: how far a second build agrees, if that was checked.
         store: what was found in the shared store and written to it, if there is one.
+        conversions: by model, what the bundle makes of the weights of quantized checkpoints.
     """
 
     bundle: Path
@@ -74,6 +80,7 @@ class BuildReport(msgspec.Struct, frozen=True):
     memory: MemoryEstimate | None
     reproducibility: Comparison | None = None
     store: StoreReport | None = None
+    conversions: Mapping[CheckpointRole, WeightConversion] = msgspec.field(default_factory=dict)
 
 
 def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) -> BuildPlan:
@@ -96,6 +103,7 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
         estimate=estimate_build(missing, programs.pair, deployment.platform),
         padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
         memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),
+        conversions=job.conversions,
     )
 
 
@@ -141,6 +149,7 @@ def report_compilation(
     tau: float | None = None,
     reproducibility: Comparison | None = None,
     store: StoreReport | None = None,
+    conversions: Mapping[CheckpointRole, WeightConversion] = MappingProxyType({}),
 ) -> BuildReport:
     """The report of a finished build. `tau`: tokens per round, if known."""
     return BuildReport(
@@ -153,6 +162,7 @@ def report_compilation(
         memory=estimate_memory(deployment, tau, read_compiler_figures(compilation.entries)),
         reproducibility=reproducibility,
         store=store,
+        conversions=conversions,
     )
 
 

@@ -1,14 +1,17 @@
 """Precompile: builds the bundle of a checkpoint pair. The library interface behind `dflash-precompile`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from pathlib import Path
+
+import msgspec
 
 from dflash_aot.cache.bundle.export_window import find_rebuild_doubt
 from dflash_aot.cache.bundle.manifest import DraftModel, Manifest, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormats
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
@@ -16,6 +19,12 @@ from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkp
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.quantization import (
+    Quantization,
+    WeightConversion,
+    plan_conversion,
+    read_quantization,
+)
 from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.remote.object_store import open_object_store
@@ -72,7 +81,8 @@ def precompile(
         topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
         tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
         dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
-        weights: "int8": linear layers and vocabulary head have a byte per number; None or `dtype`: they have `dtype`.
+        weights: "int8": linear layers and vocabulary head have a byte per number; `dtype`: they have that; None: "int8"
+            for a quantized checkpoint, else `dtype`.
         draft_weights: the same for the draft; None: as `weights`.
         sampling: kinds of verification to build, of "greedy" and "sample".
         exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
@@ -155,7 +165,7 @@ def plan_build(
         jobs=jobs,
     )
     check_tau(tau, job.deployment.grid, job.deployment.chip)
-    observer.on_plan(job.deployment)
+    _announce(job, observer)
     return plan_executables(job, tau, observer)
 
 
@@ -208,6 +218,7 @@ def rebuild(
         records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         ray_address=ray_address,
+        names_formats=manifest.formats is not msgspec.UNSET,
     )
     return _build(job, store, False, tau, observer)
 
@@ -246,7 +257,8 @@ def _prepare_build(
     chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
     build_target = choose_build_target(platform, topology, tensor_parallel)
     dtype = dtype or choose_dtype(build_target)
-    formats = choose_formats(weights, draft_weights, dtype)
+    stored = read_stored_formats(target, draft)
+    formats = choose_formats(*_choose_weights(weights, draft_weights, stored, dtype), dtype)
     deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target, formats)
     if exact:
         message = describe_loss(bundle, deployment)
@@ -263,6 +275,8 @@ def _prepare_build(
         source=TracedPrograms(deployment.programs, chosen, deployment.platform, deployment.devices),
         build_target=build_target,
         store=Store(bundle),
+        conversions=_plan_conversions(stored, formats, dtype),
+        names_formats=bool(stored),
         jobs=jobs,
         self_test=self_test,
         ray_address=ray_address,
@@ -273,13 +287,21 @@ def _build(
     job: BuildJob, store: str | None, check_reproducible: bool, tau: float | None, observer: BuildObserver
 ) -> BuildReport:
     check_jax_version()
-    observer.on_plan(job.deployment)
+    _announce(job, observer)
     with _open_shared_store(store, observer) as shared:
         compilation = run_build(job, observer, shared)
     jobs = choose_jobs(job.build_target, job.jobs)
     comparison = check_second_build(job.store.bundle, jobs + 1) if check_reproducible else None
     store_report = shared.report() if shared else None
-    return report_compilation(job.deployment, job.store.bundle, compilation, tau, comparison, store_report)
+    return report_compilation(
+        job.deployment, job.store.bundle, compilation, tau, comparison, store_report, job.conversions
+    )
+
+
+def _announce(job: BuildJob, observer: BuildObserver) -> None:
+    observer.on_plan(job.deployment)
+    for role, conversion in job.conversions.items():
+        observer.on_info(f"{role}: {conversion.summary}")
 
 
 def _open_shared_store(store: str | None, observer: BuildObserver) -> AbstractContextManager[SharedStore | None]:
@@ -296,6 +318,34 @@ def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
     """The facts of both checkpoints, from their config.json. Raises BadCheckpoint."""
     facts = read_target(read_config(locate_checkpoint(target, "target")))
     return facts, read_draft(read_config(locate_checkpoint(draft, "draft")), facts)
+
+
+def read_stored_formats(target: str, draft: str) -> dict[CheckpointRole, Quantization]:
+    """How the quantized ones of both checkpoints are stored, from their config.json. Raises BadCheckpoint."""
+    found: dict[CheckpointRole, Quantization | None] = {
+        "target": read_quantization(read_config(locate_checkpoint(target, "target"))),
+        "draft": read_quantization(read_config(locate_checkpoint(draft, "draft"))),
+    }
+    return {role: quantization for role, quantization in found.items() if quantization is not None}
+
+
+def _choose_weights(
+    weights: str | None, draft_weights: str | None, stored: Mapping[CheckpointRole, Quantization], dtype: str
+) -> tuple[str, str]:
+    """The formats that the flags ask for. Without flags, a quantized checkpoint gets int8, another one `dtype`."""
+    default = {role: "int8" if role in stored else dtype for role in ("target", "draft")}
+    return weights or default["target"], draft_weights or weights or default["draft"]
+
+
+def _plan_conversions(
+    stored: Mapping[CheckpointRole, Quantization], formats: WeightFormats, dtype: str
+) -> dict[CheckpointRole, WeightConversion]:
+    """What the bundle makes of the weights of quantized checkpoints."""
+    chosen: dict[CheckpointRole, str] = {"target": formats.target, "draft": formats.draft}
+    return {
+        role: plan_conversion(quantization, dtype if chosen[role] == "plain" else chosen[role])
+        for role, quantization in stored.items()
+    }
 
 
 def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, num_speculative_tokens: int | None) -> Grid:

@@ -14,6 +14,7 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine
+from tests.quantized_checkpoints import quantize_checkpoint
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -143,6 +144,83 @@ def test_published_pairs_are_planned_from_their_configs_alone(command, tmp_path,
     # 36 or 32 layers, 8 kv heads of 128, and the draft's 5: 8 slots of 4096 + 256 positions, keys and values, 2 bytes
     assert plan["state_bytes"] > 2 * 2 * (32 + 5) * 8 * 8 * 4352 * 128
     assert gigabytes is None or round(plan["weight_bytes"] / 1e9, 1) == gigabytes
+
+
+def copy_configs(place: Path, **names: str) -> list[str]:
+    """Copies published configs of a pair, and returns the flags that name them."""
+    for name in names.values():
+        (place / name).mkdir()
+        (place / name / "config.json").write_bytes((CONFIGS / f"{name}.json").read_bytes())
+    return [f"--{role}={place / name}" for role, name in names.items()]
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "stored", "gigabytes", "summary"),
+    [
+        (
+            "Qwen3-8B-FP8",
+            [],
+            ("fp8-blocks", "int8", False),
+            10.9,
+            "become int8 with a scale per output channel, rounded",
+        ),
+        ("Qwen3-8B-FP8", ["--weights=bfloat16"], ("fp8-blocks", "bfloat16", False), 18.5, "multiplied out to bfloat16"),
+    ],
+)
+def test_quantized_checkpoint_is_planned_in_int8_unless_weights_says_otherwise(
+    command, tmp_path, target, flags, stored, gigabytes, summary
+):
+    pair = copy_configs(tmp_path, target=target, draft="Qwen3-8B-DFlash-b16")
+    done = command(
+        precompile,
+        *pair,
+        "--dtype=bfloat16",
+        "--buckets=batch=1 length=1024 k=0,7 prefill=256",
+        "--plan",
+        "--json",
+        *flags,
+    )
+    plan = json.loads(done.out)
+    found = plan["stored_weights"]["target"]
+    assert (found["stored"], found["weights"], found["exact"]) == stored
+    assert "draft" not in plan["stored_weights"]
+    assert "target: weights stored as FP8 with a scale per 128 x 128 block" in done.err and summary in done.err
+    assert round(plan["weight_bytes"] / 1e9, 1) == gigabytes
+
+
+def test_int8_checkpoint_is_planned_as_it_is(command, tmp_path):
+    target, draft = "Llama-3.1-8B-Instruct-quantized.w8a8", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"
+    pair = copy_configs(tmp_path, target=target, draft=draft)
+    done = command(precompile, *pair, "--dtype=bfloat16", "--buckets=batch=1 length=1024 k=0,9 prefill=256", "--plan")
+    assert "target: weights stored as int8 with a scale per output channel are kept\n" in done.err
+
+
+def test_quantized_pair_in_float_weights_is_built_so_by_every_command_that_the_bundle_names(
+    command, tied, copy, tmp_path
+):
+    """Without --weights the command would build int8. Programs do not depend on how a checkpoint stores its weights."""
+    roles = {"target": tied.target, "draft": tied.draft}
+    made = {role: quantize_checkpoint(source, tmp_path / role, "fp8", []) for role, source in roles.items()}
+    pair = [f"--{role}={one.directory}" for role, one in made.items()]
+    arguments = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT]
+    done = command(precompile, *arguments, "--weights=float32", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["compiled"]) == (0, 0)
+    assert [report["stored_weights"][role]["weights"] for role in made] == ["float32", "float32"]
+    assert "--weights float32 --draft_weights float32" in read_manifest(copy).build_command(copy)
+    assert command(precompile, f"--rebuild={copy}").code == 0
+    assert "--weights float32 --draft_weights float32" in read_manifest(copy).build_command(copy)
+    plan = json.loads(command(precompile, *arguments, "--plan", "--json").out)
+    assert [plan["stored_weights"][role]["weights"] for role in made] == ["int8", "int8"]
+
+
+def test_unsupported_quantization_is_refused_before_anything_is_compiled(command, tmp_path):
+    pair = copy_configs(tmp_path, target="Qwen3-8B", draft="Qwen3-8B-DFlash-b16")
+    path = tmp_path / "Qwen3-8B" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
+    done = command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}")
+    assert done.code == 2 and "quantization_config.quant_method is 'awq': AWQ is not supported; supported" in done.err
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_default_grid_depends_on_the_drafts_block(command, pair, tmp_path):

@@ -25,6 +25,7 @@ from dflash_aot.cache.signature import MESH_AXIS, state_arrays
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.executable import DeviceState, load_executable
 from dflash_aot.runtime.weights.weight_loader import load_weights
+from tests.quantized_checkpoints import quantize_checkpoint
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
@@ -53,6 +54,23 @@ def test_each_device_holds_its_slice_of_every_argument(make_up, kind, count):
             np.testing.assert_array_equal(shard.data, whole[shard.index])
     split = sum(recipe.bytes for recipe in recipes if MESH_AXIS in recipe.sharding)
     assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("form", ["fp8", "packed"])
+def test_each_device_holds_its_slice_of_a_quantized_checkpoint_in_int8(make_up, tmp_path, kind, form):
+    """The same integers and scales on any number of devices, which split blocks and packed numbers anywhere."""
+    pair, formats = make_up(kind), WeightFormats("int8", "int8")
+    places = {
+        role: quantize_checkpoint(place, tmp_path / role, form, [], block=(9, 5)).directory
+        for role, place in pair.places.items()
+    }
+    alone = load_weights(pair.programs(formats=formats).recipes(), places, DEVICES[:1])
+    shared = load_weights(pair.programs(8, formats=formats).recipes(), places, DEVICES)
+    for name, array in shared.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(alone[name])[shard.index])
+    assert {str(array.dtype) for array in shared.values()} >= {"int8", "float32"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
@@ -19,6 +22,7 @@ from dflash_aot.runtime.weights.safetensors_reader import FLOATS
 from dflash_aot.runtime.weights.weight_loader import load_weights
 from tests.quantized_checkpoints import (
     FILE,
+    Format,
     make_section,
     pack,
     quantize_checkpoint,
@@ -27,6 +31,7 @@ from tests.quantized_checkpoints import (
     store_fp8,
     store_int8,
 )
+from tests.runtime.test_int8_runs import round_weight
 
 CPU = jax.devices("cpu")[0]
 NAME = "model.layers.0.mlp.up_proj"
@@ -259,18 +264,72 @@ def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, fo
     assert sum(not np.array_equal(changed[name], array) for name, array in expected.items()) > 5
 
 
-@pytest.mark.parametrize(("form", "k"), [("fp8", 7), ("packed", 0)])
-def test_tokens_are_those_of_transformers_with_the_dequantized_weights(tied, bundle, tmp_path, form, k):
-    """A bundle whose weights are floats serves a quantized checkpoint."""
-    target = quantize_checkpoint(tied.target, tmp_path / "target", form, ["model.layers.0.self_attn.o_proj"])
-    draft = quantize_checkpoint(tied.draft, tmp_path / "draft", form, [])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32)
-    state = {name: torch.from_numpy(np.array(tensor)) for name, tensor in target.meant.items()}
-    assert not model.load_state_dict(state, strict=False).unexpected_keys
-    prompts = [prompt["prompt_ids"] for prompt in tied.facts["prompts"][:4]]
-    with Engine.open(bundle(tied.key), k=k, target=target.directory, draft=draft.directory) as engine:
-        for prompt in prompts:
+@pytest.mark.parametrize("form", ["int8", "packed"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, form, stacked):
+    pair = make_up("dense")
+    made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "int8", [])
+    stored = made.stored
+    if form == "packed":
+        made = quantize_checkpoint(pair.places["target"], tmp_path / "packed", form, [])
+    places = {"target": made.directory, "draft": pair.places["draft"]}
+    recipes = pair.programs(stacked=stacked, formats=WeightFormats("int8", "int8")).recipes()
+    arguments = load_weights(recipes, places, [CPU])
+    compared = 0
+    for recipe in recipes:
+        kind = {"int8_values": "weight", "int8_scales": "weight_scale"}.get(recipe.encoding)
+        for placement in recipe.placements if kind else ():
+            name = f"{placement.tensor.removesuffix('weight')}{kind}"
+            if recipe.checkpoint == "target" and f"{placement.tensor}_scale" in stored:
+                place = tuple(slice(at, at + size) for at, size in zip(placement.offset, placement.extent, strict=True))
+                found = np.asarray(arguments[recipe.name])[place]
+                expected = stored[name] if kind == "weight" else stored[name].astype(np.float32)
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(found.ravel(), expected.ravel())
+                compared += 1
+    assert compared == 2 * 3 * 7
+
+
+@dataclass(frozen=True)
+class Served:
+    """A format, the bundle that serves it, how the weights change on the way, and the warning that says so."""
+
+    form: Format
+    bundle: str
+    change: Callable[[np.ndarray], np.ndarray] | None
+    warning: str | None
+
+
+SERVED = [
+    Served("fp8", "untied", None, None),
+    Served("packed", "untied", None, None),
+    Served("packed", "int8 untied", None, None),
+    Served(
+        "fp8", "int8 untied", round_weight, "FP8 with a scale per 16 x 24 block become int8 with a scale per output"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: f"{case.form} by {case.bundle}")
+def test_tokens_are_those_of_transformers_with_the_same_numbers_in_float32(untied, bundle, tmp_path, caplog, case):
+    """Float weights, exact int8 and converted FP8. The model of transformers has the bundle's weights."""
+    target = quantize_checkpoint(untied.target, tmp_path / "target", case.form, ["model.layers.0.self_attn.o_proj"])
+    draft = quantize_checkpoint(untied.draft, tmp_path / "draft", case.form, [])
+    meant = dict(target.meant)
+    for name, tensor in meant.items():
+        is_stored_exactly = case.change is None and f"{name.removesuffix('weight')}weight_scale" in target.stored
+        if "int8" in case.bundle and tensor.ndim == 2 and "embed_tokens" not in name and not is_stored_exactly:
+            meant[name] = round_weight(tensor)
+    model = transformers.AutoModelForCausalLM.from_pretrained(untied.target, dtype=torch.float32)
+    assert not model.load_state_dict(
+        {name: torch.from_numpy(np.array(tensor)) for name, tensor in meant.items()}, strict=False
+    ).unexpected_keys
+    with Engine.open(bundle(case.bundle), k=15, target=target.directory, draft=draft.directory) as engine:
+        for prompt in (prompt["prompt_ids"] for prompt in untied.facts["prompts"][:4]):
             result = engine.generate(prompt, SamplingParams(max_tokens=24, stop_token_ids=()))
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1)
             assert result.token_ids == expected[0, len(prompt) :].tolist()
             assert len(result.token_ids) == 24
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("engine_parts")]
+    assert len(said) == (2 if case.warning else 0)
+    assert all(case.warning in message and message.endswith("rounded") for message in said)
