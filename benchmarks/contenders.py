@@ -100,7 +100,7 @@ def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, 
     # In a process of its own: this one must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         places = (pair.target, pair.draft, path)
-        pool.submit(precompile, *places, grid=buckets, dtype=dtype, sampling=("greedy",)).result()
+        pool.submit(precompile, *places, grid=buckets, dtype=dtype, sampling=("greedy",), exact=True).result()
     return path
 
 

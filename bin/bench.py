@@ -136,7 +136,8 @@ def run(arguments: Sequence[str]) -> int:
     command = find_command(_command_name())
     if command is None:
         there = ", ".join((*BENCHMARKS, *OTHERS))
-        raise BadInput(f"{_command_name() or 'nothing'}: no such command; there are {there}, see --help")
+        given = f"{_command_name()}: no such command" if _command_name() else "no command given"
+        raise BadInput(f"{given}; the commands are {there}, see --help")
     return command.run(arguments[1:])
 
 

@@ -14,7 +14,7 @@ from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.bundle_self_test import SelfTestReport, format_self_tests, self_test_bundle
 from dflash_aot.bin.command_line import print_json, print_lines
 from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
-from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, remove_garbage
+from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, has_build_files, remove_garbage
 from dflash_aot.cache.bundle.manifest import (
     Manifest,
     parse_manifest,
@@ -32,7 +32,7 @@ from dflash_aot.cache.bundle.verification import (
     list_expected_files,
     quarantine_flaws,
 )
-from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.remote.fetch import fetch_bundle
 from dflash_aot.cache.remote.push import push_bundle
 from dflash_aot.cache.signing import manifest_signature
@@ -274,17 +274,28 @@ def report_garbage(bundle: Path, keep_hours: float, dry_run: bool, as_json: bool
 def collect_garbage(bundle: Path, keep_hours: float, dry_run: bool, now: float) -> GarbageReport:
     """Removes files that the manifest does not refer to and that did not change for `keep_hours`; 0 means any age.
 
-    Holds the builders' lock, except for a dry run. Raises MissingBundle, CorruptBundle, BadInput where the bundle
-    cannot be written, and BuildFailed while another process builds in it.
+    Holds the builders' lock, except for a dry run. A first build that was killed leaves no manifest: then nothing is
+    referred to. Raises MissingBundle, CorruptBundle, BadInput where the bundle cannot be written, and BuildFailed while
+    another process builds in it.
     """
-    read_manifest(bundle)  # taking the lock would create a missing directory
+    _read_manifest_of_builds(bundle)  # taking the lock would create a missing directory
     with nullcontext() if dry_run else Store(bundle).hold_lock():
-        garbage = find_garbage(bundle, read_manifest(bundle), now)
+        garbage = find_garbage(bundle, _read_manifest_of_builds(bundle), now)
         removed = [item for item in garbage if not keep_hours or item.age >= keep_hours * HOUR]
         if not dry_run:
             remove_garbage(removed)
     kept = [item for item in garbage if item not in removed]
     return GarbageReport(str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed))
+
+
+def _read_manifest_of_builds(bundle: Path) -> Manifest | None:
+    """The manifest; None where a first build did not get to write it. Raises MissingBundle, CorruptBundle."""
+    try:
+        return read_manifest(bundle)
+    except MissingBundle:
+        if has_build_files(bundle):
+            return None
+        raise
 
 
 def format_garbage(report: GarbageReport, keep_hours: float) -> list[str]:

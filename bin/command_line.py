@@ -5,10 +5,12 @@ quote manifests, file names, stores and other processes. Only generated text is 
 """
 
 import errno
+import importlib.metadata
 import io
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +22,15 @@ import msgspec
 from absl import flags
 
 from dflash_aot.bin.process_start import ended_by_interrupt
+from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.printable import escape_json, escape_line
+
+QUOTED_BOOL = re.compile(r"\(default: '(true|false)'\)")
 
 
 def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
@@ -96,12 +101,16 @@ def _drop_output() -> None:
 
 
 class _HelpShown(Exception):
-    pass
+    """--help or --version was given, and its text is printed."""
 
 
 def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Sequence[str]:
     if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
-        print(f"{usage}\nflags:\n{flag_values.get_help()}")  # no text from outside
+        listed = QUOTED_BOOL.sub(r"(default: \1)", flag_values.get_help())
+        print(f"{usage}\nflags:\n{listed}")  # no text from outside
+        raise _HelpShown
+    if "--version" in argv[1:]:
+        print(f"dflash-aot {importlib.metadata.version('dflash-aot')}, jaxlib {jaxlib_version()}")
         raise _HelpShown
     return flag_values(argv)[1:]
 
@@ -183,6 +192,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def name_phase(phase: str) -> str:
+    """The name of a start-up phase for people; --json keeps the names of the fields."""
+    return {"canaries": "first calls"}.get(phase, phase)
 
 
 def seconds_since_process_start() -> float:

@@ -103,7 +103,8 @@ _RAY_ADDRESS = flags.DEFINE_string(
 _CANARIES = flags.DEFINE_bool(
     "canaries",
     True,
-    "self-test: call every new executable once and record its outputs, which dflash-bundle verify --deep compares",
+    "self-test: call every new executable once (its canary) and record the outputs, which dflash-bundle verify --deep "
+    "compares",
     flag_values=FLAGS,
 )
 _STORE = flags.DEFINE_string(

@@ -21,9 +21,9 @@ from dflash_aot.compile.pipeline.deployment import BucketEstimate, Deployment, M
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")
-COUNT_HEADER = ("its GB", "its GFLOP")
+COUNT_HEADER = ("XLA GB", "XLA GFLOP")
 WORK_NOTE = "GB, GFLOP: what one call must move and compute, calculated from the models' facts"
-COUNT_NOTE = "its GB, its GFLOP: the compiler's own count, which counts the body of the loop over layers once"
+COUNT_NOTE = "XLA GB, XLA GFLOP: as the compiler counts them; where the layers are a loop, it counts one layer"
 BUCKET_HEADER = ("batch", "length", "k", "memory", "fits", "draft ms", "verify ms", "kv_write ms", "round ms")
 BUCKET_NOTE = (
     "memory: of each device, for a grid that ends at this bucket",

@@ -2,6 +2,7 @@
 # bash bin/quickstart.sh [PROMPT]   Installs into .venv, precompiles the embedded pair, generates text, prints statistics.
 # A second run reuses what the first one built.
 set -euo pipefail
+called_from="$PWD"
 cd "$(dirname "$0")/.."
 source bin/environment.sh
 
@@ -22,3 +23,19 @@ say "precompiling the embedded pair into build/bundle"
 say "generating"
 printf '%s' "$prompt"
 "$VENV"/bin/dflash-run --bundle build/bundle --prompt "$prompt" --max_tokens 128 --stats
+
+# The commands as they work in the shell that called this script: its kind, and its directory.
+root=""
+[[ $called_from == "$PWD" ]] || root="$(printf %q "$PWD")/"
+case "${SHELL##*/}" in
+    fish) activate=activate.fish ;;
+    csh | tcsh) activate=activate.csh ;;
+    *) activate=activate ;;
+esac
+say "go on: put the commands on the PATH, serve this bundle, or build one of your own pair"
+cat >&2 <<END
+  source $root$VENV/bin/$activate
+  dflash-serve --bundle ${root}build/bundle
+  dflash-precompile --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --bundle ${root}build/qwen3-4b
+(the last one after: hf download Qwen/Qwen3-4B && hf download z-lab/Qwen3-4B-DFlash-b16)
+END

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_aot.bin.command_line import name_phase
 from dflash_aot.runtime.metrics.counters import Counters, summarize_acceptance
 from dflash_aot.runtime.requests.request import Result
 
@@ -63,7 +64,7 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
 def format_report(run: FinishedRun) -> list[str]:
     """The statistics as lines of text."""
     fields = report_fields(run)
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run.startup.items())
+    phases = ", ".join(f"{name_phase(name)} {seconds:.2f} s" for name, seconds in run.startup.items())
     per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
     lines = [
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
@@ -74,7 +75,7 @@ def format_report(run: FinishedRun) -> list[str]:
         ("time per output token", _format_milliseconds(fields["time_per_output_token"])),
         ("rounds", _format_rounds(fields)),
         ("padding waste", _format_padding(fields["padding_waste"])),
-        ("acceptance length τ", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
+        ("tokens per round (τ)", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
         ("accepted per position", per_position or "-"),
         ("host time per round", _format_host_time(fields)),
         ("compile events", f"{fields['compile_events']} while serving"),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command_line import print_lines, run_command, seconds_since_process_start
+from dflash_aot.bin.command_line import name_phase, print_lines, run_command, seconds_since_process_start
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import hide_secrets
@@ -142,13 +142,13 @@ class _Announcer(LifecycleObserver):
         _print(f"listening at {self._url} ({keys}); opening {bundle}")
 
     def on_phase(self, phase: str) -> None:
-        _print(f"{phase} ...")
+        _print(f"{name_phase(phase)} ...")
 
     def on_ready(self) -> None:
         gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
         assert self._state.opened
         startup = {"imports": self._import_seconds, **self._state.opened.engine.startup}
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup.items())
+        phases = ", ".join(f"{name_phase(name)} {seconds:.2f} s" for name, seconds in startup.items())
         total = seconds_since_process_start()
         _print(f"ready after {total:.2f} s ({phases}): {self._state.opened.name} at {self._url}/v1")
 

@@ -162,11 +162,11 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         raise BadInput(f"{source}: rounds={grid.rounds} needs batch=1, but batch is {','.join(map(str, grid.batch))}")
     if grid.k[-1] > block - 1:
         raise BadInput(
-            f"{source}: k={grid.k[-1]}, but a block of {block} holds the anchor and {block - 1} drafted tokens"
+            f"{source}: k={grid.k[-1]}, but a block of {block} holds the last token and {block - 1} drafted tokens"
         )
     if grid.k[-1] + 1 > grid.length[0]:
         raise BadInput(
-            f"{source}: length={grid.length[0]} is too short to verify k={grid.k[-1]} tokens behind the anchor"
+            f"{source}: length={grid.length[0]} is too short to verify k={grid.k[-1]} tokens after the last token"
         )
     if grid.prefill[-1] > grid.capacity:
         raise BadInput(f"{source}: prefill={grid.prefill[-1]} is wider than the longest length={grid.capacity}")

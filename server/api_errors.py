@@ -23,6 +23,7 @@ MESSAGES = {  # instead of pydantic's, which name Python classes
     "model_type": NOT_AN_OBJECT,
     "model_attributes_type": NOT_AN_OBJECT,
     "dict_type": NOT_AN_OBJECT,
+    "none_required": "this server accepts null only: leave it out",
 }
 
 

@@ -66,7 +66,7 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
     prompt = _render(model, body.messages, body.chat_template_kwargs or {})
-    room = _count_free_positions(model, [prompt])
+    room = _count_free_positions(model, [prompt], "messages")
     max_tokens = room if (given := body.max_completion_tokens or body.max_tokens) is None else given
     _check_room(model, room, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -131,17 +131,17 @@ def _to_template_message(message: Message) -> dict[str, str]:
     return {"role": NEWER_ROLES.get(message.role, message.role), "content": content, **named}
 
 
-def _count_free_positions(model: ServedModel, prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens fit after the longest prompt. Raises ApiError."""
+def _count_free_positions(model: ServedModel, prompts: Sequence[Sequence[int]], field: str = "prompt") -> int:
+    """How many tokens fit after the longest prompt; `field` is what errors name. Raises ApiError."""
     longest, most = max(map(len, prompts)), model.max_prompt_tokens
     if not min(map(len, prompts)):
-        raise ApiError(400, "the prompt is empty: at least one token is needed", "invalid_value", "prompt")
+        raise ApiError(400, "the prompt is empty: at least one token is needed", "invalid_value", field)
     if longest > most:
         raise ApiError(
             400,
             f"{_describe_limit(model)}, and the prompt has {longest}",
             "context_length_exceeded",
-            "prompt",
+            field,
         )
     return model.capacity + 1 - longest
 

@@ -31,13 +31,20 @@ class Garbage(msgspec.Struct, frozen=True):
     age: float
 
 
-def find_garbage(bundle: Path, manifest: Manifest, now: float) -> list[Garbage]:
+def has_build_files(bundle: Path) -> bool:
+    """Whether a build has written to a directory, with or without a manifest."""
+    return any(map(_is_directory, (bundle / name for name in DIRECTORIES)))
+
+
+def find_garbage(bundle: Path, manifest: Manifest | None, now: float) -> list[Garbage]:
     """Returns the garbage of a bundle in the order of removal; never a file that no version of this project writes.
+
+    Without a manifest, the files of a build that never ended are garbage.
 
     A process that opened the bundle before its manifest was replaced may still read files of the old manifest, so that
     such a file counts as no older than the new manifest.
     """
-    published = _last_change(bundle / MANIFEST_FILE)
+    published = _last_change(bundle / MANIFEST_FILE) if manifest else 0.0
     found = [
         Garbage(path, why, _size(path), now - max(_last_change(path), published))
         for path, why in _find_unreferenced(bundle, manifest)
@@ -56,9 +63,9 @@ def remove_garbage(garbage: Iterable[Garbage]) -> None:
             one.path.unlink(missing_ok=True)
 
 
-def _find_unreferenced(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
-    keep = {expected.path for expected in list_expected_files(bundle, manifest)}
-    keep |= {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries}
+def _find_unreferenced(bundle: Path, manifest: Manifest | None) -> Iterator[tuple[Path, str]]:
+    keep = {expected.path for expected in list_expected_files(bundle, manifest)} if manifest else set()
+    keep |= {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries} if manifest else set()
     for name in DIRECTORIES:
         pattern = RECORD_NAME if name == "entries" else BLOB_NAME
         for path in _list(bundle / name):

@@ -75,7 +75,7 @@ def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
     if wanted is not None and wanted > draft.block - 1:
         raise BadInput(
             f"{FLAG}: num_speculative_tokens is {wanted}, but the draft's block_size is {draft.block}: "
-            f"the anchor and at most {draft.block - 1} drafted tokens"
+            f"the last token and at most {draft.block - 1} drafted tokens"
         )
     return draft.default_k if wanted is None else wanted
 

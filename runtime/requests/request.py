@@ -245,6 +245,12 @@ class Stream:
         finally:
             self.close()
 
+    def __next__(self) -> Delta:
+        """Waits for the next delta. Raises StopIteration after the last one."""
+        if self._ended:
+            raise StopIteration
+        return self._next()
+
     def _next(self) -> Delta:
         check_process(self._process)
         try:

@@ -4,6 +4,7 @@ const at = (id) => document.getElementById(id);
 const NOT_READY = 503;
 const NO_KEY = 401;
 const RETRY_MS = 1000;
+const TOGETHER = 0.2; // an event after less than this part of the time of the rounds before it arrived with them
 const MIN_BARS = 48; // the chart is at least this many rounds wide
 const ENDS = { stop: "ended by the model", length: "ended at its token limit" };
 const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
@@ -99,8 +100,7 @@ function makeChip(token, origin) {
   return chip;
 }
 
-// shared: the number of rounds in one event; each gets an equal part of the event's time.
-function makeRow(number, round, seconds, shared) {
+function makeRow(number, round) {
   const chips = element("span", "chips");
   chips.append(
     ...round.drafted.slice(0, round.accepted).map((token) => makeChip(token, "accepted")),
@@ -112,7 +112,7 @@ function makeRow(number, round, seconds, shared) {
   row.append(
     element("span", "number", round.prefill ? "" : number),
     element("span", "verdict", verdict),
-    element("span", "time", (shared > 1 ? "≈ " : "") + formatMs(seconds)),
+    element("span", "time"),
     chips,
   );
   return row;
@@ -130,6 +130,7 @@ class Display {
   constructor(prompt) {
     this.rounds = this.drafted = this.accepted = this.tokens = this.most = 0;
     this.first = this.last = null; // seconds since the request was submitted
+    this.group = null; // the rows that share a time, and when the first of them began
     this.painting = false;
     at("text").replaceChildren(element("span", "prompt", prompt));
     at("rounds").replaceChildren();
@@ -138,8 +139,8 @@ class Display {
   }
 
   add({ text, dflash }) {
-    const seconds = (dflash.seconds - (this.last ?? 0)) / dflash.rounds.length;
-    for (const round of dflash.rounds) this.addRound(round, seconds, dflash.rounds.length);
+    const rows = dflash.rounds.map((round) => this.addRound(round));
+    if (rows.length) this.showTime(rows, dflash.seconds);
     const pieces = cutByToken(text, dflash.rounds.flatMap(listCommitted));
     at("text").append(...pieces.map(([piece, origin]) => element("span", origin, piece)));
     if (dflash.rounds.length) {
@@ -150,7 +151,20 @@ class Display {
     this.painting = true;
   }
 
-  addRound(round, seconds, shared) {
+  // Rounds of one event share its time, and so do events that arrive together: the later one did not take no time.
+  showTime(rows, seconds) {
+    const began = this.last ?? 0;
+    const together = this.group && (seconds - began) / rows.length < TOGETHER * this.group.mean;
+    if (!together) this.group = { began, rows: [] };
+    this.group.rows.push(...rows);
+    this.group.mean = (seconds - this.group.began) / this.group.rows.length;
+    const text = (this.group.rows.length > 1 ? "≈ " : "") + formatMs(this.group.mean);
+    for (const row of this.group.rows) row.querySelector(".time").textContent = text;
+    if (this.last === null) this.group = null; // the time of the prompt is its own
+  }
+
+  // Returns the row of the round in the list.
+  addRound(round) {
     this.tokens += round.committed.length;
     if (!round.prefill) {
       at("bars").append(makeBar(this.rounds, round.k, "drafted"), makeBar(this.rounds, round.accepted, "accepted"));
@@ -159,7 +173,9 @@ class Display {
       this.accepted += round.accepted;
       this.most = Math.max(this.most, round.k);
     }
-    at("rounds").append(makeRow(this.rounds, round, seconds, shared));
+    const row = makeRow(this.rounds, round);
+    at("rounds").append(row);
+    return row;
   }
 
   paint() {
@@ -192,7 +208,7 @@ function showStatus(status, error = "") {
 }
 
 function showError(error) {
-  if (error.status !== NO_KEY) return showStatus("failed", error.message);
+  if (error.status !== NO_KEY) return showStatus(error.status < 500 ? "refused" : "failed", error.message);
   at("access").hidden = false;
   at("key").focus();
   showStatus("needs an API key", key && error.message); // before a key was given, this is not an error
@@ -215,6 +231,7 @@ function showModel(model) {
   at("model").textContent = `${model.id} · K ${model.dflash.k.join(", ")} · ${model.max_model_len} positions`;
   at("model").dataset.id = model.id;
   at("k").replaceChildren(new Option("auto", ""), ...model.dflash.k.map((k) => new Option(k, k)));
+  at("k").value = model.dflash.k.at(-1); // auto may choose not to draft, and the page is about drafting
   at("generate").disabled = false;
 }
 
@@ -283,6 +300,7 @@ at("request").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!at("generate").disabled) generate();
 });
+at("request").addEventListener("input", () => at("error").hidden || showStatus("ready")); // it was about another request
 at("stop").addEventListener("click", () => running?.abort());
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("request").requestSubmit();

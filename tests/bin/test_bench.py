@@ -118,9 +118,9 @@ def test_error_ends_with_its_code_and_keeps_earlier_samples(measure):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((), "nothing: no such command"),
+        ((), "no command given; the commands are decode, load, startup"),
         (("--steps=1",), "steps"),
-        (("dance",), "dance: no such command; there are decode, load, startup"),
+        (("dance",), "dance: no such command; the commands are decode, load, startup"),
         (("toy", "--steps=0"), "--steps 0: at least 1"),
         (("toy", "--weights=1,0.25"), "--weights 1.0,0.25: at least 0.5"),
         (("toy", "--weights="), "at least 0.5"),

@@ -385,6 +385,15 @@ def test_gc_removes_only_old_unreferenced_files(manage, report, copy):
     assert snapshot(copy) == before
 
 
+def test_gc_removes_what_a_killed_first_build_left(manage, copy):
+    """It has no manifest: nothing is referred to."""
+    (copy / "manifest.json").unlink()
+    assert manage("gc", copy).code == 0 and list(copy.glob("entries/*"))
+    done = manage("gc", copy, "--keep_hours", "0")
+    assert done.code == 0 and "removed" in done.out
+    assert [path for name in ("entries", "executables", "programs") for path in copy.glob(f"{name}/*")] == []
+
+
 def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
     with Store(copy).open_for_building():
         for arguments in (["gc", copy], ["sign", copy, "--key", make_key("ours")[0]]):

@@ -125,7 +125,7 @@ def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy)
             assert 0 < entry["work"]["bytes"] < entry["compiler"]["bytes"]
     done = command(precompile, *where)
     table = done.err[done.err.index("program ") :].splitlines()[:-1]  # after the progress bar
-    assert "its GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
+    assert "XLA GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
 
 
 def plan_again(command, tied, bundle, *arguments):
@@ -177,4 +177,4 @@ def test_report_for_a_tpu_uses_the_compilers_memory_figures(copy, capsys):
     print_report(report, as_json=False)
     table = capsys.readouterr().err
     assert "ms/token, τ=2" in table and "fits v5e" in table
-    assert "estimate ms  bound ms  ratio" in table and "its GB" not in table
+    assert "estimate ms  bound ms  ratio" in table and "XLA GB" not in table

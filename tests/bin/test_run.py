@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import threading
@@ -357,6 +358,12 @@ def test_command_in_a_grid_miss_can_be_pasted(command, served, bundle, tied, fla
 def test_k_that_no_grid_can_have_names_the_limit(command, served):
     done = command(run, *served, "--prompt=a", "--k=99")
     assert done.code == 6 and "More than k=7 cannot be added: a block has 8 tokens" in done.err
+
+
+def test_version_names_the_package_and_its_compiler(command):
+    done = command(run, "--version")
+    assert done.code == 0 and re.fullmatch(r"dflash-aot \d+\.\d+\.\d+\S*, jaxlib \d+\.\d+\S*\n", done.out)
+    assert "(default: 'false')" not in command(run, "--help").out
 
 
 def test_missing_bundle_names_the_build_command(command, tmp_path):

@@ -73,8 +73,8 @@ def test_toml_file_may_hold_a_single_size_as_a_number(tmp_path):
         ("batch=1 length=32 k=3 prefill=0", "prefill holds 0; expected prompt tokens per chunk, at least 1"),
         ("batch=1 length=99999999999 k=3 prefill=8", "length holds 99999999999"),
         ("batch=1,4,1 length=32 k=3 prefill=8", "batch has a size twice: 1,4,1"),
-        ("batch=1 length=32 k=16 prefill=8", "k=16, but a block of 16 holds the anchor and 15 drafted tokens"),
-        ("batch=1 length=8,32 k=8 prefill=8", "length=8 is too short to verify k=8 tokens behind the anchor"),
+        ("batch=1 length=32 k=16 prefill=8", "k=16, but a block of 16 holds the last token and 15 drafted tokens"),
+        ("batch=1 length=8,32 k=8 prefill=8", "length=8 is too short to verify k=8 tokens after the last token"),
         ("batch=1 length=32 k=3 prefill=8,64", "prefill=64 is wider than the longest length=32"),
     ],
 )

@@ -59,6 +59,13 @@ def test_read_stream_ends_at_once_when_read_again(serve, cases):
     assert again == [[]]
 
 
+def test_next_gives_one_delta_at_a_time(serve, cases):
+    stream = serve("tied", 7).stream(cases["len5"].prompt, up_to(5))
+    first = next(stream)
+    assert join([first, *stream]) == cases["len5"].answer[:5]
+    assert next(stream, None) is None
+
+
 def test_leaving_a_stream_frees_its_slot(serve, cases):
     engine = serve("tied", 0)
     left = [engine.stream(cases["len1"].prompt, EVERYTHING) for _ in range(SLOTS)]

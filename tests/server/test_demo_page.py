@@ -138,6 +138,7 @@ def test_k_can_be_chosen_and_control_enter_generates(visit):
     with visit() as page:
         options = page.get_by_label("K, drafted per round").locator("option")
         expect(options).to_have_text(["auto", "0", "7"])
+        expect(page.get_by_label("K, drafted per round")).to_have_value("7")
         page.get_by_label("Max tokens").fill("8")
         page.get_by_label("K, drafted per round").select_option("0")
         page.get_by_label("Prompt").press("Control+Enter")
@@ -175,7 +176,9 @@ def test_error_of_the_server_is_shown(visit, served):
     refusal = httpx.post(f"{served.url}/v1/completions", json=body).json()["error"]["message"]
     with visit("400 (Bad Request)") as page:
         generate(page, prompt=body["prompt"])
-        expect_end(page, "failed", refusal)
+        expect_end(page, "refused", refusal)
+        page.get_by_label("Max tokens").fill("7")
+        expect(page.locator("#error")).to_be_hidden()
         generate(page)
         expect_end(page, "ended at its token limit")
 
@@ -247,6 +250,16 @@ def test_rounds_of_one_event_share_its_time(visit):
         assert page.locator("#rounds .time").all_text_contents() == ["500.0 ms", "≈ 10.0 ms", "≈ 10.0 ms"]
         assert page.locator("#token-time").text_content() == "5.00 ms"
         assert page.locator("#tau").text_content() == "2.00"
+
+
+def test_events_that_arrive_together_share_their_time(visit):
+    """Two outcomes may be read at once: the second round did not take 0.1 ms."""
+    texts = [("own", 0.5, [PREFILL]), ("<b>draft</b>own", 0.52, [ROUND]), ("<b>draft</b>own", 0.53, [ROUND])]
+    chunks = [*(make_chunk(*one) for one in texts), make_chunk("<b>draft</b>own", 0.5301, [ROUND], "stop")]
+    with visit(before=respond_with(*chunks, USAGE)) as page:
+        generate(page)
+        expect_end(page, "ended by the model")
+        assert page.locator("#rounds .time").all_text_contents() == ["500.0 ms", "20.0 ms", "≈ 5.0 ms", "≈ 5.0 ms"]
 
 
 def test_text_is_not_parsed_as_html(visit):

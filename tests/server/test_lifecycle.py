@@ -76,7 +76,7 @@ def test_health_reports_the_phase_until_the_server_is_ready(start_server):
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
     log = "".join(server.lines)
-    order = [log.index(f"{phase} ...") for phase in ("bundle", "weights", "canaries", "timing", "tokenizer")]
+    order = [log.index(f"{phase} ...") for phase in ("bundle", "weights", "first calls", "timing", "tokenizer")]
     assert order == sorted(order)
     assert f"embedded at {server.url}/v1" in log
     assert server.url.startswith("http://127.0.0.1:")
@@ -84,7 +84,7 @@ def test_health_reports_the_phase_until_the_server_is_ready(start_server):
 
 def test_without_preload_no_executable_is_called_before_readiness(start_server):
     server = start_server().wait_until_ready()
-    assert "canaries" not in "".join(server.lines)
+    assert "first calls" not in "".join(server.lines)
     with server.client() as client:
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
 
