@@ -88,16 +88,20 @@ class WeightConversion(msgspec.Struct, frozen=True):
     summary: str
 
 
-def plan_conversion(quantization: Quantization, weights: str) -> WeightConversion:
-    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint."""
-    exact = weights == "float32" or (weights == "int8" and quantization.exact)
+def plan_conversion(quantization: Quantization, weights: str, experts: str | None = None) -> WeightConversion:
+    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint.
+
+    experts: what experts are instead, None if there are none or they are no exception.
+    """
+    kinds = {weights, experts or weights}
+    exact = kinds <= ({"float32", "int8"} if quantization.exact else {"float32"})
     action = f"are multiplied out to {weights}"
     if weights == "int8":
-        action = "are kept" if exact else "become int8 with a scale per output channel"
+        action = "are kept" if quantization.exact else "become int8 with a scale per output channel"
+    exception = f", experts are multiplied out to {experts}" if experts not in (None, weights) else ""
     rounding = "" if exact else ", rounded"
-    return WeightConversion(
-        quantization.encoding, weights, exact, f"weights stored as {quantization.title} {action}{rounding}"
-    )
+    summary = f"weights stored as {quantization.title} {action}{exception}{rounding}"
+    return WeightConversion(quantization.encoding, weights, exact, summary)
 
 
 def read_quantization(config: ConfigFile) -> Quantization | None:

@@ -11,7 +11,7 @@ from dflash_aot.cache.bundle.export_window import find_rebuild_doubt
 from dflash_aot.cache.bundle.manifest import DraftModel, Manifest, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormats
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, find_expert_dtype
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
@@ -40,6 +40,7 @@ from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
+from dflash_aot.compile.programs.programs import Programs
 
 
 def precompile(
@@ -275,7 +276,7 @@ def _prepare_build(
         source=TracedPrograms(deployment.programs, chosen, deployment.platform, deployment.devices),
         build_target=build_target,
         store=Store(bundle),
-        conversions=_plan_conversions(stored, formats, dtype),
+        conversions=_plan_conversions(stored, deployment.programs),
         names_formats=bool(stored),
         jobs=jobs,
         self_test=self_test,
@@ -338,12 +339,17 @@ def _choose_weights(
 
 
 def _plan_conversions(
-    stored: Mapping[CheckpointRole, Quantization], formats: WeightFormats, dtype: str
+    stored: Mapping[CheckpointRole, Quantization], programs: Programs
 ) -> dict[CheckpointRole, WeightConversion]:
     """What the bundle makes of the weights of quantized checkpoints."""
-    chosen: dict[CheckpointRole, str] = {"target": formats.target, "draft": formats.draft}
+    formats: dict[CheckpointRole, str] = {"target": programs.formats.target, "draft": programs.formats.draft}
+    recipes = programs.recipes() if stored else ()
     return {
-        role: plan_conversion(quantization, dtype if chosen[role] == "plain" else chosen[role])
+        role: plan_conversion(
+            quantization,
+            programs.pair.dtype if formats[role] == "plain" else formats[role],
+            find_expert_dtype(recipes, role),
+        )
         for role, quantization in stored.items()
     }
 

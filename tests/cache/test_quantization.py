@@ -9,7 +9,7 @@ import pytest
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
-from dflash_aot.cache.model_config.quantization import read_quantization
+from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
 from dflash_aot.cache.model_config.target import read_target
 
 PATH = Path("qwen3-4b/config.json")
@@ -229,6 +229,27 @@ def test_variant_with_the_same_meaning_is_accepted(read_section, path, value):
 def test_format_of_the_group_precedes(read_section):
     section = change({**COMPRESSED, "format": "mixed-precision"}, "config_groups.group_0.format", "pack-quantized")
     assert read_section(section).encoding == "int8-channels-packed"
+
+
+# -- what a bundle makes of them
+
+
+@pytest.mark.parametrize(
+    ("section", "weights", "experts", "exact", "summary"),
+    [
+        (COMPRESSED, "int8", None, True, "int8 with a scale per output channel are kept"),
+        (COMPRESSED, "int8", "int8", True, "int8 with a scale per output channel are kept"),
+        (COMPRESSED, "int8", "bfloat16", False, "are kept, experts are multiplied out to bfloat16, rounded"),
+        (COMPRESSED, "int8", "float32", True, "are kept, experts are multiplied out to float32"),
+        (COMPRESSED, "bfloat16", "bfloat16", False, "are multiplied out to bfloat16, rounded"),
+        (FP8, "int8", None, False, "128 x 128 block become int8 with a scale per output channel, rounded"),
+        (FP8, "float32", None, True, "FP8 with a scale per 128 x 128 block are multiplied out to float32"),
+    ],
+)
+def test_conversion_says_whether_numbers_are_rounded(read_section, section, weights, experts, exact, summary):
+    conversion = plan_conversion(read_section(section), weights, experts)
+    assert conversion.exact == exact
+    assert conversion.summary.endswith(summary)
 
 
 # -- lists of modules
