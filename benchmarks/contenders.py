@@ -87,12 +87,19 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
     return BenchmarkPair(name, places["target"], places["draft"], invented=True)
 
 
-def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
-    """A bundle of greedy executables for this machine in `scratch`; one of an earlier run is used again.
+def ensure_bundle(
+    pair: BenchmarkPair,
+    buckets: str,
+    dtype: str,
+    scratch: Path,
+    note: ProgressNote,
+    sampling: Sequence[str] = ("greedy",),
+) -> Path:
+    """A bundle for this machine in `scratch`; one of an earlier run is used again.
 
     Raises what `precompile` raises.
     """
-    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype))
+    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, *sampling))
     path = scratch / f"{pair.name}-{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     note(f"bundle of {buckets}, {dtype}: {path}")
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
@@ -100,7 +107,7 @@ def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, 
     # In a process of its own: this one must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         places = (pair.target, pair.draft, path)
-        pool.submit(precompile, *places, grid=buckets, dtype=dtype, sampling=("greedy",), exact=True).result()
+        pool.submit(precompile, *places, grid=buckets, dtype=dtype, sampling=sampling, exact=True).result()
     return path
 
 

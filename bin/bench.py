@@ -107,6 +107,12 @@ def _load_kflat() -> Benchmark:
     return kflat_bench
 
 
+def _load_structured() -> Benchmark:
+    from dflash_aot.benchmarks import structured_bench  # noqa: PLC0415
+
+    return structured_bench
+
+
 def _load_tpu() -> Benchmark:
     from dflash_aot.benchmarks import tpu_bench  # noqa: PLC0415
 
@@ -119,6 +125,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "startup": _load_startup,
     "host": _load_host,
     "kflat": _load_kflat,
+    "structured": _load_structured,
     "tpu": _load_tpu,
 }
 

@@ -23,7 +23,7 @@ from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE_BUCKETS
 from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, parse_speculative_config
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
 from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline.compiler_pool import ATTACHED_JOBS
 from dflash_aot.compile.pipeline.precompile import plan_build, precompile, rebuild
@@ -77,8 +77,9 @@ _DRAFT_WEIGHTS = flags.DEFINE_enum(
 )
 _SAMPLING = flags.DEFINE_string(
     "sampling",
-    ",".join(SAMPLING_MODES),
-    "kinds of verification to build: greedy, sample or both; a request that needs another kind is refused",
+    ",".join(DEFAULT_SAMPLING),
+    "modes of verification to build, of greedy, sample and constrain (structured output); a request that needs another "
+    "one is refused",
     flag_values=FLAGS,
 )
 _SPECULATIVE = flags.DEFINE_string("speculative_config", None, "the draft and K, as in vLLM's JSON", flag_values=FLAGS)

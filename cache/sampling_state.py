@@ -5,10 +5,14 @@ from typing import Literal, get_args
 
 from dflash_aot.cache.errors import BadInput
 
-# Modes of verification that can be built: greedy, and sampled with penalties and filters. Greedy needs no sampling
-# state. A bundle with only "sample" serves greedy requests with a temperature of 0.
-SamplingMode = Literal["greedy", "sample"]
+# Modes of verification that can be built: greedy, sampled with penalties and filters, and sampled under a mask of
+# allowed tokens (structured output). Each can do what those before it do: a bundle with only "sample" serves greedy
+# requests with a temperature of 0. Greedy alone needs no sampling state.
+SamplingMode = Literal["greedy", "sample", "constrain"]
 SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
+DEFAULT_SAMPLING: tuple[SamplingMode, ...] = ("greedy", "sample")
+MASK_BITS = 32  # tokens per word of a mask of allowed tokens
+ALL_ALLOWED = -1  # a word of a mask with every bit set
 MAX_TOP_LOGPROBS = 20  # per token, the limit of OpenAI's API
 # The columns of the state array `sampling`, each with the value that has no effect.
 NEUTRAL_SAMPLING = {
@@ -23,9 +27,20 @@ NEUTRAL_SAMPLING = {
 SAMPLING_COLUMNS = tuple(NEUTRAL_SAMPLING)
 
 
+def find_serving_mode(needed: SamplingMode, modes: Sequence[SamplingMode]) -> SamplingMode | None:
+    """Returns the simplest of `modes` that can do what `needed` does; None if none can."""
+    able = SAMPLING_MODES[SAMPLING_MODES.index(needed) :]
+    return next((mode for mode in able if mode in modes), None)
+
+
 def count_top_logprobs(vocab: int) -> int:
     """Returns how many of the likeliest tokens a sampled verification reports: MAX_TOP_LOGPROBS or the vocabulary."""
     return min(MAX_TOP_LOGPROBS, vocab)
+
+
+def count_mask_words(vocab: int) -> int:
+    """Returns how many words of MASK_BITS a mask of allowed tokens has."""
+    return -(-vocab // MASK_BITS)
 
 
 def check_sampling_modes(modes: Sequence[str], source: str) -> tuple[SamplingMode, ...]:

@@ -5,7 +5,7 @@ B rows · K drafted tokens · P prompt tokens of a chunk
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -13,9 +13,18 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
-from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingMode, count_top_logprobs
+from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingMode, count_mask_words, count_top_logprobs
 
-ProgramName = Literal["prefill", "draft", "verify", "sampled_verify", "kv_write", "rounds", "move", "admit"]
+ProgramName = Literal[
+    "prefill", "draft", "verify", "sampled_verify", "constrained_verify", "kv_write", "rounds", "move", "admit"
+]
+# The program that verifies in each mode.
+VERIFY_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
+    "greedy": "verify",
+    "sample": "sampled_verify",
+    "constrain": "constrained_verify",
+}
+SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset({"sampled_verify", "constrained_verify"})
 INT, FLOAT, BOOL = "int32", "float32", "bool"
 MAX_STOP_TOKENS = 8  # per request, checked on the device in multi-round steps; the host checks all
 MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
@@ -81,8 +90,8 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def samples(self) -> bool:
-        """Whether the programs include sampled verification and its state."""
-        return "sample" in self.sampling
+        """Whether the programs have sampling state: every verification but the greedy one reads it."""
+        return any(mode != "greedy" for mode in self.sampling)
 
 
 def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingMode, ...]) -> PairShapes:
@@ -203,12 +212,16 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
     """Returns the signatures of all executables of a grid."""
     buckets, chunks = grid.buckets(), grid.chunks()
     writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
+    verifications = {
+        "greedy": verify_signature,
+        "sample": sampled_verify_signature,
+        "constrain": constrained_verify_signature,
+    }
     greedy = buckets if "greedy" in pair.sampling else []
     return [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
         *(draft_signature(bucket, weights) for bucket in buckets if bucket.k),
-        *(verify_signature(pair, bucket, weights) for bucket in greedy),
-        *(sampled_verify_signature(pair, bucket, weights) for bucket in (buckets if pair.samples else [])),
+        *(verifications[mode](pair, bucket, weights) for mode in pair.sampling for bucket in buckets),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
         *(rounds_signature(bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
         *([move_signature(pair)] if grid.slots > 1 else []),
@@ -304,6 +317,16 @@ def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramW
             ArraySpec("top_logprobs", tops, FLOAT),
         ),
     )
+
+
+def constrained_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
+    """As `sampled_verify`, but each position chooses among its `allowed` tokens only.
+
+    `allowed` has a bit per token of the vocabulary, the lowest bit of a word first. At least one is set per position.
+    """
+    sampled = sampled_verify_signature(pair, bucket, weights)
+    allowed = ArraySpec("allowed", (bucket.batch, bucket.k + 1, count_mask_words(pair.vocab)), INT)
+    return msgspec.structs.replace(sampled, program="constrained_verify", arguments=(*sampled.arguments, allowed))
 
 
 def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: ProgramWeights) -> Signature:

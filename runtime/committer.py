@@ -52,7 +52,7 @@ class Committer:
         plan = in_flight.plan
         if not plan.multi_round:  # whose rounds are known when they are read
             with self.lock:
-                self.counters.note_round(plan.bucket, plan.batch.sampled, len(plan.batch.requests))
+                self.counters.note_round(plan.bucket, plan.batch.mode != "greedy", len(plan.batch.requests))
                 # The last prompt token of a sampled request is computed by its first round.
                 self.counters.prompt_tokens += sum(running.sampled for running in plan.new_sampling_states)
         back_to_back = in_flight.follows_round and bool(self._in_flight)
@@ -212,9 +212,9 @@ def _list_logprobs(
 
 
 def _end_without_text(request: Request, failure: Exception) -> Delta:
-    """A failure of the detokenizer ends the one request it belongs to."""
+    """A failure of the detokenizer, or of the grammar, ends the one request it belongs to."""
     request.detokenizer = None
-    message = f"the text of this request cannot be made: {type(failure).__name__}: {failure}"
+    message = f"this request cannot go on: {type(failure).__name__}: {failure}"
     return request.end("error", message)
 
 

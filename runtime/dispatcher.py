@@ -1,7 +1,11 @@
-"""The dispatcher: turns planned prefills and rounds into calls of executables. Never waits."""
+"""The dispatcher: turns planned prefills and rounds into calls of executables.
+
+It waits for nothing but the drafted tokens of a constrained round, which its masks follow.
+"""
 
 import functools
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +13,7 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.grid import Chunk
-from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_COLUMNS, count_mask_words
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -36,12 +40,14 @@ class RoundInFlight:
         [R, 2K+2], a row per round, -1 where a round was not needed.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
     follows_round: nothing was dispatched between the previous round and this one.
+    waited: seconds that dispatching waited for drafted tokens.
     """
 
     plan: RoundPlan
     outcomes: jax.Array
     top_logprobs: Sequence[jax.Array]
     follows_round: bool
+    waited: float = 0.0
 
 
 class Dispatcher:
@@ -61,7 +67,10 @@ class Dispatcher:
         self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
         self._gives_first = {gives: to_device(np.array([gives])) for gives in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
-        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if "sample" in manifest.sampling else None
+        samples = any(mode != "greedy" for mode in manifest.sampling)
+        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if samples else None
+        self._mask_words = count_mask_words(vocab)
+        self._waited = 0.0
         self._last_was_round = False
         self._left_over: tuple[RunningRequest, jax.Array] | None = None
 
@@ -76,7 +85,7 @@ class Dispatcher:
 
     def has_run_round(self, plan: RoundPlan) -> bool:
         """Whether every executable of a planned round was called before."""
-        return self._bundle.has_run(plan.bucket, plan.batch.sampled, plan.multi_round)
+        return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
     def move(self, source: int, destination: int) -> None:
         """Copies everything that one slot holds to another slot."""
@@ -100,26 +109,41 @@ class Dispatcher:
 
     def round(self, plan: RoundPlan) -> RoundInFlight:
         """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""
+        self._waited = 0.0
         outcomes, top_logprobs = self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
         for array in (outcomes, *top_logprobs):
             array.copy_to_host_async()
         follows_round, self._last_was_round = self._last_was_round, True
-        return RoundInFlight(plan, outcomes, top_logprobs, follows_round)
+        return RoundInFlight(plan, outcomes, top_logprobs, follows_round, self._waited)
 
     def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         self._left_over = None
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
         block = self._bundle.draft(bucket)(self._state) if bucket.k else ()
-        verify = self._bundle.sampled_verify(bucket) if batch.sampled else self._bundle.verify(bucket)
+        block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
         active = [running is not None for running in batch.by_slot]
         active += [False] * (bucket.batch - len(active))
-        features, starts, outcomes, *top_logprobs = verify(self._state, *block, self._active(tuple(active)))
+        verify, given = self._bundle.verify(bucket, batch.mode), (*block, self._active(tuple(active)), *masks)
+        features, starts, outcomes, *top_logprobs = verify(self._state, *given)
         if self._has_draft_kv:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
             write(self._state, features, self._slots[bucket.batch], starts)
         wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
         return outcomes, top_logprobs if wants_top_logprobs else ()
+
+    def _mask(self, plan: RoundPlan, drafted: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """The block to verify and the mask of allowed tokens, by the grammars of the requests that have one."""
+        bucket, began = plan.bucket, time.perf_counter()
+        blocks = [np.array(block) for block in drafted]  # waits
+        self._waited = time.perf_counter() - began
+        masks = np.full((bucket.batch, bucket.k + 1, self._mask_words), ALL_ALLOWED, np.int32)
+        for slot, running in enumerate(plan.batch.by_slot):
+            if running and (matcher := running.request.matcher) and not running.request.finish_reason:
+                tokens, masks[slot] = matcher.mask_block(blocks[0][slot, 1:].tolist() if blocks else [])
+                for block in blocks:
+                    block[slot, 1:] = tokens
+        return [*map(self._to_device, blocks)], [self._to_device(masks)]
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         """Up to `plan.rounds` rounds of the first slot, until its request has its tokens or an end token came.

@@ -115,10 +115,14 @@ class EngineLoop:
 
     def _dispatch_round(self) -> int:
         plan = self._plan_round()
+        if plan and plan.batch.mode == "constrain":  # its masks follow the tokens that are committed
+            self._committer.commit()
+            plan = self._plan_round()
         if plan is None:
             return 0
         plan = self._scheduler.start_round(plan)
         in_flight = self._dispatcher.round(plan)
+        self._committer.counters.wait_seconds += in_flight.waited
         self._committer.add_round(in_flight)
         return 1
 

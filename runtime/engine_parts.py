@@ -150,10 +150,10 @@ def _order_ks(manifest: Manifest, most: int, k: int | Literal["auto"], estimates
     The best has the least estimated time per expected token of a request without history.
     """
     grid = manifest.grid
-    tokens, sampled = AcceptanceEstimate().expected_tokens(most), "greedy" not in manifest.sampling
+    tokens, mode = AcceptanceEstimate().expected_tokens(most), manifest.sampling[0]
 
     def seconds_per_token(one: int) -> float:
-        return estimates[Bucket(grid.batch[0], grid.length[0], one), sampled] / tokens[one]
+        return estimates[Bucket(grid.batch[0], grid.length[0], one), mode] / tokens[one]
 
     best, *others = sorted((one for one in grid.k if one <= most), key=seconds_per_token)
     if k != "auto":

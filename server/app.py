@@ -78,7 +78,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         response_model=None,
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        def make_format(tokens: TokenFormatter) -> ResponseFormat:
+        def make_format(tokens: TokenFormatter, _: ParsedRequest) -> ResponseFormat:
             return CompletionFormat(tokens, body.logprobs is not None)
 
         return await _respond(state, key_limits, request, body, parse_completion, make_format)
@@ -89,8 +89,8 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         response_model=None,
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
-        def make_format(tokens: TokenFormatter) -> ResponseFormat:
-            return ChatFormat(tokens, bool(body.logprobs))
+        def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
+            return ChatFormat(tokens, bool(body.logprobs), parsed.tool_family)
 
         return await _respond(state, key_limits, request, body, parse_chat, make_format)
 
@@ -101,7 +101,7 @@ async def _respond(
     request: Request,
     body: Body,
     parse: Callable[[ServedModel, Body], ParsedRequest],
-    make_format: Callable[[TokenFormatter], ResponseFormat],
+    make_format: Callable[[TokenFormatter, ParsedRequest], ResponseFormat],
 ) -> Response:
     """Generates all choices of a request: as a stream of events, or one JSON object. Raises ApiError, BadInput."""
     if body.stream_options and not body.stream:
@@ -119,7 +119,7 @@ async def _respond(
         state=state,
         model=model,
         generation=generation,
-        format=make_format(model.token_formatter),
+        format=make_format(model.token_formatter, generation.request),
         request_id=request.state.request_id,
         began=request.state.began,
         include_usage=bool(options and options.include_usage),

@@ -1,15 +1,27 @@
 """Request parsing: from the body of an HTTP request to token ids and sampling parameters of each choice."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
+from dflash_aot.runtime.structured_output.grammar import check_schema
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import MAX_CHOICES
-from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, Message, SampledRequest
+from dflash_aot.server.request_schema import (
+    ChatRequest,
+    ChosenTool,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    SampledRequest,
+)
 from dflash_aot.server.served_model import ServedModel
+from dflash_aot.server.tool_calls import HERMES, ToolFamily, write_call_grammar
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_LENGTH = "This model's maximum context length is"  # by these words of OpenAI's, clients recognise an overflow
@@ -23,6 +35,7 @@ class ParsedRequest:
     prompts: tuple[tuple[int, ...], ...]  # token ids
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
+    tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
 
     @property
     def choice_count(self) -> int:
@@ -65,12 +78,15 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", "invalid_value", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
-    prompt = _render(model, body.messages, body.chat_template_kwargs or {})
+    family = _choose_family(model, body)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if family else []
+    prompt = _render(model, body.messages, body.chat_template_kwargs or {}, tools)
     room = _count_free_positions(model, [prompt], "messages")
     max_tokens = room if (given := body.max_completion_tokens or body.max_tokens) is None else given
     _check_room(model, room, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return ParsedRequest((prompt,), body.n or 1, _make_params(model, body, max_tokens, logprobs))
+    forced = _write_forced_calls(body, family) if family else None
+    return ParsedRequest((prompt,), body.n or 1, _make_params(model, body, max_tokens, logprobs, forced), family)
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
@@ -97,13 +113,52 @@ def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
     return tokenizer.encode(prompt)
 
 
-def _render(model: ServedModel, messages: Sequence[Message], variables: TemplateVariables) -> tuple[int, ...]:
+def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
+    """How the answer writes tool calls; None where it may have none. Raises ApiError for what cannot be done."""
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice without tools", "invalid_value", "tool_choice")
+        return None
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools has a name twice", "invalid_value", "tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise ApiError(400, f"tools has no function {choice.function.name!r}", "invalid_value", "tool_choice")
+    if choice == "none":
+        return None
+    if model.tool_family is None and choice in (None, "auto"):
+        message = "the chat template of this model knows no tools: force a call by tool_choice, or leave tools out"
+        raise ApiError(400, message, "not_built", "tools")
+    return model.tool_family or HERMES
+
+
+def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
+    """The grammar of calls that must come; None where the model decides."""
+    choice, tools = body.tool_choice, body.tools or ()
+    if choice in (None, "auto"):
+        return None
+    functions = {
+        tool.function.name: tool.function.parameters or {"type": "object"}
+        for tool in tools
+        if not isinstance(choice, ChosenTool) or tool.function.name == choice.function.name
+    }
+    for at, tool in enumerate(tools):
+        check_schema(tool.function.parameters or {}, f"tools.{at}.function.parameters")
+    parallel = body.parallel_tool_calls is not False and not isinstance(choice, ChosenTool)
+    return write_call_grammar(family, functions, parallel)
+
+
+def _render(
+    model: ServedModel, messages: Sequence[Message], variables: TemplateVariables, tools: Sequence[Mapping[str, Any]]
+) -> tuple[int, ...]:
     if not model.has_chat_template:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template", "messages")
-    engine, plain_messages = model.engine, [_to_template_message(message) for message in messages]
-    texts = (*(message["content"] for message in plain_messages), *map(str, variables.values()))
+    engine = model.engine
+    plain_messages = [_to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)]
+    texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
     _check_characters(model, sum(map(len, texts)), "messages")
-    text = render_chat(engine.target, plain_messages, variables)
+    text = render_chat(engine.target, plain_messages, variables, tools=tools)
     # The template contains all special tokens.
     return tuple(engine.tokenizer.encode(text, add_special_tokens=False))
 
@@ -124,11 +179,34 @@ def _describe_limit(model: ServedModel) -> str:
     return f"{CONTEXT_LENGTH} {capacity} tokens" + (f", of prompts {limit}" if limit < capacity else "")
 
 
-def _to_template_message(message: Message) -> dict[str, str]:
-    """A message in the form that chat templates expect."""
-    content = message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": NEWER_ROLES.get(message.role, message.role), "content": content, **named}
+def _to_template_message(message: Message, path: str) -> dict[str, Any]:
+    """A message in the form that chat templates expect: arguments of calls as objects. Raises ApiError."""
+    content, calls = message.content, message.tool_calls
+    if content is None and not (message.role == "assistant" and calls):
+        raise ApiError(400, f"{path}.content: a text is needed", "invalid_value", f"{path}.content")
+    if calls and message.role != "assistant":
+        raise ApiError(400, f"{path}.tool_calls: only answers have calls", "invalid_value", f"{path}.tool_calls")
+    text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    named = {"name": message.name, "tool_call_id": message.tool_call_id}
+    fields: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            for at, call in enumerate(calls)
+            for arguments in [_read_arguments(call.function.arguments, f"{path}.tool_calls.{at}.function.arguments")]
+        ]
+    return {"role": NEWER_ROLES.get(message.role, message.role), "content": text, **fields}
+
+
+def _read_arguments(text: str, path: str) -> dict[str, Any]:
+    """The arguments of an earlier call. Raises ApiError."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{path}: not JSON: {error}", "invalid_value", path) from error
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{path}: a JSON object is needed", "invalid_value", path)
+    return arguments
 
 
 def _count_free_positions(model: ServedModel, prompts: Sequence[Sequence[int]], field: str = "prompt") -> int:
@@ -159,13 +237,20 @@ def _check_room(model: ServedModel, room: int, max_tokens: int) -> None:
         )
 
 
-def _make_params(model: ServedModel, body: SampledRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _make_params(
+    model: ServedModel, body: SampledRequest, max_tokens: int, logprobs: int | None, forced: str | None = None
+) -> SamplingParams:
     """Raises BadInput, and ApiError for what was not precompiled."""
     given = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     if body.logit_bias:
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    asked = _read_output_form(body)
+    if asked and forced:
+        raise ApiError(400, "a forced call has its own form: leave response_format out", "invalid_value", "tool_choice")
+    if form := {"grammar": forced} if forced else asked:
+        given["structured_outputs"] = form
     params = SamplingParams(
         **{"temperature": model.temperature, **given, "max_tokens": max_tokens, "logprobs": logprobs}
     )
@@ -173,11 +258,29 @@ def _make_params(model: ServedModel, body: SampledRequest, max_tokens: int, logp
     return params
 
 
+def _read_output_form(body: SampledRequest) -> Mapping[str, Any] | None:
+    """The form of the output, of vLLM's field or of OpenAI's. Raises ApiError where both are given."""
+    asked = body.structured_outputs
+    match body.response_format:
+        case JsonObjectFormat():
+            form: Mapping[str, Any] = {"json_object": True}
+        case JsonSchemaFormat(json_schema=named):
+            form = {"json": named.json_schema or {"type": "object"}}
+        case _:
+            return asked
+    if asked is not None:
+        raise ApiError(400, "structured_outputs and response_format: give one", "invalid_value", "response_format")
+    return form
+
+
 def _check_built(model: ServedModel, params: SamplingParams) -> None:
     """Raises ApiError for what was not precompiled; clients cannot use the command in the engine's own message."""
     if params.sampled_fields and not model.can_sample:
         message = f"this server has greedy decoding only; not supported: {', '.join(params.sampled_fields)}"
         raise ApiError(400, message, "not_built", params.sampled_fields[0])
+    if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
+        field = "response_format"  # clients of OpenAI know it; structured_outputs is vLLM's word for the same
+        raise ApiError(400, "this server was built without structured output", "not_built", field)
     if params.k not in (None, *model.ks):
         raise ApiError(400, f"k is {params.k}: this server has {', '.join(map(str, model.ks))}", "not_built", "k")
 

@@ -28,6 +28,7 @@ from dflash_aot.server.limits import MAX_CHOICES, MAX_STOPS
 
 MAX_FIELDS = 64
 MAX_METADATA = 16  # OpenAI's limit
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_ENTRIES = 1024  # of lists and maps without another limit
 IGNORED = "accepted and ignored"
 
@@ -114,6 +115,29 @@ _SCALARS: dict[str, Any] = {
 ScalarFields: Any = create_model("ScalarFields", __base__=StrictModel, **_SCALARS)
 
 
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class NamedSchema(StrictModel):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = Field(None, description=IGNORED)
+    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="default: any object")
+    strict: bool | None = Field(None, description="accepted and ignored: every schema is followed")
+
+
+class JsonSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+OutputFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class SampledRequest(ScalarFields):
     """The fields of both kinds of requests. Sampling parameters stand here where HTTP requests differ from the table:
     in their default or in their form."""
@@ -126,6 +150,8 @@ class SampledRequest(ScalarFields):
         "logit_bias", max_length=MAX_ENTRIES
     )
     stop_token_ids: list[Token] | None = _declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
+    structured_outputs: dict[str, Any] | None = _declare("structured_outputs", max_length=1)
+    response_format: OutputFormat | None = Field(None, description="the form of the output, as in OpenAI's interface")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=IGNORED)
@@ -152,23 +178,57 @@ class TextPart(StrictModel):
     text: str
 
 
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class PastFunction(StrictModel):
+    name: FunctionName
+    arguments: str
+
+
+class PastCall(StrictModel):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: PastFunction
+
+
 class Message(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
+        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)] | None,
         _say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
-    ]
+    ] = Field(None, description="may be absent from an answer that calls tools")
     name: str | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(None, description="of the call that a message of the role tool answers")
     # Fields of a response message, which clients send back in conversations.
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
+class Function(StrictModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; default: any object")
+    strict: bool | None = Field(None, description=IGNORED)
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(StrictModel):
+    name: FunctionName
+
+
+class ChosenTool(StrictModel):
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatRequest(SampledRequest):
@@ -177,6 +237,12 @@ class ChatRequest(SampledRequest):
     max_completion_tokens: int | None = _declare("max_tokens", "; the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="report the log-probability of each token")
     top_logprobs: int | None = _declare("logprobs", "; only with logprobs")
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenTool | None,
+        _say('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
+    ] = Field(None, description="default: auto")
+    parallel_tool_calls: bool | None = Field(None, description="default: true")
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
@@ -186,8 +252,6 @@ class ChatRequest(SampledRequest):
         None, max_length=MAX_METADATA, description="variables of the chat template, such as enable_thinking of Qwen3"
     )
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     audio: None = None
@@ -196,7 +260,5 @@ class ChatRequest(SampledRequest):
     service_tier: Literal["auto", "default"] | None = None
     verbosity: None = None
     web_search_options: None = None
-    parallel_tool_calls: bool | None = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
     store: Off | None = None

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.token_formatting import TokenFormatter
+from dflash_aot.server.tool_calls import Part, ToolCallParser, ToolFamily, format_parts, gather_parts
 
 JsonFields = Mapping[str, Any]
 
@@ -91,6 +92,8 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
+    family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
+    parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"
     object_name: ClassVar[str] = "chat.completion"
     chunk_object_name: ClassVar[str] = "chat.completion.chunk"
@@ -100,16 +103,31 @@ class ChatFormat:
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
         formatted = self.tokens.format_chat_logprobs(delta.logprobs) if self.logprobs else None
-        content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-        return {"index": index, "delta": content, "logprobs": formatted, "finish_reason": delta.finish_reason}
+        if self.family is None:
+            content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
+            return {"index": index, "delta": content, "logprobs": formatted, "finish_reason": delta.finish_reason}
+        parts, reason = self._parse(index, delta.text, delta.finish_reason)
+        return {"index": index, "delta": format_parts(parts), "logprobs": formatted, "finish_reason": reason}
 
     def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
+        message: JsonFields = {"content": choice.text}
+        reason = choice.finish_reason
+        if self.family is not None:
+            parts, reason = self._parse(index, choice.text, reason)
+            message = gather_parts(parts)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
         }
+
+    def _parse(self, index: int, text: str, reason: str | None) -> tuple[Sequence[Part], str | None]:
+        """The parts that `text` completes, and the finish reason, by which an answer with calls says so."""
+        assert self.family is not None
+        parser = self.parsers.setdefault(index, ToolCallParser(self.family))
+        parts = parser.push(text) + (parser.flush() if reason else [])
+        return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 
 
 def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput]) -> JsonFields:

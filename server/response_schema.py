@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorFields(BaseModel):
@@ -98,10 +98,22 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -15,9 +15,11 @@ from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.fetch import locate_bundle
+from dflash_aot.cache.sampling_state import find_serving_mode
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.server.token_formatting import TokenFormatter
+from dflash_aot.server.tool_calls import ToolFamily, find_family
 
 logger = logging.getLogger(__name__)
 MAX_NORMALIZED_CHARACTERS = 4  # that a tokenizer's normalizer joins into one (NFC)
@@ -49,6 +51,7 @@ class ServedModel:
     max_prompt_tokens: int
     max_prompt_characters: int  # a longer text always has more than `max_prompt_tokens`
     has_chat_template: bool
+    tool_family: ToolFamily | None  # how the model writes tool calls; None if its chat template knows no tools
     token_formatter: TokenFormatter
     fingerprint: str  # of the bundle; with another fingerprint the same request may get another text
     registry: CollectorRegistry  # the engine's metrics
@@ -77,6 +80,7 @@ class ServedModel:
             "sampling": manifest.sampling,
             "temperature": self.temperature,
             "chat": self.has_chat_template,
+            "tools": self.tool_family is not None,
         }
 
 
@@ -111,8 +115,8 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
     """Loads what the first request would otherwise wait for. Raises BadCheckpoint, BadInput."""
     name, has_tokenizer = _choose_name(config, engine), (engine.target / "tokenizer.json").exists()
     limit = min(capacity := engine.manifest.grid.capacity, config.prompt_tokens or capacity)
-    has_chat_template = has_tokenizer and read_chat_template(engine.target) is not None
-    if has_chat_template:
+    template = read_chat_template(engine.target) if has_tokenizer else None
+    if template is not None:
         _render_once(engine.target)
     default = 1.0 if _can_sample(engine) else 0.0
     if config.temperature and not _can_sample(engine):
@@ -128,7 +132,8 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
         max_prompt_characters=MAX_NORMALIZED_CHARACTERS * limit * engine.tokenizer.max_token_chars
         if has_tokenizer
         else 0,
-        has_chat_template=has_chat_template,
+        has_chat_template=template is not None,
+        tool_family=None if template is None else find_family(template),
         token_formatter=TokenFormatter(engine.tokenizer if has_tokenizer else None),
         fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",
         registry=engine.metrics(name),
@@ -156,4 +161,4 @@ def _choose_name(config: ServingConfig, engine: Engine) -> str:
 
 
 def _can_sample(engine: Engine) -> bool:
-    return "sample" in engine.manifest.sampling
+    return find_serving_mode("sample", engine.manifest.sampling) is not None

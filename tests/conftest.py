@@ -192,7 +192,8 @@ PAIRS = {
 
 
 OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
-SAMPLED = ("sampled", "sampled_small", "served")
+SAMPLED = {name: ("greedy", "sample") for name in ("sampled", "sampled_small")}
+SAMPLED["served"] = ("greedy", "sample", "constrain")
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
 
@@ -234,7 +235,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         platform="cpu",
                         dtype="bfloat16" if name == "bfloat16" else "float32",
                         weights="int8" if name in INT8 else None,
-                        sampling=("greedy", "sample") if name in SAMPLED else ("greedy",),
+                        sampling=SAMPLED.get(name, ("greedy",)),
                         self_test=name in SELF_TESTED,
                         store=str(folder / "store"),  # bundles share executables
                     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dflash_aot.cache.signature import PairShapes, Signature
+from dflash_aot.cache.signature import SAMPLED_PROGRAMS, PairShapes, Signature
 from dflash_aot.compile.analysis.memory_plan import count_tokens
 
 MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops, which take no longer to compile
@@ -36,7 +36,7 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
         "prefill": (BuildEstimate(3.3, 300e3), BuildEstimate(0.02, 4e3)),
         "draft": (BuildEstimate(4.0, 400e3), BuildEstimate(0.03, 4.5e3)),
         "verify": (BuildEstimate(3.3, 330e3), BuildEstimate(0.03, 5.5e3)),
-        "sampled_verify": (BuildEstimate(4.6, 650e3), BuildEstimate(0.1, 8e3)),
+        **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(4.6, 650e3), BuildEstimate(0.1, 8e3))),
         "kv_write": (BuildEstimate(2.2, 110e3), BuildEstimate(0.003, 1e3)),
         "rounds": (BuildEstimate(7.0, 800e3), BuildEstimate(0.06, 10e3)),
         "move": (BuildEstimate(1.8, 75e3), BuildEstimate(0.0, 0.0)),
@@ -46,7 +46,7 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
         "prefill": (BuildEstimate(0.0, 0.0), BuildEstimate(0.4, 11e3)),
         "draft": (BuildEstimate(0.0, 0.0), BuildEstimate(0.36, 17e3)),
         "verify": (BuildEstimate(0.0, 0.0), BuildEstimate(0.4, 13e3)),
-        "sampled_verify": (BuildEstimate(1.5, 60e3), BuildEstimate(0.4, 13e3)),
+        **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(1.5, 60e3), BuildEstimate(0.4, 13e3))),
         "kv_write": (BuildEstimate(0.0, 0.0), BuildEstimate(0.25, 8e3)),
         "rounds": (BuildEstimate(1.5, 60e3), BuildEstimate(0.5, 16e3)),
         "move": (BuildEstimate(0.4, 9e3), BuildEstimate(0.0, 0.0)),

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
 # Programs whose temporaries are checked.
-LEAN_PROGRAMS = frozenset({"draft", "verify", "sampled_verify", "kv_write", "rounds"})
+LEAN_PROGRAMS = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAMPLED_PROGRAMS
 # Estimated time over bound. A bare product with a large weight reaches 1.2 (v6e), 1.4 (v5e) and 1.6 (v5p).
 MAX_RATIO = 3.0
-# Programs whose ratio is checked. Not sampled_verify: its bound leaves out top_k and top_p. Not move: it is rare.
+# Programs whose ratio is checked. Not those that sample: their bound leaves out top_k and top_p. Not move: it is rare.
 RATED_PROGRAMS = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
 MIN_RATED_SECONDS = 0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
 MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled verification may need besides
@@ -72,7 +72,7 @@ def _check_temporaries(entry: Entry, known: Mapping[str, ArraySpec], devices: in
 
 def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices: int) -> int:
     """Size of the logits of a sampled verification on each device; 0 for other programs."""
-    if signature.program != "sampled_verify":
+    if signature.program not in SAMPLED_PROGRAMS:
         return 0
     return (
         signature.bucket["batch"]

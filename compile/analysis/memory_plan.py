@@ -10,7 +10,14 @@ from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.signature import ArraySpec, ExecutableId, Signature, arrays_by_name, state_arrays
+from dflash_aot.cache.signature import (
+    SAMPLED_PROGRAMS,
+    ArraySpec,
+    ExecutableId,
+    Signature,
+    arrays_by_name,
+    state_arrays,
+)
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
 
@@ -280,7 +287,7 @@ def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
             return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "prefill":
             return 2 * sum(array.bytes for array in signature.results)
-        case "sampled_verify":
+        case "sampled_verify" | "constrained_verify":
             return 2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "kv_write" | "move" | "admit":
             return 0
@@ -292,7 +299,7 @@ def estimate_code(signature: Signature, block: int) -> int:
     Fitted to Qwen3-4B and its draft on v5e. Measured for 1, 64 and 128 tokens, in MB, without global memory: draft -
     3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3. A sampled verification for 1, 16 and 128 tokens: 2.8 4.4 7.5.
     """
-    measured = {"kv_write": (300_000, 8_000), "sampled_verify": (3_000_000, 36_000)}
+    measured = {"kv_write": (300_000, 8_000), **dict.fromkeys(SAMPLED_PROGRAMS, (3_000_000, 36_000))}
     measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
     fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
     return GLOBAL_MEMORY_BYTES + fixed + per_token * count_tokens(signature, block)
@@ -306,7 +313,7 @@ def count_tokens(signature: Signature, block: int) -> int:
             return sizes["prefill"]
         case "draft":
             return sizes["batch"] * block
-        case "verify" | "sampled_verify" | "rounds":
+        case "verify" | "sampled_verify" | "constrained_verify" | "rounds":
             return sizes["batch"] * (sizes["k"] + 1)
         case "kv_write":
             return sizes["rows"] * sizes["width"]

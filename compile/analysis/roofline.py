@@ -12,6 +12,7 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOfExperts, Target
+from dflash_aot.cache.sampling_state import count_mask_words
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import Chip
 
@@ -92,6 +93,8 @@ class Roofline:
                 return self.verify(sizes["batch"], sizes["length"], sizes["k"])
             case "sampled_verify":
                 return self.sampled_verify(sizes["batch"], sizes["length"], sizes["k"])
+            case "constrained_verify":
+                return self.constrained_verify(sizes["batch"], sizes["length"], sizes["k"])
             case "kv_write":
                 return self.kv_write(sizes["rows"], sizes["width"])
             case "rounds":
@@ -108,6 +111,11 @@ class Roofline:
     def sampled_verify(self, B: int, S: int, K: int) -> RooflineCost:
         """As `verify`, and each row's bias, prompt mask and counts are read; the counts are also written."""
         return self.verify(B, S, K) + self._row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
+
+    def constrained_verify(self, B: int, S: int, K: int) -> RooflineCost:
+        """As `sampled_verify`, and a mask of allowed tokens is read for each position."""
+        words = count_mask_words(self._target.decoder.vocab)
+        return self.sampled_verify(B, S, K) + RooflineCost(B * (K + 1) * words * ITEM_BYTES["int32"], 0.0)
 
     def draft(self, B: int, S: int, K: int) -> RooflineCost:
         """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""

@@ -7,7 +7,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.cache.signature import ExecutableId
+from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
@@ -192,8 +192,7 @@ def _estimate_buckets(
 def estimate_round(bucket: Bucket, deployment: Deployment, measured: CompilerFigures) -> float | None:
     """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
     sizes = (bucket.batch, bucket.length, bucket.k)
-    verify = "verify" if "greedy" in deployment.programs.pair.sampling else "sampled_verify"
-    called: list[ExecutableId] = [(verify, sizes)]
+    called: list[ExecutableId] = [(VERIFY_PROGRAMS[deployment.programs.pair.sampling[0]], sizes)]
     called += [("draft", sizes)] if bucket.k else []
     called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
     found = [measured.seconds[name] for name in called if name in measured.seconds]

@@ -29,7 +29,7 @@ from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, 
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, check_sampling_modes
+from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_modes
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
@@ -56,7 +56,7 @@ def precompile(
     dtype: str | None = None,
     weights: str | None = None,
     draft_weights: str | None = None,
-    sampling: Sequence[str] = SAMPLING_MODES,
+    sampling: Sequence[str] = DEFAULT_SAMPLING,
     exact: bool = False,
     jobs: int | None = None,
     self_test: bool = True,
@@ -85,7 +85,7 @@ def precompile(
         weights: "int8": linear layers and vocabulary head have a byte per number; `dtype`: they have that; None: "int8"
             for a quantized checkpoint, else `dtype`.
         draft_weights: the same for the draft; None: as `weights`.
-        sampling: kinds of verification to build, of "greedy" and "sample".
+        sampling: kinds of verification to build, of "greedy", "sample" and "constrain".
         exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
             there already are kept, and what is missing is added.
         jobs: executables compiled at a time; None: a default for the platform.
@@ -137,7 +137,7 @@ def plan_build(
     dtype: str | None = None,
     weights: str | None = None,
     draft_weights: str | None = None,
-    sampling: Sequence[str] = SAMPLING_MODES,
+    sampling: Sequence[str] = DEFAULT_SAMPLING,
     exact: bool = False,
     jobs: int | None = None,
     tau: float | None = None,

@@ -16,6 +16,7 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_modes, count_top_logprobs
 from dflash_aot.cache.signature import (
+    SAMPLED_PROGRAMS,
     SAMPLING_STATE,
     ArraySpec,
     ProgramWeights,
@@ -36,7 +37,13 @@ from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.sliding_window import LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, commit_round
-from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, choose_tokens, compute_logprobs, count_tokens
+from dflash_aot.compile.programs.sampling import (
+    SAMPLING_EXCHANGES,
+    choose_tokens,
+    compute_logprobs,
+    count_tokens,
+    read_mask,
+)
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
@@ -90,7 +97,7 @@ class Programs:
             dtype: of activations, plain weights and kv arrays.
             stacked: whether layers are loops over stacked weights (TPU) or unrolled.
             devices: number of devices that share heads, MLPs and vocabulary.
-            sampling: the kinds of verification, of "greedy" and "sample".
+            sampling: the modes of verification, of "greedy", "sample" and "constrain".
             kernels: the device that kernels are lowered for; None: XLA's operations only.
             formats: of the models' linear layers.
 
@@ -161,7 +168,7 @@ class Programs:
         if program == "kv_write":
             return 1
         decoder = (self._draft.module.draft if program == "draft" else self._target.module.target).decoder
-        sampling = SAMPLING_EXCHANGES if program == "sampled_verify" else 0
+        sampling = SAMPLING_EXCHANGES if program in SAMPLED_PROGRAMS else 0
         codes = 1 if program == "draft" and self._facts.selector else 0
         return 2 + codes + sampling + 2 * (1 if self._stacked else decoder.layers)
 
@@ -172,6 +179,7 @@ class Programs:
             "draft": partial(self.draft, **_bucket_sizes(signature)),
             "verify": partial(self.verify, **_bucket_sizes(signature)),
             "sampled_verify": partial(self.sampled_verify, **_bucket_sizes(signature)),
+            "constrained_verify": partial(self.sampled_verify, **_bucket_sizes(signature)),
             "kv_write": self.kv_write,
             "rounds": partial(self.rounds, signature=signature),
             "move": self.move,
@@ -255,7 +263,8 @@ class Programs:
         """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
 
         The accepted tokens have the distribution that they would have without a draft. A row of the verdict has K+1
-        more elements, the bits of the chosen tokens' log-probabilities (float32).
+        more elements, the bits of the chosen tokens' log-probabilities (float32). As `constrained_verify` each position
+        chooses among its `allowed` tokens.
         """
         forward, active = self._target_forward(arrays, batch, length, k), arrays["active"]
         state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
@@ -263,7 +272,10 @@ class Programs:
         # array before it is written.
         state["counts"] = jax.lax.optimization_barrier(state["counts"])
         drafted = forward.block[:, 1:]
-        chosen = choose_tokens(forward.logits, forward.positions + 1, drafted, active, state, self._tp)
+        logits = forward.logits
+        if (allowed := arrays.get("allowed")) is not None:
+            logits = jnp.where(read_mask(allowed, self._tp.own_tokens(logits.shape[-1])), logits, -jnp.inf)
+        chosen = choose_tokens(logits, forward.positions + 1, drafted, active, state, self._tp)
         wanted = jnp.any(active & (state["tops"] > 0))
         likelihood, tokens, tops = compute_logprobs(
             forward.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp

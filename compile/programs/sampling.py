@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
 SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sampling` by name, each float32 [B, 1]
@@ -58,6 +58,13 @@ def choose_tokens(
     noise = draw_gumbel(state["seeds"], positions, tp.own_tokens(logits.shape[-1]))
     drawn = jnp.where(logits >= floor[..., None], _scale(logits, top, temperature) + noise, -jnp.inf)
     return tp.argmax(jnp.where(greedy[..., None], logits, drawn))
+
+
+def read_mask(allowed: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Whether consecutive `tokens`, int32 [V], have their bits in `allowed`, int32 [B, T, words]: bool [B, T, V]."""
+    bits = jnp.repeat(allowed, MASK_BITS, axis=-1)
+    own = jax.lax.dynamic_slice_in_dim(bits, tokens[0], tokens.shape[0], axis=-1)
+    return (own >> (tokens % MASK_BITS)) & 1 != 0
 
 
 def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:

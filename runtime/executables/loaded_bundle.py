@@ -15,7 +15,8 @@ from dflash_aot.cache.environment import Environment, find_differences
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.signature import ExecutableId
+from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
 from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 from dflash_aot.runtime.executables.required_executables import (
@@ -52,11 +53,8 @@ class LoadedBundle:
     def draft(self, bucket: Bucket) -> Executable:
         return self.executables["draft", (bucket.batch, bucket.length, bucket.k)]
 
-    def verify(self, bucket: Bucket) -> Executable:
-        return self.executables["verify", (bucket.batch, bucket.length, bucket.k)]
-
-    def sampled_verify(self, bucket: Bucket) -> Executable:
-        return self.executables["sampled_verify", (bucket.batch, bucket.length, bucket.k)]
+    def verify(self, bucket: Bucket, mode: SamplingMode = "greedy") -> Executable:
+        return self.executables[VERIFY_PROGRAMS[mode], (bucket.batch, bucket.length, bucket.k)]
 
     def admit(self) -> Executable:
         return self.executables["admit", ()]
@@ -79,12 +77,11 @@ class LoadedBundle:
         """Loads the executables of such a round in the background."""
         self.executables.prefetch(self._list_executables(shape))
 
-    def has_run(self, bucket: Bucket, sampled: bool, multi_round: bool) -> bool:
+    def has_run(self, shape: RoundShape, multi_round: bool) -> bool:
         """Whether all executables of such a round were called before. multi_round: as a multi-round step, if any."""
-        shape = (bucket, sampled)
         return (*shape, multi_round) in self._called or self._check_run(
             (*shape, multi_round),
-            self._list_executables(shape) if multi_round else list_round_executables(bucket, sampled, self._drafts),
+            self._list_executables(shape) if multi_round else list_round_executables(*shape, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk) -> bool:

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.cache.signature import ExecutableId
+from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
 
-RoundShape = tuple[Bucket, bool]  # the bucket of a round, and whether the round samples
+RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it verifies
 
 
 def list_round_shapes(grid: Grid, sampling: Sequence[SamplingMode], k: int) -> list[RoundShape]:
     """All shapes of rounds that verify up to `k` drafted tokens."""
-    return [(bucket, kind == "sample") for kind in sampling for bucket in grid.buckets() if bucket.k <= k]
+    return [(bucket, mode) for mode in sampling for bucket in grid.buckets() if bucket.k <= k]
 
 
 def list_chunk_executables(chunk: Chunk, drafts: bool) -> list[ExecutableId]:
@@ -20,12 +20,12 @@ def list_chunk_executables(chunk: Chunk, drafts: bool) -> list[ExecutableId]:
     return [("prefill", (chunk.prefill, chunk.length)), *written]
 
 
-def list_round_executables(bucket: Bucket, sampled: bool, drafts: bool) -> list[ExecutableId]:
+def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> list[ExecutableId]:
     """The executables of a single round, without the write of sampling states."""
     sizes = (bucket.batch, bucket.length, bucket.k)
     drafted: list[ExecutableId] = [("draft", sizes)] if bucket.k else []
     written: list[ExecutableId] = [("kv_write", (bucket.batch, bucket.k + 1))] if drafts else []
-    return [*drafted, ("sampled_verify" if sampled else "verify", sizes), *written]
+    return [*drafted, (VERIFY_PROGRAMS[mode], sizes), *written]
 
 
 def list_multi_round_executables(bucket: Bucket, grid: Grid) -> list[ExecutableId]:
@@ -37,10 +37,10 @@ def list_multi_round_executables(bucket: Bucket, grid: Grid) -> list[ExecutableI
 
 def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
     """The executables of a shape for a request that runs alone, the write of sampling states included."""
-    bucket, sampled = shape
-    if sampled:
-        return [("admit", ()), *list_round_executables(bucket, True, drafts)]
-    return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, False, drafts)
+    bucket, mode = shape
+    if mode != "greedy":
+        return [("admit", ()), *list_round_executables(bucket, mode, drafts)]
+    return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, mode, drafts)
 
 
 def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
@@ -51,9 +51,9 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int
     """
     drafts, met = max(ks) > 0, set()
     shapes = [
-        (Bucket(batch, length, k), sampled)
+        (Bucket(batch, length, k), mode)
         for k in ks
-        for sampled in sorted(kind == "sample" for kind in sampling)
+        for mode in sampling
         for batch in grid.batch
         for length in grid.length
     ]
@@ -64,5 +64,5 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int
             yield from (list_chunk_executables(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
         yield list_shape_executables(shape, grid, drafts)
     # Single rounds of shapes that have a multi-round step: requests that are not alone need them.
-    yield from (list_round_executables(bucket, False, drafts) for bucket, sampled in shapes if not sampled)
+    yield from (list_round_executables(bucket, mode, drafts) for bucket, mode in shapes if mode == "greedy")
     yield [("move", ())]

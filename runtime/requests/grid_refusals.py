@@ -3,7 +3,7 @@
 A build adds to the bundle, so every command names the bundle and its pair, and can be pasted as it stands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,9 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import GridMiss
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.sampling_state import SamplingMode, check_sampling_modes
+
+EXECUTABLES: Mapping[SamplingMode, str] = {"greedy": "greedy", "sample": "sampled", "constrain": "constrained"}
 
 
 def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
@@ -39,11 +41,13 @@ def refuse_k(manifest: Manifest, bundle: Path, k: int) -> GridMiss:
     return GridMiss(f"{missing}. Precompile it: {_build_command(manifest, bundle, wider)}")
 
 
-def refuse_sampling(manifest: Manifest, bundle: Path, fields: Sequence[str]) -> GridMiss:
-    """The error for parameters that a bundle without sampled executables cannot serve."""
-    command = msgspec.structs.replace(manifest, sampling=SAMPLING_MODES).build_command(bundle)
+def refuse_sampling(manifest: Manifest, bundle: Path, mode: SamplingMode, fields: Sequence[str]) -> GridMiss:
+    """The error for parameters that need executables of a mode that the bundle has not."""
+    wider = check_sampling_modes((*manifest.sampling, mode), "sampling")
+    command = msgspec.structs.replace(manifest, sampling=wider).build_command(bundle)
+    there = " and ".join(EXECUTABLES[one] for one in manifest.sampling)
     return GridMiss(
-        f"the bundle has greedy executables only, and this takes sampled ones: {', '.join(fields)}. "
+        f"the bundle has {there} executables only, and this takes {EXECUTABLES[mode]} ones: {', '.join(fields)}. "
         f"Precompile them: {command}"
     )
 

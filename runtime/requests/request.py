@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dflash_aot.cache.errors import DflashError, EngineFailed
+from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # text is loaded only when used
+    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.detokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -101,6 +103,7 @@ class Request:
 
     prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid.
     stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
+    matcher: of the grammar that the answer follows, None without one.
     emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
     priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
     on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
@@ -129,6 +132,12 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     cancelled: bool = False
+    matcher: "GrammarMatcher | None" = None
+
+    @property
+    def needed_mode(self) -> SamplingMode:
+        """The simplest verification that can serve this request."""
+        return "constrain" if self.matcher else "greedy" if self.params.is_greedy else "sample"
 
     @property
     def accepted(self) -> list[int]:
@@ -168,8 +177,10 @@ class Request:
             if token in self.stop_token_ids:
                 reason = "stop"  # the token's text is not part of the answer
                 break
+            if self.matcher:
+                self.matcher.accept(token)
             shown += self.detokenizer.push([token]) if self.detokenizer else ""
-            if self.detokenizer and self.detokenizer.finished:
+            if self.detokenizer and self.detokenizer.finished or self.matcher and self.matcher.is_complete:
                 reason = "stop"
             elif len(self.token_ids) + len(kept) >= self.limit:
                 reason = "length"

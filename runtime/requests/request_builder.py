@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.sampling_state import SamplingMode, find_serving_mode
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.grid_refusals import refuse_k, refuse_length, refuse_sampling
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
@@ -113,7 +116,16 @@ class RequestBuilder:
             priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             on_cancel=on_cancel,
+            matcher=None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs),
         )
+
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        """Made at its first use, which takes about a second for a large vocabulary."""
+        from dflash_aot.runtime.structured_output.grammar import GrammarCompiler  # noqa: PLC0415  see `tokenizer`
+
+        vocab = self._bundle.manifest.target.facts.decoder.vocab
+        return GrammarCompiler(self.tokenizer.to_json(), vocab, self._default_stop_token_ids)
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
         # Bytes are a sequence of numbers too, but hardly of tokens.
@@ -136,8 +148,11 @@ class RequestBuilder:
     def _check_executables(self, params: SamplingParams) -> None:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
         bundle, manifest = self._bundle, self._bundle.manifest
-        if not params.is_greedy and "sample" not in manifest.sampling:
-            raise refuse_sampling(manifest, bundle.path, params.sampled_fields)
+        asked: dict[SamplingMode, Sequence[str]] = {"sample": params.sampled_fields}
+        asked["constrain"] = () if params.structured_outputs is None else ("structured_outputs",)
+        for mode, names in asked.items():
+            if names and find_serving_mode(mode, manifest.sampling) is None:
+                raise refuse_sampling(manifest, bundle.path, mode, names)
         if params.k is not None and params.k not in manifest.grid.k:
             raise refuse_k(manifest, bundle.path, params.k)
         if params.k is not None and params.k > bundle.k:

@@ -26,6 +26,7 @@ NEEDED = {
     Sequence[str]: "a list of texts, none of them empty",
     Sequence[int]: "a list of token ids",
     Mapping[int, float]: "a mapping of token ids to numbers",
+    Mapping[str, Any]: "a mapping with one of json, json_object, regex, choice and grammar",
 }
 
 
@@ -59,6 +60,8 @@ class Parameter:
             return _is_list(value, str) and all(value)
         if self.type == Sequence[int]:
             return _is_list(value, int)
+        if self.type == Mapping[str, Any]:
+            return isinstance(value, Mapping)
         if self.type == Mapping[int, float]:
             return isinstance(value, Mapping) and all(
                 type(token) is int and token >= 0 and self._holds(bias) for token, bias in value.items()
@@ -127,6 +130,10 @@ class SamplingParams:
     k: Annotated[
         int | None,
         Parameter("drafted tokens to verify per round, one of the grid's K; default: the engine's choice", 0),
+    ] = None
+    structured_outputs: Annotated[
+        Mapping[str, Any] | None,
+        Parameter("the form of the output: one of json (a schema), json_object, regex, choice and grammar, as in vLLM"),
     ] = None
 
     def __post_init__(self) -> None:

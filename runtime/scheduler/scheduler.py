@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode, find_serving_mode
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
@@ -24,7 +24,7 @@ class RunningRequest:
 
     request: what was asked, and the tokens committed so far.
     acceptance: the acceptance estimate of this request's drafts.
-    sampled: its tokens are chosen by sampled rounds. Its first round starts at the prompt's last token.
+    mode: the simplest verification of the bundle that can choose its tokens.
     has_sampling_state: the device holds this request's sampling parameters.
     prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
     prefilled_tokens: prompt tokens whose prefill was dispatched.
@@ -36,7 +36,7 @@ class RunningRequest:
 
     request: Request
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
-    sampled: bool = False
+    mode: SamplingMode = "greedy"
     has_sampling_state: bool = False
     prefill_turn: int = 0
     prefilled_tokens: int = 0
@@ -44,6 +44,11 @@ class RunningRequest:
     in_flight_tokens: int = 0
     in_flight_rounds: int = 0
     first_token_in_flight: bool = False
+
+    @property
+    def sampled(self) -> bool:
+        """Whether all of its tokens come from rounds: the first one starts at the last token of the prompt."""
+        return self.mode != "greedy"
 
     @property
     def is_prefilled(self) -> bool:
@@ -184,9 +189,9 @@ class RoundBatch:
         return [running for running in self.by_slot if running]
 
     @cached_property
-    def sampled(self) -> bool:
-        """A round samples for all of its requests or for none."""
-        return any(running.sampled for running in self.requests)
+    def mode(self) -> SamplingMode:
+        """How the round verifies: what one of its requests needs is done for all of them."""
+        return max((running.mode for running in self.requests), key=SAMPLING_MODES.index)
 
     @property
     def length_bound(self) -> int:
@@ -230,7 +235,7 @@ class Scheduler:
         """grid, sampling: of the bundle. k: the largest K that is served."""
         self.slots = Slots(grid.slots)
         self._grid, self._queue, self._controller = grid, queue, controller
-        self._greedy_exists = "greedy" in sampling
+        self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
         self._burst = BurstLength(grid.rounds)
         self._previous_k = -1
@@ -258,8 +263,9 @@ class Scheduler:
         """Gives free slots to waiting requests. Returns those that got one."""
         started = []
         while not self.slots.is_full and (request := self._queue.take()):
-            sampled = not request.params.is_greedy or not self._greedy_exists
-            self.slots.add(RunningRequest(request, self._controller.start_request(), sampled))
+            mode = find_serving_mode(request.needed_mode, self._modes)
+            assert mode is not None, "the request builder refuses what no executable can do"
+            self.slots.add(RunningRequest(request, self._controller.start_request(), mode))
             started.append(request)
         return started
 
@@ -312,13 +318,13 @@ class Scheduler:
             return None
         bucket = self._choose_bucket(batch)
         alone = len(self.slots) == 1 and bucket.batch == 1
-        return RoundPlan(batch, bucket, multi_round=alone and self._grid.rounds > 1 and not batch.sampled)
+        return RoundPlan(batch, bucket, multi_round=alone and self._grid.rounds > 1 and batch.mode == "greedy")
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
         rounds = self._count_rounds(plan) if plan.multi_round else 1
         requests = plan.batch.requests
-        new = [running for running in requests if not running.has_sampling_state] if plan.batch.sampled else []
+        new = [running for running in requests if not running.has_sampling_state] if plan.batch.mode != "greedy" else []
         plan = replace(plan, rounds=rounds, tokens_outstanding=requests[0].tokens_outstanding, new_sampling_states=new)
         for running in requests:
             running.start_rounds(rounds, plan.bucket.k)
@@ -328,7 +334,7 @@ class Scheduler:
 
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
         """A round of this plan took `seconds` on the device."""
-        self._controller.note_round_time((plan.bucket, plan.batch.sampled), seconds)
+        self._controller.note_round_time((plan.bucket, plan.batch.mode), seconds)
         self._burst.note_round_time(plan.bucket, seconds)
 
     def note_outcome(self, running: RunningRequest, k: int, accepted: int) -> None:
@@ -342,7 +348,7 @@ class Scheduler:
         if not ks:
             raise LengthBoundTooLoose
         buckets = [self._grid.fit(len(batch.by_slot), needed + k, k) for k in ks]
-        return self._controller.choose_bucket(buckets, batch.requests, batch.sampled)
+        return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
 
     def _count_rounds(self, plan: RoundPlan) -> int:
         """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K."""

@@ -93,6 +93,8 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndar
             return np.full(array.shape, -1, np.int32)
         case "features":
             return _fill_with_noise(array, FEATURE)
+        case "allowed":  # every other token
+            return np.full(array.shape, 0x55555555, np.int32)
     # `admit` writes into the first slot what the second slot holds.
     _, *shape = array.shape
     return make_state(ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]

@@ -9,7 +9,7 @@ import numpy as np
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.self_test import INPUTS_VERSION
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 
@@ -89,7 +89,7 @@ class _State:
 def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tuple[str, np.ndarray]]:
     """The named parts of a result: a sampled verdict ends with log-probabilities, stored as int32."""
     values = np.asarray(result)
-    if signature.program != "sampled_verify" or name != "verdict":
+    if signature.program not in SAMPLED_PROGRAMS or name != "verdict":
         return [(name, values)]
     chosen = 2 * signature.bucket["k"] + 2
     logprobs = np.ascontiguousarray(values[:, chosen:]).view(np.float32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
@@ -90,7 +91,7 @@ class SpeculationController(Protocol):
     def note_round_time(self, shape: RoundShape, seconds: float) -> None:
         """A round that ran back to back with the previous one took `seconds`."""
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         """One of `buckets`, which ascend by K and hold the next round of `members`.
 
         All requests of a round share its K: the largest of their own Ks and of the controller's choice for the rest;
@@ -120,7 +121,7 @@ class FixedK:
     def note_round_time(self, shape: RoundShape, seconds: float) -> None:
         """Ignored."""
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return _find_bucket(buckets, max(self._k if one.requested_k is None else one.requested_k for one in members))
 
     def repeat_choice(self, rounds: int) -> None:
@@ -188,7 +189,7 @@ class AdaptiveK:
         self._unpaid = 0.0  # seconds of the last trial that its tokens have not paid back so far
         self._awaited = 0  # requests of the last trial whose outcome has not been read
         self._buckets: Sequence[Bucket] = ()
-        self._sampled = False
+        self._mode: SamplingMode = "greedy"
         self._members: list[AcceptanceEstimate] = []
         self._plan: _Plan | None = None
         self._settled_k: int | None = None
@@ -223,10 +224,10 @@ class AdaptiveK:
         """Whether a round of this shape was measured or served."""
         return self._costs.is_measured(shape)
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         """As `SpeculationController.choose_bucket`. KeyError for a bucket without times."""
         self._round += 1
-        plan = self._update_plan(buckets, members, sampled)
+        plan = self._update_plan(buckets, members, mode)
         self._credit = min(self._credit + plan.credit_per_round, plan.trial_loss)
         if plan.trial is None or not self._may_try(plan.trial_loss):
             return self._decide(plan.bucket, plan.why, plan.seconds)
@@ -242,16 +243,16 @@ class AdaptiveK:
 
     # -- plans
 
-    def _update_plan(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> _Plan:
+    def _update_plan(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> _Plan:
         """The present plan, or a new one where requests or buckets changed, or REPLAN_ROUNDS have passed."""
         estimates = [one.acceptance for one in members]
-        new_members, new_shapes = estimates != self._members, buckets != self._buckets or sampled != self._sampled
+        new_members, new_shapes = estimates != self._members, buckets != self._buckets or mode != self._mode
         if self._plan and not new_members and not new_shapes and self._round < self._next_plan:
             return self._plan
         if new_members and not all(one.rounds for one in estimates):
             self._schedule_trials(0)
             self._credit = max(self._credit, 0.0)
-        self._buckets, self._sampled, self._members = buckets, sampled, estimates
+        self._buckets, self._mode, self._members = buckets, mode, estimates
         self._next_plan = self._round + REPLAN_ROUNDS
         self._plan = self._make_plan(members)
         return self._plan
@@ -262,9 +263,9 @@ class AdaptiveK:
         if not free:
             return _Plan(_find_bucket(self._buckets, requested), "request", {})
         tokens = self._expect_tokens(free)
-        times = {bucket: self._costs[bucket, self._sampled] for bucket in self._buckets}
+        times = {bucket: self._costs[bucket, self._mode] for bucket in self._buckets}
         seconds = {
-            bucket.k: self._optimism_factor((bucket, self._sampled)) * time / tokens[bucket.k]
+            bucket.k: self._optimism_factor((bucket, self._mode)) * time / tokens[bucket.k]
             for bucket, time in times.items()
         }
         before, self._settled_k = self._settled_k, self._settle_loaded(seconds)
@@ -285,7 +286,7 @@ class AdaptiveK:
 
     def _settle_loaded(self, seconds: Mapping[int, float]) -> int:
         """The best K; while that K is not loaded, the best loaded one, if there is any."""
-        shapes = {bucket.k: (bucket, self._sampled) for bucket in self._buckets}
+        shapes = {bucket.k: (bucket, self._mode) for bucket in self._buckets}
         best = _settle(self._settled_k, seconds)
         if not self._loaded.holds(shapes[best]):
             self._loaded.prepare(shapes[best])
@@ -318,9 +319,9 @@ class AdaptiveK:
 
     def _find_trial(self, losses: Mapping[Bucket, float]) -> Bucket | None:
         """The loaded bucket that loses the fewest seconds. Has one loaded for a later trial where none is."""
-        loaded = [bucket for bucket in losses if self._loaded.holds((bucket, self._sampled))]
+        loaded = [bucket for bucket in losses if self._loaded.holds((bucket, self._mode))]
         if losses and not loaded and self._round > ROUNDS_BEFORE_LOADING:
-            self._loaded.prepare((min(losses, key=losses.__getitem__), self._sampled))
+            self._loaded.prepare((min(losses, key=losses.__getitem__), self._mode))
         return min(loaded, key=losses.__getitem__, default=None)
 
     def _may_try(self, loss: float) -> bool:

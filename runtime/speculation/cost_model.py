@@ -99,14 +99,14 @@ class CostModel:
 
 def _find_distance(one: RoundShape, other: RoundShape) -> float:
     """In doublings of rows, positions and tokens."""
-    (bucket, sampled), (other_bucket, other_sampled) = one, other
+    (bucket, mode), (other_bucket, other_mode) = one, other
     sizes = (
         (bucket.batch, other_bucket.batch),
         (bucket.length, other_bucket.length),
         (bucket.k + 1, other_bucket.k + 1),
     )
     doublings = sum(abs(log2(size / other_size)) for size, other_size in sizes)
-    return doublings + OTHER_PROGRAM_DISTANCE * ((sampled != other_sampled) + (bool(bucket.k) != bool(other_bucket.k)))
+    return doublings + OTHER_PROGRAM_DISTANCE * ((mode != other_mode) + (bool(bucket.k) != bool(other_bucket.k)))
 
 
 class BurstLength:

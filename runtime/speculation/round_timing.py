@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -48,8 +49,8 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
     """Estimates of each shape, right in ratios; see `estimate_executables`."""
     seconds = estimate_executables(manifest)
     return {
-        (bucket, sampled): sum(seconds[name] for name in list_round_executables(bucket, sampled, k > 0))
-        for bucket, sampled in list_round_shapes(manifest.grid, manifest.sampling, k)
+        shape: sum(seconds[name] for name in list_round_executables(*shape, k > 0))
+        for shape in list_round_shapes(manifest.grid, manifest.sampling, k)
     }
 
 
@@ -76,10 +77,11 @@ def bound_times(times: RoundTimes) -> RoundTimes:
     A shape is larger with at least as many rows, positions and verified tokens, and at least as much sampling.
     """
 
-    def does_more(one: tuple[Bucket, bool], other: tuple[Bucket, bool]) -> bool:
-        (more, samples), (less, sampled) = one, other
+    def does_more(one: RoundShape, other: RoundShape) -> bool:
+        (more, mode), (less, simpler) = one, other
         rows, positions = more.batch >= less.batch, more.length >= less.length
-        return rows and positions and more.k >= less.k and samples >= sampled
+        modes = SAMPLING_MODES.index(mode) >= SAMPLING_MODES.index(simpler)
+        return rows and positions and more.k >= less.k and modes
 
     return {one: min(times[other] for other in times if does_more(other, one)) for one in times}
 
@@ -93,7 +95,7 @@ class RoundTimer:
         self._vocab = bundle.manifest.target.facts.decoder.vocab
         self._random = np.random.default_rng(0)
 
-    def time(self, bucket: Bucket, sampled: bool) -> float:
+    def time(self, bucket: Bucket, mode: SamplingMode) -> float:
         """Seconds of one round, waited for."""
         bundle, state = self._bundle, self._state
         # As many positions as rounds of this bucket see at most.
@@ -101,12 +103,13 @@ class RoundTimer:
         block = [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
         active = state.to_device(np.zeros(bucket.batch, bool))
         slots = state.to_device(np.arange(bucket.batch, dtype=np.int32))
-        verify = bundle.sampled_verify(bucket) if sampled else bundle.verify(bucket)
+        verify = bundle.verify(bucket, mode)
+        masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()
         began = time.perf_counter()
         # The draft comes last: each call then needs the result of the one before, and none of them overlap.
-        features, starts, *_ = verify(state, *block, active)
+        features, starts, *_ = verify(state, *block, active, *map(state.to_device, masks))
         write(state, features, slots, starts)
         drafted = bundle.draft(bucket)(state) if bucket.k else ()
         jax.block_until_ready(drafted)

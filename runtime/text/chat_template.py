@@ -1,10 +1,11 @@
 """Chat template of a checkpoint: looks it up, and renders a conversation as a prompt."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from dflash_aot.cache.checkpoint_files import (
     TEMPLATE_FILE,
@@ -58,14 +59,16 @@ def _read_config_template(path: Path) -> str | None:
 
 def render_chat(
     directory: Path,
-    messages: list[dict[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: TemplateVariables = DEFAULT_VARIABLES,
     limits: TemplateLimits = DEFAULT_LIMITS,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Returns the prompt that the checkpoint's chat template makes of `messages`, up to where the answer begins.
 
     messages: each with `role` and `content`. variables: what the template may read beside the messages; they override
-    DEFAULT_VARIABLES, by which thinking is off.
+    DEFAULT_VARIABLES, by which thinking is off. tools: functions that the answer may call, as OpenAI's interface
+    describes them.
 
     transformers renders the template, in Jinja's sandbox and in a subprocess that keeps to `limits`. The template
     writes special tokens itself: encode the prompt with `add_special_tokens=False`. The checkpoint's files are read at
@@ -79,7 +82,14 @@ def render_chat(
     chat = _open_chat(directory)
     given = {name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value}
     try:
-        fields = json.dumps({"messages": messages, "variables": {**DEFAULT_VARIABLES, **given}, "given": [*given]})
+        fields = json.dumps(
+            {
+                "messages": [*messages],
+                "variables": {**DEFAULT_VARIABLES, **given},
+                "given": [*given],
+                "tools": [*tools] or None,
+            }
+        )
     except ValueError as error:  # Python converts no integer of over 4300 digits
         raise BadInput(f"the variables of the chat template cannot be written as JSON: {error}") from error
     reply = _PROCESS.ask(TemplateRequest(str(directory), chat.template, fields, limits))

@@ -36,8 +36,8 @@ class TemplateRequest(msgspec.Struct, frozen=True):
 
     directory: the checkpoint, whose tokenizer files transformers reads for the special tokens.
     template: the text of the template.
-    chat: JSON of an object with `messages`, `variables`, and `given`: the names of variables that the template must
-        read. The standard library's JSON can hold lone surrogates, NaN and long integers; msgspec's cannot.
+    chat: JSON of an object with `messages`, `tools`, `variables`, and `given`: the names of variables that the template
+        must read. The standard library's JSON can hold lone surrogates, NaN and long integers; msgspec's cannot.
     limits: of the rendering.
     """
 

@@ -72,6 +72,7 @@ def render(tokenizer: Any, request: TemplateRequest) -> TemplateReply:
                 return TemplateReply(unread=unread[0])
             text = tokenizer.apply_chat_template(
                 chat["messages"],
+                tools=chat.get("tools"),
                 chat_template=request.template,
                 tokenize=False,
                 add_generation_prompt=True,

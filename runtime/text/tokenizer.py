@@ -83,6 +83,10 @@ class Tokenizer:
                 raise
             raise BadCheckpoint(f"the decoder of {self._path} fails at tokens {list(ids)}: {error}") from error
 
+    def to_json(self) -> str:
+        """Returns the tokenizer as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
     @property
     def max_token_chars(self) -> int:
         """Length of the longest token in the vocabulary: an upper bound of the characters per token of a text.

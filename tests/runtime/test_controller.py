@@ -42,11 +42,11 @@ def make_buckets(ks: Sequence[int], batch: int = 1, length: int = 256) -> list[B
 
 
 def make_times(seconds: Mapping[int, float], batch: int = 1, length: int = 256) -> dict[tuple[Bucket, bool], float]:
-    return {(Bucket(batch, length, k), False): time for k, time in seconds.items()}
+    return {(Bucket(batch, length, k), "greedy"): time for k, time in seconds.items()}
 
 
 def ask(depth: SpeculationController, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
-    return depth.choose_bucket(make_buckets(ks, batch), rows, False).k
+    return depth.choose_bucket(make_buckets(ks, batch), rows, "greedy").k
 
 
 def ask_often(
@@ -112,17 +112,17 @@ def test_served_rounds_correct_the_times():
     assert ask(depth, [one], (0, 7)) == 0
     for _ in range(400):
         k = ask(depth, [one], (0, 7))
-        depth.note_round_time((Bucket(1, 256, k), False), {0: 1.0, 7: 2.0}[k])
+        depth.note_round_time((Bucket(1, 256, k), "greedy"), {0: 1.0, 7: 2.0}[k])
     assert ask_often(depth, [one], 20, (0, 7)) == [7] * 20
 
 
 def test_times_depend_on_length_and_sampling():
     buckets = [Bucket(1, 256, 0), Bucket(1, 512, 7)]  # the larger K reaches into the longer bucket
-    times = {(bucket, sampled): 1.0 for bucket in buckets for sampled in (False, True)}
-    times[buckets[1], True] = 10.0
+    times = {(bucket, mode): 1.0 for bucket in buckets for mode in ("greedy", "sample")}
+    times[buckets[1], "sample"] = 10.0
     depth = AdaptiveK(times)
-    assert depth.choose_bucket(buckets, [row(FAIR)], False) == buckets[1]
-    assert depth.choose_bucket(buckets, [row(FAIR)], True) == buckets[0]
+    assert depth.choose_bucket(buckets, [row(FAIR)], "greedy") == buckets[1]
+    assert depth.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
 
 
 def test_bucket_without_times_raises():
@@ -317,8 +317,8 @@ def test_guessed_k_is_tried_until_measured(truth):
     ks = []
     for _ in range(40):
         ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), False), {0: 1.0, 3: truth}[ks[-1]])
-    assert depth.is_measured((Bucket(1, 256, 3), False))
+        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: truth}[ks[-1]])
+    assert depth.is_measured((Bucket(1, 256, 3), "greedy"))
     assert ks[-1] == (3 if truth == 1.0 else 0)
 
 

@@ -63,7 +63,7 @@ def simulate(
         while line and len(rows) < batch:
             rows.append(Row(depth.start_request(), line.pop(0)))
         kind = rows[0].share
-        k = depth.choose_bucket(buckets, rows, False).k
+        k = depth.choose_bucket(buckets, rows, "greedy").k
         spent[kind] = spent.get(kind, 0.0) + times[k]
         verdicts = [(row.acceptance, k, row.verify(k, rng)) for row in rows]
         for verdict in unread:
@@ -73,7 +73,7 @@ def simulate(
 
 
 def adaptive(times: Mapping[int, float], batch: int) -> SpeculationController:
-    return AdaptiveK({(Bucket(batch, 256, k), False): seconds for k, seconds in times.items()})
+    return AdaptiveK({(Bucket(batch, 256, k), "greedy"): seconds for k, seconds in times.items()})
 
 
 def best_fixed(times: Mapping[int, float], texts: Sequence[Phases], batch: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.speculation.cost_model import CostModel
 
-PLAIN, DEEP = (Bucket(1, 64, 0), False), (Bucket(1, 64, 7), False)
+PLAIN, DEEP = (Bucket(1, 64, 0), "greedy"), (Bucket(1, 64, 7), "greedy")
 
 
 def test_times_start_as_measured_at_load():
@@ -70,8 +70,8 @@ def test_shape_without_times_raises():
 
 # -- estimates
 
-SHORT, LONG_ONE = (Bucket(1, 64, 7), False), (Bucket(1, 256, 7), False)
-FOUR = (Bucket(4, 64, 7), False)
+SHORT, LONG_ONE = (Bucket(1, 64, 7), "greedy"), (Bucket(1, 256, 7), "greedy")
+FOUR = (Bucket(4, 64, 7), "greedy")
 ESTIMATES = {PLAIN: 10.0, SHORT: 20.0, LONG_ONE: 30.0, FOUR: 60.0}
 
 

@@ -31,7 +31,7 @@ class Recorder:
 
 def row(sampled: bool = True, **params: object) -> RunningRequest:
     request = Request(PROMPT, SamplingParams(**params), 9, frozenset(), None, lambda delta: None)  # type: ignore[arg-type]
-    return RunningRequest(request, sampled=sampled)
+    return RunningRequest(request, mode="sample" if sampled else "greedy")
 
 
 def admit(*rows: RunningRequest) -> Recorder:

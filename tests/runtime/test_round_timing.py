@@ -11,12 +11,12 @@ from dflash_aot.runtime.speculation.round_timing import bound_times, estimate_ro
 
 def test_smaller_shape_takes_no_longer():
     one, more_k, more_rows = Bucket(1, 64, 0), Bucket(1, 64, 7), Bucket(4, 64, 0)
-    measured = {(one, False): 5.0, (more_k, False): 3.0, (more_rows, False): 2.0, (one, True): 9.0}
+    measured = {(one, "greedy"): 5.0, (more_k, "greedy"): 3.0, (more_rows, "greedy"): 2.0, (one, "sample"): 9.0}
     assert bound_times(measured) == {
-        (one, False): 2.0,
-        (more_k, False): 3.0,  # more rows are not more tokens
-        (more_rows, False): 2.0,
-        (one, True): 9.0,  # sampling is more, not less
+        (one, "greedy"): 2.0,
+        (more_k, "greedy"): 3.0,  # more rows are not more tokens
+        (more_rows, "greedy"): 2.0,
+        (one, "sample"): 9.0,  # sampling is more, not less
     }
 
 
@@ -29,7 +29,7 @@ def test_estimates_are_the_compilers_where_each_executable_has_one(bundle):
     ]
     seconds = {one.signature.label: one.cost.schedule.seconds for one in entries}
     batch, length = manifest.grid.batch[0], manifest.grid.length[0]
-    shape = (Bucket(batch, length, 0), False)
+    shape = (Bucket(batch, length, 0), "greedy")
     verify, written = f"verify batch={batch} length={length} k=0", f"kv_write rows={batch} width=1"
     estimated = structs.replace(manifest, entries=tuple(entries))
     assert estimate_rounds(estimated, manifest.grid.k[-1])[shape] == seconds[verify] + seconds[written]
@@ -42,7 +42,7 @@ def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
     """As after `Engine.open`: all lengths are zero, though the timed rounds ran at full lengths."""
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     times = time_rounds(opened.bundle, opened.state)
-    assert set(times) == {(bucket, False) for bucket in opened.bundle.manifest.grid.buckets()}
+    assert set(times) == {(bucket, "greedy") for bucket in opened.bundle.manifest.grid.buckets()}
     assert all(0 < seconds < 60 for seconds in times.values())
     assert times == bound_times(times)
     for array in opened.state.read(("lengths", "anchors")):

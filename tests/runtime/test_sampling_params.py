@@ -33,6 +33,7 @@ REFUSED = {
     ],
     "logprobs": [*NOT_WHOLE_NUMBERS, -1, 21],
     "k": [*NOT_WHOLE_NUMBERS, -1],
+    "structured_outputs": ["{}", b"{}", [1], 5, True],
 }
 # By parameter: the smallest and the largest value, and each type.
 ACCEPTED = {
@@ -52,6 +53,7 @@ ACCEPTED = {
     "logit_bias": [None, {}, {0: 1}, {7: -100, 8: 100.0}, MappingProxyType({3: 0.5})],
     "logprobs": [None, 0, 20],
     "k": [None, 0, 15],
+    "structured_outputs": [None, {"regex": "a"}],  # the engine checks what is in it
 }
 
 

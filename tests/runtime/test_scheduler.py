@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
@@ -55,7 +56,7 @@ class AnyK:
     def repeat_choice(self, rounds: int) -> None:
         raise AssertionError("nothing runs several rounds here")
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], sampled: bool) -> Bucket:
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
 
 

@@ -88,7 +88,7 @@ def test_sampled_prompt_keeps_its_last_token_for_its_first_round():
     (plan,) = prefill(scheduler)
     assert (len(plan.tokens), plan.gives_first_token) == (4, False)
     first, second = start(scheduler), start(scheduler)
-    assert first.batch.sampled and [*first.new_sampling_states] == [plan.running]
+    assert first.batch.mode == "sample" and [*first.new_sampling_states] == [plan.running]
     assert second.new_sampling_states == []
 
 

@@ -171,11 +171,11 @@ def test_take_prefill_goes_by_priority_and_takes_turns():
 
 
 def test_sampled_request_leaves_its_last_prompt_token():
-    row = RunningRequest(request(prompt=4), sampled=True)
+    row = RunningRequest(request(prompt=4), mode="sample")
     assert (row.tokens_to_prefill, row.is_prefilled) == (3, False)
     row.prefilled_tokens = 3
     assert row.is_prefilled and row.wants_round
-    one = RunningRequest(request(prompt=1), sampled=True)
+    one = RunningRequest(request(prompt=1), mode="sample")
     assert one.is_prefilled and one.wants_round
     slots = Slots(1)
     slots.add(one)
@@ -183,7 +183,7 @@ def test_sampled_request_leaves_its_last_prompt_token():
 
 
 def test_sampled_request_has_no_first_token_in_flight():
-    row = RunningRequest(request(limit=2), sampled=True, prefilled_tokens=3, in_flight_rounds=1)
+    row = RunningRequest(request(limit=2), mode="sample", prefilled_tokens=3, in_flight_rounds=1)
     assert row.wants_round
     row.in_flight_rounds = 2
     assert not row.wants_round
@@ -233,7 +233,10 @@ def test_random_changes_keep_every_request_in_one_slot(events):
 )
 def test_rounds_in_flight_keep_the_bounds(limit, sampled, verdicts, late):
     """With random acceptance, read `late` rounds late, every wanted token is dispatched for."""
-    row, rounds = RunningRequest(request(limit=limit), sampled=sampled), itertools.cycle(verdicts)
+    row, rounds = (
+        RunningRequest(request(limit=limit), mode="sample" if sampled else "greedy"),
+        itertools.cycle(verdicts),
+    )
     row.prefilled_tokens = row.length = length = row.tokens_to_prefill
     row.first_token_in_flight = not sampled
     unread: deque[tuple[int, int]] = deque()  # K, tokens

@@ -84,7 +84,7 @@ def test_toy_detects_a_round_beyond_its_bucket():
 def test_toy_detects_a_missing_sampling_state():
     bundle, state, *_ = prefilled()
     with pytest.raises(Misuse, match="without a sampling state"):
-        bundle.sampled_verify(Bucket(1, 16, 0))(state, *place([True]))
+        bundle.verify(Bucket(1, 16, 0), "sample")(state, *place([True]))
 
 
 def test_toy_detects_spent_state_and_unsent_reads():

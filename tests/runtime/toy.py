@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, SamplingMode, count_top_logprobs
+from dflash_aot.cache.signature import VERIFY_PROGRAMS
 from dflash_aot.runtime.engine_loop import EngineLoop
+from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -262,8 +264,9 @@ class ToyBundle:
         """Makes the next calls of `program` fail; "read verify" makes reading its results fail."""
         self._faults[program] += times
 
-    def has_run(self, bucket: Bucket, sampled: bool, multi_round: bool) -> bool:
-        return self._has_called("rounds" if multi_round else "sampled_verify" if sampled else "verify", bucket)
+    def has_run(self, shape: RoundShape, multi_round: bool) -> bool:
+        bucket, mode = shape
+        return self._has_called("rounds" if multi_round else VERIFY_PROGRAMS[mode], bucket)
 
     def has_run_chunk(self, chunk: Chunk) -> bool:
         return self._has_called("prefill", chunk)
@@ -279,13 +282,10 @@ class ToyBundle:
         require(0 < bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no draft for {bucket}")
         return partial(self._call, "draft", bucket, self._draft)
 
-    def verify(self, bucket: Bucket) -> Program:
-        self._require_verify("greedy", bucket)
-        return partial(self._call, "verify", bucket, self._verify)
-
-    def sampled_verify(self, bucket: Bucket) -> Program:
-        self._require_verify("sample", bucket)
-        return partial(self._call, "sampled_verify", bucket, self._sampled_verify)
+    def verify(self, bucket: Bucket, mode: SamplingMode = "greedy") -> Program:
+        self._require_verify(mode, bucket)
+        run = self._verify if mode == "greedy" else self._sampled_verify
+        return partial(self._call, VERIFY_PROGRAMS[mode], bucket, run)
 
     def kv_write(self, rows: int, width: int) -> Program:
         require(self.k > 0 and (rows, width) in self._widths, f"no kv_write for {rows} rows of {width}")

@@ -371,10 +371,10 @@ def test_invalid_completion_is_refused_with_the_reason(client, fields, status, c
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),

@@ -1,0 +1,182 @@
+"""Grammars and their matchers, over a tokenizer whose tokens are single bytes but for a few words."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.runtime.structured_output.grammar import MAX_DEPTH, MAX_GRAMMAR_BYTES, GrammarCompiler
+
+END, YES = 0, 1  # tokens with a meaning of their own
+VOCAB = 300  # of the head: some of its rows have no token
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenizers.Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<end>": END, "yes": YES, **{letter: number for number, letter in enumerate(letters, 2)}}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.add_special_tokens(["<end>"])
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_str(), VOCAB, [END])
+
+
+@pytest.fixture
+def encode(tokenizer):
+    return lambda text: tokenizer.encode(text).ids
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    """The tokens whose bits are set, read bit by bit."""
+    return {token for token in range(VOCAB) if int(mask[token // 32]) & (1 << (token % 32))}
+
+
+def test_mask_allows_what_the_grammar_does(compiler, encode):
+    matcher = compiler.compile({"choice": ["yes", "yak", "no"]})
+    _, masks = matcher.mask_block([])
+    assert masks.shape == (1, 10) and allowed(masks[0]) == {YES, *encode("y"), *encode("n")}
+    matcher.accept(encode("y")[0])
+    assert allowed(matcher.mask_block([])[1][0]) == set(encode("ea"))
+    for token in encode("ak"):
+        assert not matcher.is_complete
+        matcher.accept(token)
+    assert matcher.is_complete
+
+
+def test_end_token_is_allowed_only_where_the_answer_may_end(compiler, encode):
+    matcher = compiler.compile({"regex": "[0-9]{2,3}"})
+    assert END not in allowed(matcher.mask_block([])[1][0])
+    for digit in encode("12"):
+        matcher.accept(digit)
+    assert allowed(matcher.mask_block([])[1][0]) == {END, *encode("0123456789")}
+
+
+def test_masks_follow_the_drafted_tokens_and_leave_the_matcher_where_it_was(compiler, encode):
+    matcher, drafted = compiler.compile({"regex": "ab[cd]e"}), encode("abde")
+    block, masks = matcher.mask_block(drafted)
+    assert block == drafted
+    assert [allowed(mask) for mask in masks[:4]] == [set(encode(text)) for text in ("a", "b", "cd", "e")]
+    assert allowed(masks[4]) == set(range(VOCAB)), "nothing follows a complete answer"
+    assert allowed(matcher.mask_block([])[1][0]) == set(encode("a"))
+
+
+def test_forced_tokens_replace_wrong_drafts(compiler, encode):
+    matcher = compiler.compile(
+        {"json": {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}}
+    )
+    block, masks = matcher.mask_block(encode("?" * 9))
+    assert block[:7] == encode('{"a": "') and block[7:] == encode("??")
+    assert allowed(masks[7]) == set(encode("xy")) and allowed(masks[8]) == set(range(VOCAB)), (
+        "nothing is forced behind it"
+    )
+
+
+def test_masks_of_a_draft_equal_those_token_by_token(compiler, encode):
+    schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 3}
+    text = encode("[1, 23, 4]")
+    _, masks = compiler.compile({"json": schema}).mask_block(text)
+    matcher = compiler.compile({"json": schema})
+    for token, mask in zip(text, masks, strict=False):
+        assert allowed(matcher.mask_block([])[1][0]) == allowed(mask) and token in allowed(mask)
+        matcher.accept(token)
+
+
+def test_token_against_the_grammar_is_an_error(compiler, encode):
+    with pytest.raises(EngineFailed, match="the grammar cannot be followed"):
+        compiler.compile({"choice": ["no"]}).accept(encode("x")[0])
+
+
+def test_matchers_of_one_grammar_are_independent(compiler, encode):
+    first, second = (compiler.compile({"choice": ["ab"]}) for _ in range(2))
+    first.accept(encode("a")[0])
+    assert allowed(first.mask_block([])[1][0]) == set(encode("b"))
+    assert allowed(second.mask_block([])[1][0]) == set(encode("a"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"), [('start: "a" start "b" | "c"', "aacbb"), ('root ::= "a" root "b" | "c"', "acb")]
+)
+def test_grammars_are_lark_or_gbnf(compiler, encode, grammar, text):
+    matcher = compiler.compile({"grammar": grammar})
+    for token in encode(text):
+        assert not matcher.is_complete
+        matcher.accept(token)
+    assert matcher.is_complete
+
+
+def nest(depth: int) -> dict:
+    return {"type": "object"} if depth == 1 else {"type": "array", "items": nest(depth - 1)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "exactly one of json, json_object, regex, choice, grammar"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of"),
+        ({"xml": "a"}, "exactly one of"),
+        ({"json": 1}, "json needs a JSON schema"),
+        ({"json": "[1]"}, "holds a list: a JSON schema is an object"),
+        ({"json": "{"}, "json is not JSON: Expecting property name"),
+        ({"json": {"enum": {1, 2}}}, "json is not JSON: .*set"),
+        ({"json": {"type": "thing"}}, r"structured_outputs\.json is refused: .*thing"),
+        ({"json": {"not": {"type": "null"}}}, 'refused: Unimplemented keys: \\["not"\\]'),
+        ({"json": {"$ref": "https://example.com/a"}}, "refused: .*does not fetch"),
+        ({"json": {"allOf": [{"type": "null"}, {"type": "string"}]}}, "refused: Unsatisfiable"),
+        ({"json": nest(MAX_DEPTH + 1)}, f"levels deep: at most {MAX_DEPTH}"),
+        ({"json": "[" * 100_000}, f"has 100000 bytes: at most {MAX_GRAMMAR_BYTES}"),
+        ({"json": {"const": "a" * MAX_GRAMMAR_BYTES}}, f"at most {MAX_GRAMMAR_BYTES}"),
+        ({"json_object": False}, "json_object can be true only"),
+        ({"choice": []}, "choice needs 1 to 1024 texts"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"choice": "ab"}, "choice needs a list"),
+        ({"regex": "("}, "regex is refused"),
+        ({"regex": "a(?=b)"}, "regex is refused"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"at most {MAX_GRAMMAR_BYTES}"),
+        ({"regex": ""}, "regex needs a text"),
+        ({"grammar": "start: missing"}, "grammar is refused"),
+        ({"grammar": "::="}, "grammar is"),
+    ],
+)
+def test_bad_grammars_are_refused_with_the_reason(compiler, asked, message):
+    with pytest.raises(BadInput, match=message):
+        compiler.compile(asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "(a{1,9999}){1,9999}"},
+        {"regex": "(.*a){60}.{500}"},
+        {"json": {"type": "string", "pattern": "^(a+)+$"}},
+        {"json": {"type": "array", "minItems": 100_000, "items": {"type": "string", "maxLength": 100_000}}},
+        {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}},
+        {"json": {"anyOf": [{"type": "object", "properties": {f"a{n}": {"$ref": "#"}}} for n in range(500)]}},
+        {"grammar": 'start: x x x x x\nx: y y y y y | \ny: start start start | "a"'},
+    ],
+    ids=["powers", "long", "nested", "sizes", "loop", "many", "ambiguous"],
+)
+def test_hostile_grammars_are_refused_or_followed_within_limits(compiler, encode, asked):
+    """None takes long, which the time limit of the test run would show, and none ends in another exception."""
+    try:
+        matcher = compiler.compile(asked)
+        for _ in range(20):
+            _, masks = matcher.mask_block(encode("aaaa"))
+            if not (tokens := allowed(masks[0])) or matcher.is_complete:
+                break
+            matcher.accept(max(tokens))
+    except (BadInput, EngineFailed) as error:
+        assert "structured_outputs" in str(error) or "the grammar cannot be followed" in str(error)
+
+
+def test_schema_text_and_object_are_the_same(compiler, encode):
+    schema = {"type": "integer"}
+    masks = [compiler.compile({"json": form}).mask_block([])[1] for form in (schema, json.dumps(schema))]
+    assert np.array_equal(*masks) and allowed(masks[0][0]) >= set(encode("-0123456789"))

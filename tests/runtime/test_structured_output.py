@@ -1,0 +1,126 @@
+"""Structured output in the engine: every answer follows its grammar, with drafts the same as without."""
+
+import json
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
+from dflash_aot.compile.programs.sampling import read_mask
+from dflash_aot.runtime import Engine, SamplingParams
+
+KS = (0, 7)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {"json": PERSON},
+    "json text": {"json": json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4})},
+    "regex": {"regex": "[0-9]{3}-[a-z]{2,4}"},
+    "choice": {"choice": ["yes", "no", "maybe so"]},
+    "grammar": {"grammar": 'start: "x" start "y" | "z"'},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(bundle):
+    with Engine.open(bundle("served")) as engine:
+        yield engine
+        assert (engine.stats().compile_events, engine.stats().failures) == (0, 0)
+
+
+def follows(asked: dict[str, Any], text: str) -> bool:
+    """By other means than the engine's."""
+    match asked:
+        case {"json": dict()}:
+            person = json.loads(text)
+            assert list(person) == ["name", "age", "tags"] and len(person["name"]) <= 12
+            return 0 <= person["age"] <= 120 and set(person["tags"]) <= {"red", "green", "blue"}
+        case {"json": _}:
+            values = json.loads(text)
+            return 2 <= len(values) <= 4 and all(type(one) is bool for one in values)
+        case {"regex": regex}:
+            return re.fullmatch(regex, text) is not None
+        case {"choice": choices}:
+            return text in choices
+    return re.fullmatch("(x*)z(y*)", text) is not None and text.count("x") == text.count("y")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_follow_their_grammar_and_do_not_depend_on_k(engine, form, temperature):
+    params = {"max_tokens": 100, "temperature": temperature, "seed": 4, "structured_outputs": FORMS[form]}
+    plain, drafted = (engine.generate("Once upon", SamplingParams(**params, k=k)) for k in KS)
+    assert plain.finish_reason == "stop" and follows(FORMS[form], plain.text)
+    assert (plain.token_ids, plain.text) == (drafted.token_ids, drafted.text)
+
+
+def test_forced_tokens_are_accepted_without_being_drafted_by_the_model(engine):
+    long = "all that follows here is given " * 3
+    result = engine.generate("a", SamplingParams(structured_outputs={"choice": [long]}, k=7))
+    assert result.text == long and len(result.accepted) <= len(result.token_ids) / 7
+
+
+def test_other_requests_of_a_batch_keep_their_text(engine):
+    asked = [{"structured_outputs": FORMS["json"]}, {}, {"structured_outputs": FORMS["regex"], "temperature": 0.9}]
+    asked += [{"temperature": 0.9}, {"logprobs": 2}]
+    params = [SamplingParams(max_tokens=40, seed=seed, **one) for seed, one in enumerate(asked)]
+    together = engine.generate_all(["The house was"] * len(params), params)
+    for one, result in zip(params, together, strict=True):
+        assert engine.generate("The house was", one).token_ids == result.token_ids
+
+
+def test_answer_cut_by_max_tokens_says_so(engine):
+    result = engine.generate("a", SamplingParams(max_tokens=5, structured_outputs=FORMS["json"]))
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 5)
+
+
+def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
+    banned = {token: -100.0 for token in engine.tokenizer.encode("m")}
+    params = SamplingParams(structured_outputs={"choice": ["maybe so", "no"]}, logit_bias=banned, logprobs=1)
+    result = engine.generate("a", params)
+    assert result.text == "no" and len(result.logprobs) == len(result.token_ids)
+
+
+def test_grammar_that_cannot_be_followed_ends_its_own_request_only(engine):
+    """A pattern whose automaton outgrows the limits after some tokens."""
+    hostile = {"regex": "(.*a){60}.{500}"}
+    streams = [engine.stream("a", SamplingParams(max_tokens=200, structured_outputs=one)) for one in (hostile, None)]
+    try:
+        streams[0].result()
+    except EngineFailed as error:
+        assert "this request cannot go on" in str(error)
+    assert streams[1].result().finish_reason in ("stop", "length")
+
+
+def test_bundle_without_constrained_executables_refuses_with_the_command(bundle):
+    words = "greedy executables only, and this takes constrained ones: structured_outputs.*--sampling greedy,constrain"
+    with Engine.open(bundle("one row")) as engine, pytest.raises(GridMiss, match=words):
+        engine.generate("a", SamplingParams(structured_outputs=FORMS["json"]))
+
+
+@pytest.mark.parametrize("asked", [{}, {"regex": "("}, {"json": {"type": "x"}}])
+def test_bad_grammars_are_refused_before_the_queue(engine, asked):
+    finished = engine.stats().finished
+    with pytest.raises(BadInput, match="structured_outputs"):
+        engine.generate("a", SamplingParams(structured_outputs=asked))
+    assert engine.stats().finished == finished
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 70), (35, 35), (64, 6)])
+def test_read_mask_finds_the_bits_of_a_devices_part_of_the_vocabulary(first, count):
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(1 << 31), 1 << 31, (2, 3, 3)).astype(np.int32)
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    assert np.array_equal(jax.jit(read_mask)(words, tokens), bits[..., first : first + count])
