@@ -203,7 +203,7 @@ def _count_overlap(text: str, marker: str) -> int:
 
 def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """The fields `content` and `tool_calls` of a whole answer's message; `content` is None for calls alone."""
-    text, calls = _join_text(parts), []
+    text, calls = _join_text(parts), list[dict[str, Any]]()
     for part in parts:
         if isinstance(part, CallPart):
             if part.name is not None:
