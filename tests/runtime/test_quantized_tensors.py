@@ -302,7 +302,6 @@ class Served:
 
 SERVED = [
     Served("fp8", "untied", None, None),
-    Served("packed", "untied", None, None),
     Served("packed", "int8 untied", None, None),
     Served(
         "fp8", "int8 untied", round_weight, "FP8 with a scale per 16 x 24 block become int8 with a scale per output"
@@ -325,7 +324,7 @@ def test_tokens_are_those_of_transformers_with_the_same_numbers_in_float32(untie
         {name: torch.from_numpy(np.array(tensor)) for name, tensor in meant.items()}, strict=False
     ).unexpected_keys
     with Engine.open(bundle(case.bundle), k=15, target=target.directory, draft=draft.directory) as engine:
-        for prompt in (prompt["prompt_ids"] for prompt in untied.facts["prompts"][:4]):
+        for prompt in (prompt["prompt_ids"] for prompt in untied.facts["prompts"][:2]):
             result = engine.generate(prompt, SamplingParams(max_tokens=24, stop_token_ids=()))
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1)
             assert result.token_ids == expected[0, len(prompt) :].tolist()
