@@ -6,6 +6,7 @@ dflash-bench startup …              time from process start to first token, an
 dflash-bench host …                 work of the host per round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
+dflash-bench quality …              what int8 weights change: next token, KL divergence, τ
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
 dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
@@ -119,6 +120,12 @@ def _load_tpu() -> Benchmark:
     return tpu_bench
 
 
+def _load_quality() -> Benchmark:
+    from dflash_aot.benchmarks import quality_bench  # noqa: PLC0415
+
+    return quality_bench
+
+
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "decode": _load_decode,
     "load": _load_load,
@@ -127,6 +134,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "kflat": _load_kflat,
     "structured": _load_structured,
     "tpu": _load_tpu,
+    "quality": _load_quality,
 }
 
 

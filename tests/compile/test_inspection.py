@@ -100,6 +100,11 @@ def test_sliced_layer_is_a_copy_in_main_memory_and_in_vmem(space):
     assert copies(text) == [("made", "kv", LAYER_BYTES)]
 
 
+def test_weight_that_is_converted_outside_of_its_product_is_a_copy():
+    wide = KV.replace("bf16", "f32")
+    assert copies(fused(wide, f"ROOT %s = {wide} convert(%f.0)")) == [("made", "kv", 4 * 4 * 8 * 1024 * 128)]
+
+
 def test_prefetch_counts_only_to_main_memory():
     def prefetch(space: str) -> str:
         there = KV.replace("}", f"{space}}}")

@@ -71,15 +71,12 @@ def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, r
         assert chosen[len(prompt["prompt_ids"]) - 1 : -1] == results[0][number].token_ids
         for k, found in results.items():
             assert (k, found[number].token_ids) == (k, results[0][number].token_ids)
-    assert any(one.token_ids != prompt["new_token_ids"] for one, prompt in zip(results[0], prompts, strict=True)) or (
-        name != "int8 tied"
-    )
 
 
 def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bundle):
     name, target, draft = rounded
     if name == "int8 tied":
-        return  # no float32 bundle has a head beside a tied embedding
+        pytest.skip("no float32 bundle has a head beside a tied embedding")
     with Engine.open(bundle(INT8[name]), k=max(results), target=target, draft=draft) as engine:
         for prompt, found in zip(RUNS[INT8[name]].facts["prompts"], results[max(results)], strict=True):
             expected = generate(engine, prompt)
