@@ -36,6 +36,7 @@ from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
 from dflash_aot.server.streaming import ClientDisconnected, EventStream, cancel_on_disconnect, start_generation
 from dflash_aot.server.token_formatting import TokenFormatter
+from dflash_aot.server.tokenization import add_tokenization_routes
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log
@@ -66,6 +67,7 @@ def create_app(state: ServerState, hosts: frozenset[str] | None = None) -> Reque
     key_limits = KeyLimits(state.limits)
     add_demo_page(app)
     _add_generation_routes(app, state, key_limits)
+    add_tokenization_routes(app, state, key_limits)
     _add_state_routes(app, state)
     _add_error_handlers(app, state)
     return RequestMiddleware(app, state, key_limits, hosts)

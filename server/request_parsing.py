@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
 from dflash_aot.runtime.structured_output.grammar import check_schema
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
@@ -64,7 +63,7 @@ def count_choices(body: CompletionRequest | ChatRequest) -> int:
 def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedRequest:
     """Tokenizes the prompts; too slow for an event loop. Raises ApiError, BadInput."""
     check_model_name(model, body.model)
-    prompts = tuple(tuple(_encode(model, prompt)) for prompt in _list_prompts(body.prompt))
+    prompts = tuple(tuple(_encode_prompt(model, prompt)) for prompt in _list_prompts(body.prompt))
     room = _count_free_positions(model, prompts)
     max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
     _check_room(model, room, max_tokens)
@@ -80,7 +79,7 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
         raise ApiError(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
     family = _choose_family(model, body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if family else []
-    prompt = _render(model, body.messages, body.chat_template_kwargs or {}, tools)
+    prompt = render_messages(model, body.messages, body.chat_template_kwargs or {}, tools)
     room = _count_free_positions(model, [prompt], "messages")
     max_tokens = room if (given := body.max_completion_tokens or body.max_tokens) is None else given
     _check_room(model, room, max_tokens)
@@ -100,17 +99,8 @@ def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     return list(prompt) if several else [prompt]  # type: ignore[arg-type,list-item]
 
 
-def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    try:
-        tokenizer = model.engine.tokenizer
-    except BadCheckpoint as error:
-        raise ApiError(
-            400, "this model was opened without a tokenizer: give token ids", "no_tokenizer", "prompt"
-        ) from error
-    _check_characters(model, len(prompt), "prompt")
-    return tokenizer.encode(prompt)
+def _encode_prompt(model: ServedModel, prompt: str | list[int]) -> list[int]:
+    return encode_text(model, prompt) if isinstance(prompt, str) else prompt
 
 
 def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
@@ -149,9 +139,20 @@ def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
     return write_call_grammar(family, functions, parallel)
 
 
-def _render(
-    model: ServedModel, messages: Sequence[Message], variables: TemplateVariables, tools: Sequence[Mapping[str, Any]]
+def encode_text(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a prompt; too slow for an event loop. Raises ApiError, BadInput."""
+    tokenizer = model.require_tokenizer("prompt")
+    _check_characters(model, len(text), "prompt")
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def render_messages(
+    model: ServedModel,
+    messages: Sequence[Message],
+    variables: TemplateVariables,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[int, ...]:
+    """The tokens of a chat, as the target's template renders it. Raises ApiError, BadInput."""
     if not model.has_chat_template:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template", "messages")
     engine = model.engine

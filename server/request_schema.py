@@ -152,6 +152,7 @@ class SampledRequest(ScalarFields):
     stop_token_ids: list[Token] | None = _declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
     structured_outputs: dict[str, Any] | None = _declare("structured_outputs", max_length=1)
     response_format: OutputFormat | None = Field(None, description="the form of the output, as in OpenAI's interface")
+    min_tokens: Annotated[int, Field(ge=0, le=0)] | None = None  # vLLM's; only the value that changes nothing
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=IGNORED)
@@ -231,6 +232,33 @@ class ChosenTool(StrictModel):
     function: ChosenFunction
 
 
+class TokenizeRequest(StrictModel):
+    """Of a text, or of a chat as the target's template renders it."""
+
+    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(None, description="for a prompt; default true")
+    return_token_strs: bool | None = Field(None, description="also return the text of each token")
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
+    add_generation_prompt: Literal[True] | None = None
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+        None, max_length=MAX_METADATA
+    )
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
+
+
+class Prediction(StrictModel):
+    type: Literal["content"]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
+        _say("Input should be a text, or a list of text parts"),
+    ]
+
+
 class ChatRequest(SampledRequest):
     messages: list[Message] = Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
     max_tokens: int | None = _declare("max_tokens", "; default: as many as there is room for")
@@ -248,6 +276,14 @@ class ChatRequest(SampledRequest):
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA, description=IGNORED
     )
+    # Hints of OpenAI's interface that change no text here: drafting needs no prediction, nothing is stored, and a
+    # variable of the chat template switches thinking.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description=IGNORED
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
+    prediction: Prediction | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description=IGNORED)
     chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA, description="variables of the chat template, such as enable_thinking of Qwen3"
     )
@@ -255,10 +291,6 @@ class ChatRequest(SampledRequest):
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     audio: None = None
-    prediction: None = None
-    reasoning_effort: None = None
     service_tier: Literal["auto", "default"] | None = None
-    verbosity: None = None
     web_search_options: None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
-    store: Off | None = None

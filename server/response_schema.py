@@ -151,3 +151,18 @@ class Models(BaseModel):
 class Health(BaseModel):
     status: Literal["loading", "ready", "draining", "stalled", "failed"]
     phase: str | None = None
+
+
+class TokenizedText(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenText(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str

@@ -18,6 +18,8 @@ from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.sampling_state import find_serving_mode
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
+from dflash_aot.runtime.text.tokenizer import Tokenizer
+from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import ToolFamily, find_family
 
@@ -69,6 +71,14 @@ class ServedModel:
     @property
     def can_sample(self) -> bool:
         return _can_sample(self.engine)
+
+    def require_tokenizer(self, field: str) -> Tokenizer:
+        """The target's tokenizer. Raises ApiError, which names the field that needs one."""
+        try:
+            return self.engine.tokenizer
+        except BadCheckpoint as error:
+            message = "this model was opened without a tokenizer: give token ids"
+            raise ApiError(400, message, "no_tokenizer", field) from error
 
     def list_properties(self) -> Mapping[str, Any]:
         """`dflash` of /v1/models: what the bundle was built for, and defaults."""

@@ -87,6 +87,15 @@ class Tokenizer:
         """Returns the tokenizer as the text of a tokenizer.json."""
         return self._backend.to_str()
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids` with the written form of special tokens; invalid bytes are U+FFFD."""
+        try:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise BadCheckpoint(f"the decoder of {self._path} fails at {len(ids)} tokens: {error}") from error
+
     @property
     def max_token_chars(self) -> int:
         """Length of the longest token in the vocabulary: an upper bound of the characters per token of a text.

@@ -1,6 +1,7 @@
 """OpenAI's official client against a server; responses are compared with those of the engine."""
 
 import asyncio
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -377,7 +378,7 @@ def test_invalid_completion_is_refused_with_the_reason(client, fields, status, c
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "reads no variable 'enable_thinking'"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "hi"}}}, "reads no variable 'chat_template'"),
         ({"extra_body": {"chat_template_kwargs": {"a": [1]}}}, "chat_template_kwargs: Input should be a map of names"),
@@ -395,6 +396,33 @@ def test_unsupported_fields_are_accepted_with_neutral_values(served):
     body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **template, **dict.fromkeys(unsupported)}
     with served.client() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_hints_that_change_no_text_are_accepted(client):
+    plain = {"model": "embedded", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    hints = {"reasoning_effort": "low", "verbosity": "low", "store": True, "metadata": {"a": "b"}}
+    prediction = {"prediction": {"type": "content", "content": "import sys"}}
+    said = client.chat.completions.create(**plain, **hints, **prediction).choices[0].message.content
+    assert said == client.chat.completions.create(**plain).choices[0].message.content
+
+
+def test_text_is_tokenized_and_back(served, engine):
+    with served.client() as client:
+        answer = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert answer["tokens"] == engine.tokenizer.encode(PROMPT) and answer["count"] == len(answer["tokens"])
+        assert ("".join(answer["token_strs"]), answer["max_model_len"]) == (PROMPT, 256)
+        assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+        chat = client.post("/tokenize", json={"messages": MESSAGES}).json()
+        text = render_chat(engine.target, MESSAGES)
+        assert client.post("/detokenize", json={"tokens": chat["tokens"]}).json() == {"prompt": text}
+        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", client.get("/version").json()["version"])
+        for path, body, words in (
+            ("/tokenize", {}, "one of prompt and messages"),
+            ("/tokenize", {"prompt": "x " * 400_000}, "maximum context length"),
+            ("/detokenize", {"tokens": [384]}, "token 384: the target's tokens are 0 to 383"),
+        ):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
 
 
 def test_curl_gets_the_same_text(served, expected):
