@@ -110,11 +110,11 @@ class CausalLM(nnx.Module):
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
             x, kv = layer(x, rotation, kv, index, attend)
-            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[index], axis=2)
+            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[index], axis=0)
 
-        aux = jnp.zeros((*x.shape[:2], len(target_layer_ids) + 1, x.shape[2]), x.dtype)
+        aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
         x, kv, aux = run_layers(self.model.layers, layers, run, (x, kv, aux))
-        return x, aux[:, :, : len(target_layer_ids)].reshape(*x.shape[:2], -1), kv
+        return x, jnp.concatenate(list(aux[:-1]), axis=-1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states before the final norm [.., H] → float32 logits [.., V]."""
