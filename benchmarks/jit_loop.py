@@ -54,6 +54,7 @@ class JittedPrograms:
             sampling=manifest.sampling,
             formats=manifest.weight_formats,
         )
+        self.samples = self._programs.pair.samples
         self._arrays, self._mesh = manifest.arrays_by_name(), make_mesh(devices)
         self._signatures: dict[tuple[str, tuple[int, ...]], Signature] = {
             (one.program, tuple(one.bucket.values())): one for one in self._programs.list_signatures(manifest.grid)
@@ -132,6 +133,8 @@ class JitLoop:
         self._programs, self._state, self._tokens = programs, programs.state, tokens
         self._after_prefill = after_prefill
         self._slots = self._state.to_device(np.arange(rows, dtype=np.int32))
+        # Programs that can sample take a flag.
+        self._greedy = [self._state.to_device(np.array([False]))] if programs.samples else []
         self._rounds = self._row_rounds = 0
         if not programs.lazy:
             self._find_round()
@@ -201,7 +204,7 @@ class JitLoop:
         state, k = self._state, self._bucket.k
         draft, verify, write = self._find_round()
         active = state.to_device(np.array([row.active for row in rows]))
-        block = draft(state) if draft else ()
+        block = draft(state, *self._greedy) if draft else ()
         features, starts, outcome = verify(state, *block, active)
         if write:
             write(state, features, self._slots, starts)

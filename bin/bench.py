@@ -7,6 +7,7 @@ dflash-bench host …                 work of the host per round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench quality …              what int8 weights change: next token, KL divergence, τ
+dflash-bench sampling …             accepted draft tokens per position at temperature > 0, and the bound
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
 dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
@@ -114,6 +115,12 @@ def _load_structured() -> Benchmark:
     return structured_bench
 
 
+def _load_sampling() -> Benchmark:
+    from dflash_aot.benchmarks import sampling_bench  # noqa: PLC0415
+
+    return sampling_bench
+
+
 def _load_tpu() -> Benchmark:
     from dflash_aot.benchmarks import tpu_bench  # noqa: PLC0415
 
@@ -133,6 +140,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "host": _load_host,
     "kflat": _load_kflat,
     "structured": _load_structured,
+    "sampling": _load_sampling,
     "tpu": _load_tpu,
     "quality": _load_quality,
 }

@@ -192,6 +192,7 @@ def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) 
 
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 DRAFT_STATE = ("draft_k", "draft_v")
+DRAWING_STATE = ("sampling", "seeds")
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
@@ -220,7 +221,7 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
     greedy = buckets if "greedy" in pair.sampling else []
     return [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
-        *(draft_signature(bucket, weights) for bucket in buckets if bucket.k),
+        *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
         *(verifications[mode](pair, bucket, weights) for mode in pair.sampling for bucket in buckets),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
         *(rounds_signature(bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
@@ -257,16 +258,19 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
     )
 
 
-def draft_signature(bucket: Bucket, weights: ProgramWeights) -> Signature:
-    """Draft forward over a block of the trained width; returns the anchor and K drafted tokens of each row."""
+def draft_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
+    """Draft forward over a block of the trained width; returns the anchor and K drafted tokens of each row.
+
+    Where the programs sample, `sampled` tells whether each slot's sampling state counts; otherwise drafting is greedy.
+    """
     B, K = bucket.batch, bucket.k
     return Signature(
         program="draft",
         bucket={"batch": B, "length": bucket.length, "k": K},
         weights=weights.draft,
-        state=(*DRAFT_STATE, "lengths", "anchors"),
+        state=(*DRAFT_STATE, "lengths", "anchors", *(DRAWING_STATE if pair.samples else ())),
         donated=(),
-        arguments=(),
+        arguments=(ArraySpec("sampled", (1,), BOOL),) if pair.samples else (),
         results=(ArraySpec("block", (B, K + 1), INT),),
     )
 

@@ -65,7 +65,7 @@ class Dispatcher:
         self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
         self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
         self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
-        self._gives_first = {gives: to_device(np.array([gives])) for gives in (False, True)}
+        self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         samples = any(mode != "greedy" for mode in manifest.sampling)
         self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if samples else None
@@ -97,7 +97,7 @@ class Dispatcher:
         tokens = np.zeros((1, plan.chunk.prefill), np.int32)
         tokens[0, : len(plan.tokens)] = plan.tokens
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        arguments = (self._to_device(tokens), slots, starts, counts, self._gives_first[plan.gives_first_token])
+        arguments = (self._to_device(tokens), slots, starts, counts, self._flags[plan.gives_first_token])
         features, token = self._bundle.prefill(plan.chunk)(self._state, *arguments)
         if self._has_draft_kv:
             self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
@@ -120,7 +120,8 @@ class Dispatcher:
         self._left_over = None
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
-        block = self._bundle.draft(bucket)(self._state) if bucket.k else ()
+        draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"],)
+        block = self._bundle.draft(bucket)(self._state, *draws) if bucket.k else ()
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
         active = [running is not None for running in batch.by_slot]
         active += [False] * (bucket.batch - len(active))

@@ -65,10 +65,13 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
     are composed: log K steps instead of K.
 
     Args:
-        scores: float32 [B, K, C, C], as `PathSelector.scores` returns them.
+        scores: float32 [B, K, C, C], as `PathSelector.scores` returns them; or [B, K, 1, C] if the candidate before
+            does not matter.
         candidates: int32 [B, K, C].
     """
     table = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
+    if scores.shape[2] == 1:
+        return _pick(candidates, table[..., 0])
     K = table.shape[1]
     for step in (1 << bit for bit in range((K - 1).bit_length())):
         # The choice after each candidate that is `step` more positions before.

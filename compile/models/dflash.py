@@ -32,6 +32,11 @@ AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 # (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
 WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 
+# Changes scores [B, K, P, C] of tokens [B, K, C].
+AdjustScores = Callable[[jax.Array, jax.Array], jax.Array]
+# Tokens among which a DFlash draft draws. All others together have little probability at common temperatures.
+DRAWN_CANDIDATES = 32
+
 
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
@@ -115,23 +120,33 @@ class DFlash(nnx.Module):
         scale = self.draft.scaling.embedding
         return x if scale == 1 else round_to(x.astype(jnp.float32) * scale, x.dtype)
 
-    def propose(self, hidden: jax.Array, anchors: jax.Array, target: CausalLM) -> jax.Array:
-        """Normed hidden states [B, K, H] of the positions behind the anchors [B] → drafted tokens, int32 [B, K]."""
+    def propose(
+        self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, adjust: AdjustScores | None = None
+    ) -> jax.Array:
+        """Normed hidden states [B, K, H] of the positions behind the anchors [B] → drafted tokens, int32 [B, K].
+
+        With `adjust` the largest adjusted score decides; without it, the largest score.
+        """
         head = self.head(hidden, target)
-        if self.draft.selector is None:
+        if self.draft.selector is None and adjust is None:
             # A scale and a cap keep the order.
             return self.to_target(self.tp.argmax(head))
         tokens, scores = self.score_candidates(hidden, head, anchors)
-        return choose_path(scores, tokens)
+        return choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
 
     def score_candidates(self, hidden: jax.Array, head: jax.Array, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The candidates of each position, int32 [B, K, C], and their scores float32 [B, K, C, C].
+        """The candidates of each position, int32 [B, K, C], and their scores float32 [B, K, P, C].
 
-        `head` float32 [B, K, V] is what `head` returns for `hidden`. Scores as in `PathSelector.scores`.
+        `head` float32 [B, K, V] is what `head` returns for `hidden`. With a selector P is C, as in
+        `PathSelector.scores`; otherwise the scores are the logits, whatever token comes before, and P is 1.
         """
-        assert self.draft.selector is not None
-        values, tokens = self.tp.top_values(head, self.draft.selector.candidates)
-        return tokens, self.candidate_selector.scores(hidden, self.scale_logits(values), tokens, anchors)
+        selector = self.draft.selector
+        count = min(DRAWN_CANDIDATES, self.draft.vocab or self.draft.decoder.vocab)
+        values, tokens = self.tp.top_values(head, count if selector is None else selector.candidates)
+        logits = self.scale_logits(values)
+        if selector is None:
+            return self.to_target(tokens), logits[:, :, None]
+        return tokens, self.candidate_selector.scores(hidden, logits, tokens, anchors)
 
     def head(self, normed: jax.Array, target: CausalLM) -> jax.Array:
         """Normed hidden states [.., H] → the head's output, float32 [.., V], over the draft's own vocabulary if any."""

@@ -16,6 +16,7 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_modes, count_top_logprobs
 from dflash_aot.cache.signature import (
+    DRAWING_STATE,
     SAMPLED_PROGRAMS,
     SAMPLING_STATE,
     ArraySpec,
@@ -42,6 +43,7 @@ from dflash_aot.compile.programs.sampling import (
     choose_tokens,
     compute_logprobs,
     count_tokens,
+    perturb_draft_scores,
     read_mask,
 )
 
@@ -222,7 +224,8 @@ class Programs:
     def draft(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
         """Drafts K tokens per row, with one pass over the block of the trained width, whatever K is.
 
-        Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens.
+        Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens: the likeliest ones, or if
+        `sampled` the ones drawn with the noise of the verification.
         """
         target, draft = self._target.bind(_weights_of("target", arrays)), self._draft.bind(_weights_of("draft", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
@@ -246,7 +249,13 @@ class Programs:
             return attend_context(q, context, mask, lengths.max(), (*own, windows.block_mask(positions)))
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
-        drafted = draft.propose(hidden[:, 1 : k + 1], anchors, target)
+        adjust = None
+        if "sampled" in arrays:
+            state = {name: arrays[name][:batch] for name in DRAWING_STATE}
+            adjust = partial(
+                perturb_draft_scores, positions=positions[:, 1 : k + 1], sampled=arrays["sampled"], state=state
+            )
+        drafted = draft.propose(hidden[:, 1 : k + 1], anchors, target, adjust)
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:

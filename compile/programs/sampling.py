@@ -44,15 +44,14 @@ def choose_tokens(
         state: the batch's rows of `sampling`, `seeds`, `bias`, `prompted` and `counts`.
         tp: the devices that share the vocabulary.
     """
-    asked = {name: state["sampling"][:, column, None] for column, name in enumerate(SAMPLING_COLUMNS)}
+    asked = _read_columns(state["sampling"])
     logits = logits + state["bias"][:, None]
     logits = jax.lax.cond(
         _any_differs(asked, active, "repetition_penalty", "presence_penalty", "frequency_penalty"),
         lambda: penalise(logits, asked, state["prompted"], _count_seen(state["counts"], drafted, tp)),
         lambda: logits,
     )
-    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # most devices flush smaller numbers to zero
-    temperature = jnp.where(greedy, 1.0, asked["temperature"])
+    greedy, temperature = _read_temperature(asked)
     top = tp.max(logits.max(axis=-1))
     floor = find_floor(logits, top, temperature, asked, active, tp)
     noise = draw_gumbel(state["seeds"], positions, tp.own_tokens(logits.shape[-1]))
@@ -65,6 +64,36 @@ def read_mask(allowed: jax.Array, tokens: jax.Array) -> jax.Array:
     bits = jnp.repeat(allowed, MASK_BITS, axis=-1)
     own = jax.lax.dynamic_slice_in_dim(bits, tokens[0], tokens.shape[0], axis=-1)
     return (own >> (tokens % MASK_BITS)) & 1 != 0
+
+
+def perturb_draft_scores(
+    scores: jax.Array, tokens: jax.Array, positions: jax.Array, sampled: jax.Array, state: Mapping[str, jax.Array]
+) -> jax.Array:
+    """Draft scores with the noise that `choose_tokens` adds for the same seed, position and token.
+
+    Both then take the largest sum, so a drafted token is more often the chosen one than if the draft took its likeliest
+    token: the noise favours the same tokens. The choice itself does not depend on the draft. min_p, top_k and top_p
+    limit the draft's tokens too, measured among the given ones; bias and penalties are left to the verification.
+
+    Args:
+        scores: float32 [B, K, P, C] of C tokens, in P cases.
+        tokens: int32 [B, K, C].
+        positions: int32 [B, K], absolute positions of the tokens.
+        sampled: bool [1]; if False, no row is perturbed.
+        state: the batch's rows of `sampling` and `seeds`.
+    """
+    asked = _read_columns(state["sampling"])
+    greedy, temperature = _read_temperature(asked)
+    asked = {name: column[..., None, None] for name, column in asked.items()}
+    scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
+    better = scaled[..., None, :] > scaled[..., None]  # [B, K, P, C, C]: whether the second token is
+    count = jnp.where(asked["top_k"] > 0, asked["top_k"], jnp.inf)
+    kept = (scaled >= jnp.log(asked["min_p"])) & (better.sum(axis=-1) < count)
+    odds = jnp.where(kept, jnp.exp(scaled), 0.0)
+    mass = jnp.where(asked["top_p"] < 1, asked["top_p"] * odds.sum(axis=-1, keepdims=True), jnp.inf)
+    kept &= (better * odds[..., None, :]).sum(axis=-1) < mass
+    drawn = jnp.where(kept, scaled + draw_gumbel(state["seeds"], positions, tokens)[:, :, None], -jnp.inf)
+    return jnp.where((greedy | ~sampled)[..., None, None], scores, drawn)
 
 
 def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
@@ -147,7 +176,9 @@ def _as_float(order: jax.Array) -> jax.Array:
 
 
 def draw_gumbel(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Gumbel noise float32 [B, T, V], a function of seeds int32 [B, 2], positions int32 [B, T] and tokens int32 [V].
+    """Gumbel noise float32 [B, T, V], a function of seeds int32 [B, 2], positions int32 [B, T] and tokens.
+
+    tokens int32 [V], or [B, T, V] for other ones at each position.
 
     The token with the largest sum of logit and noise is a draw from the logits' softmax (Gumbel 1954).
     """
@@ -168,7 +199,7 @@ def draw_bits(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.
     """Random uint32 [B, T, V], equal to `jax.random.bits`, but computed for each token without the others."""
     keys = jax.random.wrap_key_data(jax.lax.bitcast_convert_type(seeds, jnp.uint32), impl="threefry2x32")
     folded = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions))
-    shape = (*positions.shape, tokens.size)
+    shape = (*positions.shape, tokens.shape[-1])
     high, low = (jnp.broadcast_to(folded[..., half, None], shape) for half in (0, 1))
     index = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)
     first, second = threefry2x32_p.bind(high, low, jnp.zeros_like(index), index)
@@ -212,6 +243,17 @@ def _count_seen(counts: jax.Array, drafted: jax.Array, tp: TensorParallel) -> ja
     rows, columns = jnp.arange(drafted.shape[1] + 1)[:, None], jnp.arange(drafted.shape[1])
     seen = count_tokens(drafted[:, None], columns < rows, tp.own_tokens(counts.shape[-1]))
     return counts[:, None] + seen
+
+
+def _read_columns(sampling: jax.Array) -> SamplingColumns:
+    """The columns of sampling states [B, columns] by name, each [B, 1]."""
+    return {name: sampling[:, column, None] for column, name in enumerate(SAMPLING_COLUMNS)}
+
+
+def _read_temperature(asked: SamplingColumns) -> tuple[jax.Array, jax.Array]:
+    """Which rows are greedy, and the temperature, 1 for those: both [B, 1]."""
+    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # most devices flush smaller numbers to zero
+    return greedy, jnp.where(greedy, 1.0, asked["temperature"])
 
 
 def _scale(logits: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndar
             return np.full(array.shape, _start(signature) + (signature.program == "admit"), np.int32)
         case "counts":
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
-        case "active" | "gives_first":
+        case "active" | "gives_first" | "sampled":
             return np.ones(array.shape, np.bool_)
         case "count":  # of rounds: later rounds would magnify differences of the first
             return np.ones(array.shape, np.int32)

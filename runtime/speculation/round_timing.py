@@ -105,13 +105,15 @@ class RoundTimer:
         slots = state.to_device(np.arange(bucket.batch, dtype=np.int32))
         verify = bundle.verify(bucket, mode)
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
+        samples = any(one != "greedy" for one in bundle.manifest.sampling)
+        flags = [state.to_device(np.array([mode != "greedy"]))] if samples else []
         write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()
         began = time.perf_counter()
         # The draft comes last: each call then needs the result of the one before, and none of them overlap.
         features, starts, *_ = verify(state, *block, active, *map(state.to_device, masks))
         write(state, features, slots, starts)
-        drafted = bundle.draft(bucket)(state) if bucket.k else ()
+        drafted = bundle.draft(bucket)(state, *flags) if bucket.k else ()
         jax.block_until_ready(drafted)
         state.wait()
         return time.perf_counter() - began

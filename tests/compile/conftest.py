@@ -36,6 +36,7 @@ from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
 Arrays = dict[str, jax.Array]
+UNASKED = {"sampled": [False]}  # arguments that a call may leave out
 WIDTH = 208  # the longest golden sequence and a block after it; padding does not change a causal model
 
 
@@ -211,7 +212,9 @@ class Rig:
         state = {name: arrays[name] for name in signature.state}
         weights = {name: self._models.weights[name] for name in signature.weights}
         given = {
-            array.name: jnp.asarray(arguments.pop(array.name, arrays.get(array.name)), array.dtype)
+            array.name: jnp.asarray(
+                arguments.pop(array.name, arrays.get(array.name, UNASKED.get(array.name))), array.dtype
+            )
             for array in signature.arguments
         }
         assert not arguments, f"{label} takes no {sorted(arguments)}"

@@ -20,10 +20,12 @@ from dflash_aot.compile.programs.sampling import (
     draw_bits,
     find_threshold,
     make_gumbel,
+    perturb_draft_scores,
 )
 from tests.compile.quick import jit_quickly
 
 ROWS = 8_000  # draws of a distribution in one batch
+CHI_SQUARE = 20.5  # with 5 degrees of freedom, exceeded by chance as often
 SIGMAS = 3.1  # chance exceeds this once in a thousand times; the seeds are fixed
 
 choose = jit_quickly(choose_tokens, static_argnames="tp")
@@ -438,3 +440,60 @@ def test_probabilities_equal_those_of_transformers(asked):
     prompted[:, prompt] = True
     state = make_state(ROWS, vocab, seed=9, prompted=prompted, **{"temperature": 1.0, **asked})
     assert_drawn_from(choose_all(np.tile(logits, (ROWS, 1, 1)), state)[:, 0], expected)
+
+
+@jit_quickly
+def draft_and_choose(logits, guesses, asked, seeds):
+    """Tokens chosen by `logits` [B, V], and those drafted by `guesses` [B, V] with the same noise."""
+    B, V = logits.shape
+    state = {
+        "sampling": jnp.broadcast_to(asked, (B, asked.size)),
+        "seeds": seeds,
+        "bias": jnp.zeros((B, V)),
+        "prompted": jnp.zeros((B, V), bool),
+        "counts": jnp.zeros((B, V), jnp.int32),
+    }
+    positions, tokens = jnp.full((B, 1), 5), jnp.broadcast_to(jnp.arange(V), (B, 1, V))
+    no_draft, active = jnp.zeros((B, 0), jnp.int32), jnp.ones(B, bool)
+    chosen = choose_tokens(logits[:, None], positions, no_draft, active, state, ONE_DEVICE)
+    scores = perturb_draft_scores(guesses[:, None, None], tokens, positions, jnp.ones(1, bool), state)
+    return chosen[:, 0], scores.argmax(axis=-1)[:, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 9, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_draft_with_the_targets_logits_draws_the_chosen_tokens(asked):
+    rng = np.random.default_rng(3)
+    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
+    logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
+    chosen, drafted = draft_and_choose(logits, logits, columns, seeds)
+    assert chosen.tolist() == drafted.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_drawn_drafts_leave_the_distribution_and_are_accepted_more_often_than_the_likeliest_token(temperature):
+    """Chi-square of the chosen tokens over 20,000 seeds, against the target's own distribution."""
+    logits = np.float32([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
+    guesses = np.float32([1.4, 1.9, 0.6, 0.9, -0.4, -0.1])
+    p, q = (np.exp(one / temperature) / np.exp(one / temperature).sum() for one in (logits, guesses))
+    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": temperature}[name] for name in SAMPLING_COLUMNS])
+    seeds = np.random.default_rng(4).integers(0, 1 << 31, (20_000, 2), np.int32)
+    rows = (np.broadcast_to(one, (len(seeds), len(p))) for one in (logits, guesses))
+    chosen, drafted = draft_and_choose(*rows, columns, seeds)
+    for tokens, expected in ((chosen, p), (drafted, q)):
+        counts = np.bincount(tokens, minlength=len(p))
+        expected = expected * len(seeds)
+        assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE
+    accepted = np.mean(np.asarray(chosen) == np.asarray(drafted))
+    overlap = np.minimum(p, q).sum()
+    assert p[guesses.argmax()] + 0.1 < overlap / (2 - overlap) - 0.02 < accepted < overlap + 0.02

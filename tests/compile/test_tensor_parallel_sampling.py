@@ -70,7 +70,7 @@ class Server:
 
     def round(self, k):
         bucket = f"batch=3 length=32 k={k}"
-        block = self.run(f"draft {bucket}") if k else {}
+        block = self.run(f"draft {bucket}", sampled=[True]) if k else {}
         found = self.run(f"sampled_verify {bucket}", **block, active=[True] * 3)
         self.run(f"kv_write rows=3 width={k + 1}", features=found["features"], slots=[0, 1, 2], starts=found["starts"])
         verdict = found["verdict"]

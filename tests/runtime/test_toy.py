@@ -44,12 +44,12 @@ def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
 
 def test_toy_detects_an_unwritten_draft_context():
     bundle, state, bucket, features = prefilled()
-    (block,) = bundle.draft(bucket)(state)
+    (block,) = bundle.draft(bucket)(state, *place([False]))
     with pytest.raises(Misuse, match="has read what was never written"):
         bundle.verify(bucket)(state, block, *place([True]))
     bundle, state, bucket, features = prefilled()
     bundle.kv_write(1, 4)(state, features, *place([0], [0]))
-    (block,) = bundle.draft(bucket)(state)
+    (block,) = bundle.draft(bucket)(state, *place([False]))
     bundle.verify(bucket)(state, block, *place([True]))
 
 
@@ -95,8 +95,8 @@ def test_toy_detects_spent_state_and_unsent_reads():
         np.asarray(features)
     bundle.fail("draft")
     with pytest.raises(Fault):
-        bundle.draft(Bucket(1, 16, 3))(state)
+        bundle.draft(Bucket(1, 16, 3))(state, *place([False]))
     with pytest.raises(Misuse, match="that a failed call has spent"):
-        bundle.draft(Bucket(1, 16, 3))(state)
+        bundle.draft(Bucket(1, 16, 3))(state, *place([False]))
     state.reset()
-    bundle.draft(Bucket(1, 16, 3))(state)
+    bundle.draft(Bucket(1, 16, 3))(state, *place([False]))

@@ -253,6 +253,7 @@ class ToyBundle:
         self.manifest = SimpleNamespace(grid=grid, sampling=tuple(sampling), target=SimpleNamespace(facts=facts))
         self.k, self._right, self._costs, self._cold = k, right, costs, cold
         self.log: list[Call] = []
+        self._drawn: bool | None = None  # whether the last call of a draft drew, until its block is verified
         self.ran = 0  # rounds of dispatches that run several
         self.clock = Clock()
         self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
@@ -347,7 +348,9 @@ class ToyBundle:
         slot.anchor = next_token(slot.text) if gives_first[0] else STALE
         return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
 
-    def _draft(self, bucket: Bucket, slots: list[Slot]) -> Any:
+    def _draft(self, bucket: Bucket, slots: list[Slot], *sampled: Any) -> Any:
+        (flag,) = sampled if "sample" in self.manifest.sampling else ([False],)
+        self._drawn = bool(flag[0])
         return range(bucket.batch), ([[slot.anchor, *self._guess(slot, bucket.k)] for slot in slots[: bucket.batch]],)
 
     def _guess(self, slot: Slot, k: int) -> list[int]:
@@ -359,6 +362,8 @@ class ToyBundle:
         return guess(text, self._right(text), k)
 
     def _verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any, sampled: bool = False) -> Any:
+        drawn, self._drawn = self._drawn, None
+        require(drawn in (None, sampled), "the draft draws and the verification does not, or vice versa")
         slots, active = slots[: bucket.batch], arguments[-1]
         block = arguments[0] if bucket.k else [[slot.anchor] for slot in slots]
         require(len(active) == len(block) == bucket.batch, f"{len(block)} rows, {len(active)} flags in {bucket}")

@@ -1,0 +1,257 @@
+"""dflash-bench sampling: how many drafted tokens sampling accepts, with a draft that draws and with one that does not.
+
+Both use the same noise for the target, so both generate the same texts. Beside them stands the overlap of the two
+distributions, Σ min(target, draft): no draft whose tokens have the draft's distribution is accepted more often. The
+likeliest token may be, where the draft is less certain than the target. Nothing is timed.
+
+B rows · T positions of a text · K drafted tokens · V vocabulary · F width of the features
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_aot.benchmarks import tables
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
+from dflash_aot.cache.devices import select_jax_platforms
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.signature import Signature, state_arrays
+from dflash_aot.compile.models.attention import attend
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.parameters import AbstractModel, Model
+from dflash_aot.compile.models.sliding_window import block_mask, context_mask
+from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.runtime.weights.weight_loader import load_weights
+
+PROMPT = 8  # random tokens before each text
+WAYS = {"drawn": True, "likeliest": False}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags of `dflash-bench sampling`."""
+
+    target: str = setting(EMBEDDED, "the target: directory or hub id")
+    draft: str = setting(EMBEDDED, "its draft, likewise")
+    temperatures: str = setting("0.3,0.7,1.0", "temperatures, separated by commas")
+    texts: int = setting(32, "texts for each temperature", least=1)
+    tokens: int = setting(160, "tokens of a text", least=32)
+
+
+class Sampler:
+    """The programs of a pair on a CPU, in float32, with all texts in one batch."""
+
+    def __init__(self, settings: Settings):
+        places: dict[CheckpointRole, Path] = {"target": locate_checkpoint(settings.target, "target")}
+        places["draft"] = locate_checkpoint(settings.draft, "draft")
+        target = read_target(read_config(places["target"]))
+        self.draft = read_draft(read_config(places["draft"]), target)
+        self.rows, self.k, self.tokens = settings.texts, self.draft.block - 1, settings.tokens
+        length = -(-(settings.tokens + 2 * self.draft.block) // 16) * 16
+        self.limit = length - self.draft.block
+        self.bucket = f"batch={self.rows} length={length} k={self.k}"
+        self.grid = parse_grid(f"{self.bucket} prefill=16", self.draft.block)
+        programs = Programs(target, self.draft, "float32", sampling=("sample",))
+        self.vocab, self._known = target.decoder.vocab, state_arrays(programs.pair, self.grid)
+        self._signatures = {one.label: one for one in programs.list_signatures(self.grid)}
+        self._jitted = {label: jax.jit(programs.function(one)) for label, one in self._signatures.items()}
+        self._weights = load_weights(programs.recipes(), places, jax.devices("cpu")[:1])
+        self._arrays: dict[str, Any] = {}
+        self._target = _bind(AbstractModel(lambda: CausalLM(target, "float32")), "target", self._weights)
+        self._draft = _bind(AbstractModel(lambda: DFlash(self.draft, "float32")), "draft", self._weights)
+
+    def run_texts(self, temperature: float, draws: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Generates all texts: tokens [B, T], and (text, first position, accepted tokens) of each round [rounds, 3]."""
+        prompts = self._start(temperature)
+        texts = np.zeros((self.rows, self.limit + self.k + 1), np.int32)
+        texts[:, :PROMPT], rounds = prompts, []
+        while (active := np.asarray(self._arrays["lengths"]) < self.limit - 1).any():
+            self._run(f"draft {self.bucket}", sampled=[draws])
+            verified = self._run(f"sampled_verify {self.bucket}", active=active)
+            self._run(f"kv_write rows={self.rows} width={self.k + 1}", slots=np.arange(self.rows))
+            starts, verdict = np.asarray(verified["starts"]), np.asarray(verified["verdict"])
+            for row in np.flatnonzero(active):
+                accepted = verdict[row, 0]
+                chosen = verdict[row, self.k + 1 : self.k + accepted + 2]
+                texts[row, starts[row] + 1 : starts[row] + accepted + 2] = chosen
+                rounds.append((row, starts[row], accepted))
+        return texts, np.array(rounds)
+
+    def list_overlaps(self, texts: np.ndarray, rounds: np.ndarray, temperature: float) -> list[list[float]]:
+        """Σ min(target, draft) at each position that a round reached: the accepted ones and the next."""
+        found = []
+        for row, text in enumerate(texts):
+            likely, features = read_text(self._target, text[None], self.draft.target_layer_ids, temperature)
+            for start, accepted in rounds[rounds[:, 0] == row, 1:]:
+                block = text[start : start + self.k + 1]
+                reached = min(accepted + 1, self.k)
+                shared = overlap(
+                    (self._target, self._draft), features, likely[0], block, np.int32(start), np.float32(temperature)
+                )
+                found.append(np.asarray(shared)[:reached].tolist())
+        return found
+
+    def _start(self, temperature: float) -> np.ndarray:
+        """Random prompts [B, PROMPT] in all slots, each with its own seed."""
+        self._arrays = {one.name: jnp.zeros(one.shape, one.dtype) for one in self._known}
+        columns = {**NEUTRAL_SAMPLING, "temperature": temperature}
+        prompts = np.random.default_rng(0).integers(0, self.vocab, (self.rows, PROMPT))
+        for slot, prompt in enumerate(prompts):
+            place: dict[str, Any] = {"slots": [slot], "starts": [0]}
+            tokens = [[*prompt[:-1], *[0] * (16 - PROMPT + 1)]]
+            chunk = f"prefill prefill=16 length={self.grid.capacity}"
+            self._run(chunk, tokens=tokens, counts=[PROMPT - 1], gives_first=[False], **place)
+            self._run("kv_write rows=1 width=16", **place)
+            self._run(
+                "admit",
+                slots=[slot],
+                starts=[PROMPT - 1],
+                anchor=[prompt[-1]],
+                slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
+                slot_seeds=[[0, slot]],
+                slot_bias=np.zeros((1, self.vocab)),
+                slot_prompted=np.zeros((1, self.vocab)),
+                slot_tops=[0],
+            )
+        return prompts
+
+    def _run(self, label: str, **given: Any) -> dict[str, Any]:
+        """Calls a program on the state, on `given`, and on the results of earlier programs."""
+        signature: Signature = self._signatures[label]
+        inputs = {name: self._weights[name] for name in signature.weights}
+        inputs |= {name: self._arrays[name] for name in signature.state}
+        for one in signature.arguments:
+            inputs[one.name] = jnp.asarray(given.get(one.name, self._arrays.get(one.name)), one.dtype)
+        found = self._jitted[label](inputs)
+        self._arrays |= found
+        return found
+
+
+def _bind(parameters: AbstractModel[Model], role: str, weights: Mapping[str, jax.Array]) -> Model:
+    return parameters.bind({name: weights[f"{role}.{name}"] for name in parameters.shapes()})
+
+
+@partial(jax.jit, static_argnames=("layer_ids", "temperature"))
+def read_text(
+    target: CausalLM, text: jax.Array, layer_ids: tuple[int, ...], temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """The target's distribution behind each token of a text [1, T], [1, T, V], and the features [1, T, F]."""
+    positions = jnp.arange(text.shape[1])[None]
+    mask = positions[:, None] <= positions[..., None]
+    x, features, _ = target.forward(
+        text, positions, layer_ids, None, lambda kv, layer, q, k, v: (attend(q, (k, v, mask)), kv)
+    )
+    return jax.nn.softmax(target.logits(x) / temperature), features
+
+
+@jax.jit
+def overlap(
+    models: tuple[CausalLM, DFlash],
+    features: jax.Array,
+    likely: jax.Array,
+    block: jax.Array,
+    start: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
+    """Σ min(target, draft) at the K positions behind `start`, [K].
+
+    Args:
+        models: target and draft.
+        features: [1, T, F] of the text; those from `start` on are hidden from the draft.
+        likely: the target's distributions, [T, V].
+        block: the text's own tokens from `start` on, [K+1]: the draft's candidates are scored after them.
+        start: position of the anchor.
+        temperature: of both distributions.
+    """
+    target, draft = models
+    facts, K = draft.draft, block.size - 1
+    at, past = start + jnp.arange(K + 1)[None], jnp.arange(features.shape[1])[None]
+    context: list[tuple[jax.Array, jax.Array]] = draft.write_context(
+        features, past, lambda kv, layer, k, v: [*kv, (k, v)], []
+    )
+
+    def attend_both(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        window = facts.windows[layer]
+        seen = (past < start)[:, None] & context_mask(window, at, past)
+        return attend(q, (*context[layer], seen), (k, v, block_mask(window, at)))
+
+    ids = jnp.where(jnp.arange(K + 1) == 0, block[0], facts.mask_token)[None]
+    hidden = draft.block_hidden(draft.embed(ids, target), at, attend_both)[:, 1:]
+    head, p = draft.head(hidden, target), jax.lax.dynamic_slice_in_dim(likely, start, K)
+    if facts.selector is None:
+        q = jax.nn.softmax(draft.scale_logits(head)[0] / temperature)
+        own = draft.to_target(jnp.arange(q.shape[-1]))
+        return jnp.minimum(p[:, own], q).sum(axis=-1)
+    tokens, scores = draft.score_candidates(hidden, head, block[:1])
+    before = jnp.argmax(tokens[0, :-1] == block[1:K, None], axis=-1)
+    before = jnp.concatenate([jnp.zeros(1, before.dtype), before])
+    q = jax.nn.softmax(scores[0, jnp.arange(K), before] / temperature)
+    return jnp.minimum(jnp.take_along_axis(p, tokens[0], axis=-1), q).sum(axis=-1)
+
+
+def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
+    """A sample for each temperature and way of drafting: of each round, the accepted tokens and the overlaps.
+
+    Raises BadCheckpoint.
+    """
+    select_jax_platforms("cpu")
+    sampler = Sampler(settings)
+    for temperature in map(float, settings.temperatures.split(",")):
+        texts = {way: sampler.run_texts(temperature, draws) for way, draws in WAYS.items()}
+        for way, (tokens, rounds) in texts.items():
+            accepted = rounds[:, 2].tolist()
+            note(f"temperature {temperature:g}, {way}: {len(accepted)} rounds, {np.mean(accepted):.2f} accepted")
+            overlaps = sampler.list_overlaps(tokens, rounds, temperature) if WAYS[way] else []
+            facts: Sample = {"temperature": temperature, "way": way, "k": sampler.k}
+            yield {**facts, "accepted": accepted, "overlaps": overlaps, "same": bool(_equal(texts, sampler.limit))}
+
+
+def _equal(texts: Mapping[str, tuple[np.ndarray, np.ndarray]], length: int) -> bool:
+    one, other = (tokens[:, :length] for tokens, _ in texts.values())
+    return bool((one == other).all())
+
+
+def find_fault(samples: Sequence[Sample]) -> str:
+    """Texts that depend on how the draft draws."""
+    return "" if all(one["same"] for one in samples) else "drawn and greedy drafts gave different texts"
+
+
+def make_findings(record: Record) -> tables.Findings:
+    """A table with a row for each temperature and way: tokens per round, and acceptance at each position reached."""
+    rows = []
+    for one in record.samples:
+        accepted = np.array(one["accepted"])
+        reached = [np.mean(accepted[accepted >= at] > at) if (accepted >= at).any() else None for at in range(one["k"])]
+        rows.append((one["temperature"], one["way"], len(accepted), np.mean(accepted), reached))
+        if one["overlaps"]:
+            columns = [[each[at] for each in one["overlaps"] if len(each) > at] for at in range(one["k"])]
+            rows.append(
+                (one["temperature"], "overlap", "", None, [np.mean(each) if each else None for each in columns])
+            )
+    header = ("temperature", "draft", "rounds", "accepted", *(str(at + 1) for at in range(len(rows[0][-1]))))
+    cells = tuple(
+        (f"{temperature:g}", way, str(count), *(map(_show, (mean, *reached))))
+        for temperature, way, count, mean, reached in rows
+    )
+    note = (
+        "Accepted: drafted tokens per round. 1, 2, …: acceptance at each position, of the rounds that accepted all "
+        "before it. Overlap: Σ min(target, draft) there."
+    )
+    return tables.Findings((tables.Table("acceptance", "Sampling", header, cells, note),))
+
+
+def _show(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,22 @@
+"""dflash-bench sampling: acceptance of drawn and greedy drafts on a golden pair, and its table."""
+
+from dflash_aot.benchmarks.machine import read_machine
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
+from dflash_aot.benchmarks.sampling_bench import Settings, find_fault, make_findings, measure
+
+
+def test_both_ways_give_the_same_texts_and_the_table_shows_each_position(runs, tmp_path):
+    pair = runs["dflash2"]
+    settings = Settings(str(pair.target), str(pair.draft), temperatures="0.7", texts=3, tokens=32)
+    drawn, likeliest = measure(settings, tmp_path, lambda _: None)
+    assert (drawn["way"], likeliest["way"]) == ("drawn", "likeliest") and not find_fault([drawn, likeliest])
+    assert find_fault([{**drawn, "same": False}])
+    # Each text has 32 tokens at least; a round commits one more than it accepts.
+    assert sum(drawn["accepted"]) + len(drawn["accepted"]) >= 3 * 24
+    for accepted, overlaps in zip(drawn["accepted"], drawn["overlaps"], strict=True):
+        assert len(overlaps) == min(accepted + 1, 7) and all(0 <= one <= 1.0001 for one in overlaps)
+    record = Record(RECORD_SCHEMA, "sampling", "", "", "", 1.0, read_machine(0.0), {}, [drawn, likeliest], "")
+    (table,) = make_findings(record).tables
+    assert [row[1] for row in table.rows] == ["drawn", "overlap", "likeliest"]
+    first = sum(one > 0 for one in drawn["accepted"]) / len(drawn["accepted"])
+    assert table.rows[0][4] == f"{first:.2f}"
