@@ -92,16 +92,14 @@ class Sampler:
 
     def list_overlaps(self, texts: np.ndarray, rounds: np.ndarray, temperature: float) -> list[list[float]]:
         """Σ min(target, draft) at each position that a round reached: the accepted ones and the next."""
-        found = []
+        models, found = (self._target, self._draft), [[0.0]] * len(rounds)
         for row, text in enumerate(texts):
             likely, features = read_text(self._target, text[None], self.draft.target_layer_ids, temperature)
-            for start, accepted in rounds[rounds[:, 0] == row, 1:]:
-                block = text[start : start + self.k + 1]
-                reached = min(accepted + 1, self.k)
-                shared = overlap(
-                    (self._target, self._draft), features, likely[0], block, np.int32(start), np.float32(temperature)
-                )
-                found.append(np.asarray(shared)[:reached].tolist())
+            for index in np.flatnonzero(rounds[:, 0] == row):
+                _, start, accepted = rounds[index]
+                block, reached = text[start : start + self.k + 1], min(accepted + 1, self.k)
+                shared = overlap(models, features, likely[0], block, np.int32(start), np.float32(temperature))
+                found[index] = np.asarray(shared)[:reached].tolist()
         return found
 
     def _start(self, temperature: float) -> np.ndarray:
