@@ -31,6 +31,7 @@ from dflash_aot.cache.signature import Signature, state_arrays
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 from dflash_aot.compile.programs.programs import Programs
@@ -70,8 +71,8 @@ class Sampler:
         self._jitted = {label: jax.jit(programs.function(one)) for label, one in self._signatures.items()}
         self._weights = load_weights(programs.recipes(), places, jax.devices("cpu")[:1])
         self._arrays: dict[str, Any] = {}
-        self._target = _bind(AbstractModel(lambda: CausalLM(target, "float32")), "target", self._weights)
-        self._draft = _bind(AbstractModel(lambda: DFlash(self.draft, "float32")), "draft", self._weights)
+        self._target = _bind(AbstractModel(lambda: CausalLM(target, WeightKind("float32"))), "target", self._weights)
+        self._draft = _bind(AbstractModel(lambda: DFlash(self.draft, WeightKind("float32"))), "draft", self._weights)
 
     def run_texts(self, temperature: float, draws: bool) -> tuple[np.ndarray, np.ndarray]:
         """Generates all texts: tokens [B, T], and (text, first position, accepted tokens) of each round [rounds, 3]."""

@@ -349,7 +349,7 @@ class ToyBundle:
         return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
 
     def _draft(self, bucket: Bucket, slots: list[Slot], *sampled: Any) -> Any:
-        (flag,) = sampled if "sample" in self.manifest.sampling else ([False],)
+        (flag,) = sampled if any(mode != "greedy" for mode in self.manifest.sampling) else ([False],)
         self._drawn = bool(flag[0])
         return range(bucket.batch), ([[slot.anchor, *self._guess(slot, bucket.k)] for slot in slots[: bucket.batch]],)
 
