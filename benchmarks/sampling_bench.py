@@ -230,7 +230,7 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 def make_findings(record: Record) -> tables.Findings:
     """A table with a row for each temperature and way: tokens per round, and acceptance at each position reached."""
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for one in record.samples:
         accepted = np.array(one["accepted"])
         reached = [np.mean(accepted[accepted >= at] > at) if (accepted >= at).any() else None for at in range(one["k"])]
