@@ -182,7 +182,8 @@ class JitLoop:
             tokens[0, : len(part)] = part
             slots, starts, counts = (place(np.array([number], np.int32)) for number in (slot, start, len(part)))
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
-            features, first = prefill(self._state, place(tokens), slots, starts, counts)
+            gives_first = place(np.array([start + len(part) == len(prompt)]))
+            features, first = prefill(self._state, place(tokens), slots, starts, counts, gives_first)
             if write:
                 write(self._state, features, slots, starts)
             start += len(part)

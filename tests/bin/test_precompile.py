@@ -101,6 +101,9 @@ def test_plan_of_a_complete_bundle_says_that_nothing_is_missing(command, pair, c
     done = command(precompile, *plan)
     assert "7 executables for" in done.err and ": all are there already, nothing is to be compiled" in done.err
     manifest = read_manifest(copy)
+    for record in (copy / "entries").iterdir():  # pytest's cache keeps records of earlier programs
+        if record.stem not in {entry.key for entry in manifest.entries}:
+            record.unlink()
     (copy / "executables" / manifest.entries[0].sha256).unlink()
     planned = json.loads(command(precompile, *plan, "--json").out)
     assert (planned["executables"], planned["present"]) == (7, 6)
