@@ -158,6 +158,7 @@ def test_benchmarks_escape_texts_of_checkpoints_prompts_and_records(command, tie
     commands = {
         **dict.fromkeys(bench.BENCHMARKS, [f"--pair={HOSTILE_NAME}", *files]),
         "decode": [*pair, *files],  # the config is read in another process
+        "sampling": [*pair, *files],
         "tpu": [*pair, *files],
         "data": ["--data=prompts"],
         "serve": [f"--aiperf={HOSTILE_NAME}"],

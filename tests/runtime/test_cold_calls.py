@@ -52,10 +52,10 @@ def test_corrupt_executable_ends_the_running_requests_and_not_the_engine():
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3)
     error, verify_bucket = CorruptBundle("verify: does not load. Rebuild it: so"), engine.bundle.verify
 
-    def verify(bucket):
+    def verify(bucket, mode="greedy"):
         if bucket.k:
             raise error
-        return verify_bucket(bucket)
+        return verify_bucket(bucket, mode)
 
     engine.bundle.verify = verify
     requests = [engine.submit([number], 9, k=None if number % 4 else 0) for number in range(12)]

@@ -124,7 +124,7 @@ def test_detokenizer_failure_ends_one_request(engine, cases):
     engine._submit(request)
     assert other.result().token_ids == cases["len70"].answer[:60]
     wait_until(lambda: bool(told))
-    assert "text of this request cannot be made: ValueError: no such character" in told[-1].error
+    assert "this request cannot go on: ValueError: no such character" in told[-1].error
     assert engine.stats().failures == failures
 
 
