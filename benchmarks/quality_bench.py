@@ -91,13 +91,19 @@ def make_forward(target: Target, kind: WeightKind) -> jax.stages.Wrapped:
 
     def forward(weights: Mapping[str, jax.Array], ids: jax.Array) -> jax.Array:
         bound = model.bind({name.removeprefix("target."): array for name, array in weights.items()})
-        mask = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
-        hidden, _, _ = bound.forward(
-            ids, jnp.arange(ids.shape[1])[None], (), None, lambda kv, _, q, k, v: (attend(q, (k, v, mask)), kv)
-        )
-        return bound.logits(hidden)
+        return read_text(bound, ids)[0]
 
     return jax.jit(forward)
+
+
+def read_text(target: CausalLM, text: jax.Array, layer_ids: Sequence[int] = ()) -> tuple[jax.Array, jax.Array]:
+    """The target over a whole text [1, T] without kv cache: logits [1, T, V], and features [1, T, F] of `layer_ids`."""
+    positions = jnp.arange(text.shape[1])[None]
+    mask = positions[:, None] <= positions[..., None]
+    hidden, features, _ = target.forward(
+        text, positions, layer_ids, None, lambda kv, _, q, k, v: (attend(q, (k, v, mask)), kv)
+    )
+    return target.logits(hidden), features
 
 
 def compare_logits(plain: np.ndarray, other: np.ndarray) -> dict[str, float]:

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.benchmarks import tables
+from dflash_aot.benchmarks import contenders, tables
+from dflash_aot.benchmarks.quality_bench import read_text
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -42,12 +42,10 @@ WAYS = {"drawn": True, "likeliest": False}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(contenders.PairSettings):
     """Flags of `dflash-bench sampling`."""
 
-    target: str = setting(EMBEDDED, "the target: directory or hub id")
-    draft: str = setting(EMBEDDED, "its draft, likewise")
-    temperatures: str = setting("0.3,0.7,1.0", "temperatures, separated by commas")
+    temperatures: tuple[float, ...] = setting((0.3, 0.7, 1.0), "temperatures", least=0.01)
     texts: int = setting(32, "texts for each temperature", least=1)
     tokens: int = setting(160, "tokens of a text", least=32)
 
@@ -55,9 +53,8 @@ class Settings:
 class Sampler:
     """The programs of a pair on a CPU, in float32, with all texts in one batch."""
 
-    def __init__(self, settings: Settings):
-        places: dict[CheckpointRole, Path] = {"target": locate_checkpoint(settings.target, "target")}
-        places["draft"] = locate_checkpoint(settings.draft, "draft")
+    def __init__(self, settings: Settings, pair: contenders.BenchmarkPair):
+        places: dict[CheckpointRole, Path] = {"target": pair.target, "draft": pair.draft}
         target = read_target(read_config(places["target"]))
         self.draft = read_draft(read_config(places["draft"]), target)
         self.rows, self.k, self.tokens = settings.texts, self.draft.block - 1, settings.tokens
@@ -95,7 +92,7 @@ class Sampler:
         """Σ min(target, draft) at each position that a round reached: the accepted ones and the next."""
         models, found = (self._target, self._draft), [[0.0]] * len(rounds)
         for row, text in enumerate(texts):
-            likely, features = read_text(self._target, text[None], self.draft.target_layer_ids, temperature)
+            likely, features = find_distribution(self._target, text[None], self.draft.target_layer_ids, temperature)
             for index in np.flatnonzero(rounds[:, 0] == row):
                 _, start, accepted = rounds[index]
                 block, reached = text[start : start + self.k + 1], min(accepted + 1, self.k)
@@ -144,16 +141,12 @@ def _bind(parameters: AbstractModel[Model], role: str, weights: Mapping[str, jax
 
 
 @partial(jax.jit, static_argnames=("layer_ids", "temperature"))
-def read_text(
+def find_distribution(
     target: CausalLM, text: jax.Array, layer_ids: tuple[int, ...], temperature: float
 ) -> tuple[jax.Array, jax.Array]:
     """The target's distribution behind each token of a text [1, T], [1, T, V], and the features [1, T, F]."""
-    positions = jnp.arange(text.shape[1])[None]
-    mask = positions[:, None] <= positions[..., None]
-    x, features, _ = target.forward(
-        text, positions, layer_ids, None, lambda kv, layer, q, k, v: (attend(q, (k, v, mask)), kv)
-    )
-    return jax.nn.softmax(target.logits(x) / temperature), features
+    logits, features = read_text(target, text, layer_ids)
+    return jax.nn.softmax(logits / temperature), features
 
 
 @jax.jit
@@ -204,11 +197,11 @@ def overlap(
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """A sample for each temperature and way of drafting: of each round, the accepted tokens and the overlaps.
 
-    Raises BadCheckpoint.
+    Raises BadInput, BadCheckpoint.
     """
     select_jax_platforms("cpu")
-    sampler = Sampler(settings)
-    for temperature in map(float, settings.temperatures.split(",")):
+    sampler = Sampler(settings, contenders.choose_pair(settings, scratch))
+    for temperature in settings.temperatures:
         texts = {way: sampler.run_texts(temperature, draws) for way, draws in WAYS.items()}
         for way, (tokens, rounds) in texts.items():
             accepted = rounds[:, 2].tolist()

@@ -40,20 +40,20 @@ def check_output(flag: str, output: str | Path | int, inputs: Mapping[str, str |
 def open_output(flag: str, path: str) -> Iterator[Callable[[str], None]]:
     """Creates or empties a text file, and yields a function that writes to it at once. Raises BadInput."""
 
-    def check(error: OSError) -> BadInput:
+    def refuse(error: OSError) -> BadInput:
         return BadInput(f"{flag} {path}: {error.strerror}")
 
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed below
     except OSError as error:
-        raise check(error) from error
+        raise refuse(error) from error
 
     def write(text: str) -> None:
         try:
             file.write(text)
             file.flush()
         except OSError as error:
-            raise check(error) from error
+            raise refuse(error) from error
 
     try:
         yield write
@@ -62,4 +62,4 @@ def open_output(flag: str, path: str) -> Iterator[Callable[[str], None]]:
             file.close()
         except OSError as error:
             if sys.exc_info()[1] is None:  # otherwise the first error is the one to report
-                raise check(error) from error
+                raise refuse(error) from error

@@ -27,6 +27,11 @@ NEUTRAL_SAMPLING = {
 SAMPLING_COLUMNS = tuple(NEUTRAL_SAMPLING)
 
 
+def needs_sampling_state(modes: Sequence[SamplingMode]) -> bool:
+    """Returns whether a bundle with these modes has sampling state: every verification but the greedy one reads it."""
+    return any(mode != "greedy" for mode in modes)
+
+
 def find_serving_mode(needed: SamplingMode, modes: Sequence[SamplingMode]) -> SamplingMode | None:
     """Returns the simplest of `modes` that can do what `needed` does; None if none can."""
     able = SAMPLING_MODES[SAMPLING_MODES.index(needed) :]

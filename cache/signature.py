@@ -13,7 +13,13 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
-from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingMode, count_mask_words, count_top_logprobs
+from dflash_aot.cache.sampling_state import (
+    SAMPLING_COLUMNS,
+    SamplingMode,
+    count_mask_words,
+    count_top_logprobs,
+    needs_sampling_state,
+)
 
 ProgramName = Literal[
     "prefill", "draft", "verify", "sampled_verify", "constrained_verify", "kv_write", "rounds", "move", "admit"
@@ -90,8 +96,8 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def samples(self) -> bool:
-        """Whether the programs have sampling state: every verification but the greedy one reads it."""
-        return any(mode != "greedy" for mode in self.sampling)
+        """Whether the programs have sampling state."""
+        return needs_sampling_state(self.sampling)
 
 
 def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingMode, ...]) -> PairShapes:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.grid import Chunk
-from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_COLUMNS, count_mask_words
+from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_COLUMNS, count_mask_words, needs_sampling_state
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -67,8 +67,8 @@ class Dispatcher:
         self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
-        samples = any(mode != "greedy" for mode in manifest.sampling)
-        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if samples else None
+        has_sampling = needs_sampling_state(manifest.sampling)
+        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if has_sampling else None
         self._mask_words = count_mask_words(vocab)
         self._waited = 0.0
         self._last_was_round = False

@@ -31,6 +31,7 @@ from dflash_aot.server.request_parsing import (
 )
 from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
+from dflash_aot.server.response_schema import ERROR_RESPONSES
 from dflash_aot.server.responses import ResponseBuilder
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
@@ -40,22 +41,6 @@ from dflash_aot.server.tokenization import add_tokenization_routes
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log
-ERROR_STATUSES = {
-    400: "the request is invalid",
-    401: "the API key is missing or unknown",
-    403: "the request is addressed to another host",
-    404: "there is no such model",
-    408: "the body did not arrive in time",
-    413: "the body is too large",
-    415: "the content type is not JSON",
-    429: "this API key has too many choices in progress",
-    500: "the server failed",
-    503: "the server is starting, is shutting down, or has too many requests waiting",
-    504: "the request took too long",
-}
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": meaning, "model": response_schema.Error} for status, meaning in ERROR_STATUSES.items()
-}
 EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}  # since OpenAPI 3.2 a schema would describe one event
 
 

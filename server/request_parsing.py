@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
-from dflash_aot.runtime.structured_output.grammar import check_schema
+from dflash_aot.runtime.structured_output.json_schema import check_schema
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import MAX_CHOICES

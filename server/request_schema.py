@@ -69,6 +69,8 @@ Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are accepted here: leave it out")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]  # also of schemas
+ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; default: the only model")]
 Bias = Annotated[float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)]
 TokenName = Annotated[str, Field(pattern=TOKEN_ID_PATTERN)]
 VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
@@ -124,7 +126,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class NamedSchema(StrictModel):
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: FunctionName
     description: str | None = Field(None, description=IGNORED)
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="default: any object")
     strict: bool | None = Field(None, description="accepted and ignored: every schema is followed")
@@ -142,7 +144,7 @@ class SampledRequest(ScalarFields):
     """The fields of both kinds of requests. Sampling parameters stand here where HTTP requests differ from the table:
     in their default or in their form."""
 
-    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    model: ModelName = None
     temperature: float | None = _declare("temperature", "; default 1, or 0 if the bundle cannot sample")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="number of choices; the i-th has seed + i")
     stop: Stop = _declare("stop")
@@ -179,7 +181,7 @@ class TextPart(StrictModel):
     text: str
 
 
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 
 
 class PastFunction(StrictModel):
@@ -198,7 +200,7 @@ class PastCall(StrictModel):
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)] | None,
+        Content | None,
         _say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
     ] = Field(None, description="may be absent from an answer that calls tools")
     name: str | None = None
@@ -235,7 +237,7 @@ class ChosenTool(StrictModel):
 class TokenizeRequest(StrictModel):
     """Of a text, or of a chat as the target's template renders it."""
 
-    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    model: ModelName = None
     prompt: str | None = None
     add_special_tokens: bool | None = Field(None, description="for a prompt; default true")
     return_token_strs: bool | None = Field(None, description="also return the text of each token")
@@ -247,14 +249,14 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model: str | None = Field(None, description="a name that /v1/models lists; default: the only model")
+    model: ModelName = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 class Prediction(StrictModel):
     type: Literal["content"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
+        Content,
         _say("Input should be a text, or a list of text parts"),
     ]
 

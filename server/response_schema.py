@@ -18,6 +18,25 @@ class Error(BaseModel):
     error: ErrorFields
 
 
+# What each operation may answer besides, by status.
+ERROR_STATUSES = {
+    400: "the request is invalid",
+    401: "the API key is missing or unknown",
+    403: "the request is addressed to another host",
+    404: "there is no such model",
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    415: "the content type is not JSON",
+    429: "this API key has too many choices in progress",
+    500: "the server failed",
+    503: "the server is starting, is shutting down, or has too many requests waiting",
+    504: "the request took too long",
+}
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, "model": Error} for status, meaning in ERROR_STATUSES.items()
+}
+
+
 class PredictionDetails(BaseModel):
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int

@@ -15,7 +15,7 @@ from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.locations import is_url
 from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.fetch import locate_bundle
-from dflash_aot.cache.sampling_state import find_serving_mode
+from dflash_aot.cache.sampling_state import needs_sampling_state
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -171,4 +171,4 @@ def _choose_name(config: ServingConfig, engine: Engine) -> str:
 
 
 def _can_sample(engine: Engine) -> bool:
-    return find_serving_mode("sample", engine.manifest.sampling) is not None
+    return needs_sampling_state(engine.manifest.sampling)

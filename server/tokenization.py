@@ -10,20 +10,15 @@ from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import KeyLimits
 from dflash_aot.server.request_parsing import check_model_name, encode_text, render_messages
 from dflash_aot.server.request_schema import DetokenizeRequest, TokenizeRequest
-from dflash_aot.server.response_schema import Error, TokenizedText, TokenText, Version
+from dflash_aot.server.response_schema import ERROR_RESPONSES, TokenizedText, TokenText, Version
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
-
-ERRORS: dict[int | str, dict[str, object]] = {
-    status: {"description": meaning, "model": Error}
-    for status, meaning in {400: "the request is invalid", 404: "there is no such model", 503: "not ready"}.items()
-}
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
     """Adds the routes. Texts of one key are tokenized one at a time, as those of prompts."""
 
-    @app.post("/tokenize", responses={**ERRORS, 200: {"model": TokenizedText}}, response_model=None)
+    @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenizedText}}, response_model=None)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = state.model
         tokens = await key_limits.parse(request.state.key, partial(tokenize_text, model, body))
@@ -31,7 +26,7 @@ def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLim
         fields = {"count": len(tokens), "max_model_len": model.capacity, "tokens": tokens, "token_strs": texts}
         return JSONResponse(fields)
 
-    @app.post("/detokenize", responses={**ERRORS, 200: {"model": TokenText}}, response_model=None)
+    @app.post("/detokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenText}}, response_model=None)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         text = await key_limits.parse(request.state.key, partial(detokenize_tokens, state.model, body))
         return JSONResponse({"prompt": text})

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dflash_aot.runtime.structured_output.grammar import JSON_FORM
+from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
 BLANK = " \t\r\n"
+MAX_HEAD = 160  # characters of a call before its arguments
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,31 @@ Part = str | CallPart  # text outside calls, or a part of a call
 
 
 @dataclass
+class _Nesting:
+    """Where the scan of a JSON object stands: open brackets, and whether it is in a text."""
+
+    depth: int = 0
+    in_text: bool = False
+    escaped: bool = False
+
+    def find_end(self, text: str) -> int | None:
+        """The index behind the bracket that closes the object; None if `text` does not close it."""
+        for index, character in enumerate(text):
+            if self.in_text:
+                self.in_text = self.escaped or character != '"'
+                self.escaped = character == "\\" and not self.escaped
+            elif character == '"':
+                self.in_text = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return index + 1
+        return None
+
+
+@dataclass
 class ToolCallParser:
     """Splits the text of an answer into text and calls, while it comes in.
 
@@ -84,8 +110,8 @@ class ToolCallParser:
     _held: str = ""
     _opening: str = ""  # blanks and the marker before what may be a call
     _state: Literal["text", "head", "arguments", "tail"] = "text"
-    _nesting: "_Nesting" = field(default_factory=lambda: _Nesting())
-    _started: bool = False
+    _nesting: _Nesting = field(default_factory=_Nesting)
+    _started: bool = False  # a call that is the whole answer can begin no more
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain now."""
@@ -166,34 +192,6 @@ class ToolCallParser:
             return None
         self._held, self._state, self._started = after, "text", True
         return []
-
-
-MAX_HEAD = 160  # characters of a call before its arguments
-
-
-@dataclass
-class _Nesting:
-    """Where the scan of a JSON object stands: open brackets, and whether it is in a text."""
-
-    depth: int = 0
-    in_text: bool = False
-    escaped: bool = False
-
-    def find_end(self, text: str) -> int | None:
-        """The index behind the bracket that closes the object; None if `text` does not close it."""
-        for index, character in enumerate(text):
-            if self.in_text:
-                self.in_text = self.escaped or character != '"'
-                self.escaped = character == "\\" and not self.escaped
-            elif character == '"':
-                self.in_text = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-                if self.depth == 0:
-                    return index + 1
-        return None
 
 
 def _count_overlap(text: str, marker: str) -> int:

@@ -44,9 +44,8 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
     if other := _find_difference(manifest, requested, build_target):
         count = len(manifest.entries)
         return GridChange(grid, sampling, f"the bundle's {count} executables are replaced: they are for {other}")
-    both, modes = grid.united(manifest.grid), tuple(
-        mode for mode in SAMPLING_MODES if mode in (*sampling, *manifest.sampling)
-    )  # fmt: skip
+    both = grid.united(manifest.grid)
+    modes = tuple(mode for mode in SAMPLING_MODES if mode in (*sampling, *manifest.sampling))
     if both.k[-1] + 1 > both.length[0]:
         raise BadInput(
             f"{bundle} has the grid '{manifest.grid}': with '{grid}' added, length={both.length[0]} is too short to "

@@ -15,10 +15,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
+from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES, check_schema
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
-MAX_GRAMMAR_BYTES = 1 << 16
-MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 1024
 KEPT_GRAMMARS = 64  # the latest, compiled: services send the same schema again and again
 FIELD = "structured_outputs"
@@ -33,8 +32,6 @@ LIMITS: Mapping[str, Any] = {
     "precompute_large_lexemes": True,
     "verbose_errors": False,
 }
-# One way to write a document: a model cannot fill an answer with spaces, and more tokens follow from the schema.
-JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def check_structured_outputs(asked: object) -> str | None:
@@ -100,29 +97,6 @@ def _write_schema(given: str | Mapping[str, Any]) -> str:
         raise BadInput(f"{FIELD}.json is not JSON: {error}") from error
     check_schema(schema, f"{FIELD}.json")
     return LLMatcher.grammar_from_json_schema(dict(schema), overrides=JSON_FORM)
-
-
-def check_schema(schema: object, field: str) -> None:
-    """Raises BadInput, which names `field`, for what is no JSON object, or too large."""
-    if not isinstance(schema, Mapping):
-        raise BadInput(f"{field} holds a {type(schema).__name__}: a JSON schema is an object")
-    if (depth := _measure_depth(schema)) > MAX_DEPTH:
-        raise BadInput(f"{field} is {depth} levels deep: at most {MAX_DEPTH} are accepted")
-    try:
-        size = len(json.dumps(schema))
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{field} is not JSON: {error}") from error
-    if size > MAX_GRAMMAR_BYTES:
-        raise BadInput(f"{field} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are accepted")
-
-
-def _measure_depth(value: object) -> int:
-    """Levels of lists and objects, without recursion."""
-    depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
-    return depth
 
 
 def _write_grammar(grammar: str) -> str:

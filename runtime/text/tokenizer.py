@@ -76,12 +76,7 @@ class Tokenizer:
 
     def decode_joined(self, ids: Sequence[int]) -> str:
         """Returns the text of ids whose byte-fallback tokens form whole characters, see `ByteFallbackJoiner`."""
-        try:
-            return self._backend.decode(ids, skip_special_tokens=True)
-        except BaseException as error:
-            if not _is_failure(error):
-                raise
-            raise BadCheckpoint(f"the decoder of {self._path} fails at tokens {list(ids)}: {error}") from error
+        return self._decode(ids, skip_special_tokens=True)
 
     def to_json(self) -> str:
         """Returns the tokenizer as the text of a tokenizer.json."""
@@ -89,12 +84,15 @@ class Tokenizer:
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids` with the written form of special tokens; invalid bytes are U+FFFD."""
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         try:
-            return self._backend.decode(ids, skip_special_tokens=False)
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             if not _is_failure(error):
                 raise
-            raise BadCheckpoint(f"the decoder of {self._path} fails at {len(ids)} tokens: {error}") from error
+            raise BadCheckpoint(f"the decoder of {self._path} fails at tokens {list(ids)}: {error}") from error
 
     @property
     def max_token_chars(self) -> int:

@@ -50,15 +50,16 @@ def load_weights(
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
     checkpoints = {role: open_checkpoint(directory) for role, directory in directories.items()}
-    recipes = [_adopt_spelling(recipe, checkpoints[recipe.checkpoint].names()) for recipe in recipes]
+    names = {role: tensors.names() for role, tensors in checkpoints.items()}
+    recipes = [_adopt_spelling(recipe, names[recipe.checkpoint]) for recipe in recipes]
     shared = [recipe for recipe in recipes if _is_shared(recipe, checkpoints[recipe.checkpoint])]
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
-    arrays: dict[str, jax.Array] = {}
+    arrays, by_name = dict[str, jax.Array](), {recipe.name: recipe for recipe in own}
     for recipe in own:
         if recipe.encoding == "int8_values":
-            scales = next(one for one in own if one.name == recipe.name + SCALE_SUFFIX)
+            scales = by_name[recipe.name + SCALE_SUFFIX]
             arrays |= _load_int8(recipe, scales, checkpoints[recipe.checkpoint], devices)
         elif recipe.encoding != "int8_scales":
             arrays[recipe.name] = _load(recipe, checkpoints[recipe.checkpoint], devices)

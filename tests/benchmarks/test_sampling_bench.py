@@ -7,7 +7,7 @@ from dflash_aot.benchmarks.sampling_bench import Settings, find_fault, make_find
 
 def test_both_ways_give_the_same_texts_and_the_table_shows_each_position(runs, tmp_path):
     pair = runs["dflash2"]
-    settings = Settings(str(pair.target), str(pair.draft), temperatures="0.7", texts=3, tokens=32)
+    settings = Settings(target=str(pair.target), draft=str(pair.draft), temperatures=(0.7,), texts=3, tokens=32)
     drawn, likeliest = measure(settings, tmp_path, lambda _: None)
     assert (drawn["way"], likeliest["way"]) == ("drawn", "likeliest") and not find_fault([drawn, likeliest])
     assert find_fault([{**drawn, "same": False}])
