@@ -24,7 +24,7 @@ from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import check_sampling_modes
+from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.topology import Topology, parse_topology
 from dflash_aot.compile.pipeline.build_job import bound_entries
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
@@ -48,7 +48,7 @@ class Settings:
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
     weights: str | None = setting(None, "of linear layers; default: --dtype", choices=WEIGHTS)
     draft_weights: str | None = setting(None, "the draft's; default: --weights", choices=WEIGHTS)
-    sampling: str = setting("greedy", "kinds of verification: greedy, sample or both")
+    sampling: str = setting("greedy", "what is built, as --sampling of dflash-precompile")
     executable: str | None = setting(
         None, "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations"
     )
@@ -61,7 +61,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     Raises BadInput, BadCheckpoint, BuildFailed.
     """
     topologies = [parse_topology(name) for name in settings.topologies.split(",")]
-    sampling = check_sampling_modes(settings.sampling.split(","), f"--sampling {settings.sampling}")
+    sampling = check_sampling_kinds(settings.sampling.split(","), f"--sampling {settings.sampling}")
     target = read_target(read_model_config(settings.target, "target"))
     draft = read_draft(read_model_config(settings.draft, "draft"), target)
     grid = parse_grid(settings.buckets, draft.block)

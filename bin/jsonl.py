@@ -62,6 +62,8 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
     }
     if result.logprobs is not None:
         fields["logprobs"] = [asdict(chosen) for chosen in result.logprobs]
+    if result.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [chosen and asdict(chosen) for chosen in result.prompt_logprobs]
     if trace:
         fields["drafted"] = result.drafted
     return dump_json(fields)

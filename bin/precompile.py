@@ -78,8 +78,8 @@ _DRAFT_WEIGHTS = flags.DEFINE_enum(
 _SAMPLING = flags.DEFINE_string(
     "sampling",
     ",".join(DEFAULT_SAMPLING),
-    "modes of verification to build, of greedy, sample and constrain (structured output); a request that needs another "
-    "one is refused",
+    "modes of verification to build, of greedy, sample and constrain (structured output), and prompt_logprobs: prefill "
+    "chunks that score the prompt; a request that needs another one is refused",
     flag_values=FLAGS,
 )
 _SPECULATIVE = flags.DEFINE_string("speculative_config", None, "the draft and K, as in vLLM's JSON", flag_values=FLAGS)

@@ -17,7 +17,9 @@ DEVICE_OPTIONS: dict[str, CompilerOptions] = {"TPU7x": {"xla_tpu_control_large_2
 # and v5p, 32 MiB on v6e) a product streams its weight in tiles so small that each waits for the memory. v4 and tpu7x
 # keep the default: no other value was tried there.
 SCOPED_VMEM_KIB = {"TPU v5 lite": 65536, "TPU v5": 65536, "TPU v6 lite": 65536}
-MODEL_PROGRAMS: frozenset[ProgramName] = frozenset({"prefill", "draft", "verify", "rounds", *SAMPLED_PROGRAMS})
+MODEL_PROGRAMS: frozenset[ProgramName] = frozenset(
+    {"prefill", "scored_prefill", "draft", "verify", "rounds", *SAMPLED_PROGRAMS}
+)
 
 
 def choose_compiler_options(environment: Environment, program: ProgramName) -> CompilerOptions:

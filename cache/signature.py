@@ -15,14 +15,25 @@ from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
 from dflash_aot.cache.sampling_state import (
     SAMPLING_COLUMNS,
+    SamplingKind,
     SamplingMode,
     count_mask_words,
     count_top_logprobs,
+    list_modes,
     needs_sampling_state,
 )
 
 ProgramName = Literal[
-    "prefill", "draft", "verify", "sampled_verify", "constrained_verify", "kv_write", "rounds", "move", "admit"
+    "prefill",
+    "scored_prefill",
+    "draft",
+    "verify",
+    "sampled_verify",
+    "constrained_verify",
+    "kv_write",
+    "rounds",
+    "move",
+    "admit",
 ]
 # The program that verifies in each mode.
 VERIFY_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
@@ -83,7 +94,7 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: tokens of a block, anchor included.
     vocab: the target's tokens.
     dtype: of weights, kv and features.
-    sampling: the verification modes that are built.
+    sampling: the modes of verification that are built, and whether prompts can be scored.
     """
 
     target_kv: KvShape
@@ -92,7 +103,7 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: int
     vocab: int
     dtype: str
-    sampling: tuple[SamplingMode, ...] = ("greedy",)
+    sampling: tuple[SamplingKind, ...] = ("greedy",)
 
     @property
     def samples(self) -> bool:
@@ -100,7 +111,7 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return needs_sampling_state(self.sampling)
 
 
-def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingMode, ...]) -> PairShapes:
+def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]) -> PairShapes:
     """Derives the shapes from the facts of both models."""
     return PairShapes(
         target_kv=_kv_shape(target.decoder),
@@ -225,10 +236,12 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
         "constrain": constrained_verify_signature,
     }
     greedy = buckets if "greedy" in pair.sampling else []
+    scored = chunks if "prompt_logprobs" in pair.sampling else []
     return [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
+        *(scored_prefill_signature(pair, chunk, weights) for chunk in scored),
         *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
-        *(verifications[mode](pair, bucket, weights) for mode in pair.sampling for bucket in buckets),
+        *(verifications[mode](pair, bucket, weights) for mode in list_modes(pair.sampling) for bucket in buckets),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
         *(rounds_signature(bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
         *([move_signature(pair)] if grid.slots > 1 else []),
@@ -261,6 +274,22 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
             ArraySpec("gives_first", (1,), BOOL),
         ),
         results=(ArraySpec("features", (1, P, pair.feature_width), pair.dtype), ArraySpec("first", (1,), INT)),
+    )
+
+
+def scored_prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
+    """As `prefill`, with the log-probability of each of `next_tokens` behind its position, and the likeliest tokens."""
+    plain, P, tops = prefill_signature(pair, chunk, weights), chunk.prefill, count_top_logprobs(pair.vocab)
+    return msgspec.structs.replace(
+        plain,
+        program="scored_prefill",
+        arguments=(*plain.arguments, ArraySpec("next_tokens", (1, P), INT)),
+        results=(
+            *plain.results,
+            ArraySpec("logprobs", (1, P), FLOAT),
+            ArraySpec("top_tokens", (1, P, tops), INT),
+            ArraySpec("top_logprobs", (1, P, tops), FLOAT),
+        ),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
-from dflash_aot.runtime.dispatcher import FirstTokenInFlight, RoundInFlight
+from dflash_aot.runtime.dispatcher import PrefillInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RunningRequest, Scheduler
@@ -31,7 +31,7 @@ class Committer:
         self.counters = counters
         self.successes = 0
         self._scheduler = scheduler
-        self._in_flight: deque[tuple[FirstTokenInFlight | RoundInFlight, bool]] = deque()
+        self._in_flight: deque[tuple[PrefillInFlight | RoundInFlight, bool]] = deque()
         self._deltas: deque[tuple[Request, Delta]] = deque()
         self._last_read = 0.0
 
@@ -40,7 +40,7 @@ class Committer:
         """Nothing is in flight."""
         return not self._in_flight
 
-    def add_prefill(self, plan: PrefillPlan, in_flight: FirstTokenInFlight | None) -> None:
+    def add_prefill(self, plan: PrefillPlan, in_flight: PrefillInFlight | None) -> None:
         """A prefill chunk was dispatched."""
         with self.lock:
             self.counters.note_chunk(plan.chunk.prefill, len(plan.tokens))
@@ -62,8 +62,8 @@ class Committer:
         """Reads and commits what is in flight, oldest first, all but the newest `keep`."""
         while len(self._in_flight) > keep:
             in_flight, back_to_back = self._in_flight.popleft()
-            if isinstance(in_flight, FirstTokenInFlight):
-                self._commit_first_token(in_flight)
+            if isinstance(in_flight, PrefillInFlight):
+                self._commit_prefill(in_flight)
             else:
                 self._commit_round(in_flight, back_to_back)
             self.send_deltas()
@@ -92,14 +92,18 @@ class Committer:
 
     # -- one outcome
 
-    def _commit_first_token(self, in_flight: FirstTokenInFlight) -> None:
-        (token,) = self._fetch([in_flight.token])
-        running = in_flight.plan.running
-        if running.request.limit == 1:  # the request has no round
+    def _commit_prefill(self, in_flight: PrefillInFlight) -> None:
+        token, *scores = self._fetch([in_flight.token, *in_flight.scores])
+        running, plan = in_flight.plan.running, in_flight.plan
+        if plan.gives_first_token and running.request.limit <= 1:  # the request has no round
             self.successes += 1
         with self.lock:
-            running.first_token_in_flight = False
-            self._add_tokens(running, token.tolist())
+            if scores and (wanted := running.request.params.prompt_logprobs) is not None:
+                logprobs, *tops = scores
+                running.request.prompt_logprobs += _list_logprobs(0, plan.next_tokens, wanted, logprobs, tops)
+            if plan.gives_first_token:
+                running.first_token_in_flight = False
+                self._add_tokens(running, token.tolist())
 
     def _commit_round(self, in_flight: RoundInFlight, back_to_back: bool) -> None:
         plan = in_flight.plan
@@ -199,9 +203,9 @@ def _read_outcome(running: RunningRequest, k: int, row: Sequence[int]) -> RoundO
 def _list_logprobs(
     slot: int, chosen: Sequence[int], count: int, logprobs: np.ndarray, top_logprobs: Sequence[np.ndarray]
 ) -> list[TokenLogprob]:
-    """Log-probabilities of the tokens that a slot committed, each with the `count` likeliest tokens.
+    """Log-probabilities of tokens in one row of a result, each with the `count` likeliest tokens.
 
-    logprobs: of the target's choices, float32 [B, K+1]. top_logprobs: see `RoundInFlight`.
+    logprobs: float32 [B, T]. top_logprobs: ids and log-probabilities, [B, T, n], or nothing.
     """
     tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(chosen)
     if count:

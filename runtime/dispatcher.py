@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from dflash_aot.cache.grid import Chunk
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_COLUMNS, count_mask_words, needs_sampling_state
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
@@ -24,11 +23,17 @@ KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor
 
 
 @dataclass(frozen=True)
-class FirstTokenInFlight:
-    """The last prefill chunk of a prompt, dispatched. token: int32 [1], the first token of the answer."""
+class PrefillInFlight:
+    """A dispatched prefill chunk whose results the host reads.
+
+    token: int32 [1], the first token of the answer, 0 if the chunk does not give it.
+    scores: of a scored chunk, the log-probabilities [1, P] of the tokens behind its positions, and the likeliest
+        tokens [1, P, n] and their log-probabilities [1, P, n].
+    """
 
     plan: PrefillPlan
     token: jax.Array
+    scores: Sequence[jax.Array] = ()
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,9 @@ class Dispatcher:
         self._state.reset()
         self._left_over = None
 
-    def has_run_prefill(self, chunk: Chunk) -> bool:
+    def has_run_prefill(self, plan: PrefillPlan) -> bool:
         """Whether every executable of a prefill chunk was called before: a first call takes longer."""
-        return self._bundle.has_run_chunk(chunk)
+        return self._bundle.has_run_chunk(plan.chunk, plan.scored)
 
     def has_run_round(self, plan: RoundPlan) -> bool:
         """Whether every executable of a planned round was called before."""
@@ -92,20 +97,26 @@ class Dispatcher:
         self._bundle.move()(self._state, self._number(source), self._number(destination))
         self._last_was_round = False
 
-    def prefill(self, plan: PrefillPlan) -> FirstTokenInFlight | None:
-        """Prefills one chunk. Returns the first token's handle where the chunk gives one."""
-        tokens = np.zeros((1, plan.chunk.prefill), np.int32)
-        tokens[0, : len(plan.tokens)] = plan.tokens
+    def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:
+        """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        arguments = (self._to_device(tokens), slots, starts, counts, self._flags[plan.gives_first_token])
-        features, token = self._bundle.prefill(plan.chunk)(self._state, *arguments)
+        flag, wanted = self._flags[plan.gives_first_token], [self._pad(plan.next_tokens, plan)] if plan.scored else []
+        run = self._bundle.prefill(plan.chunk, plan.scored)
+        arguments = (self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
+        features, token, *scores = run(self._state, *arguments)
         if self._has_draft_kv:
             self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
         self._last_was_round = False
-        if not plan.gives_first_token:
+        if not plan.gives_first_token and not plan.scored:
             return None
-        token.copy_to_host_async()
-        return FirstTokenInFlight(plan, token)
+        for array in (token, *scores):
+            array.copy_to_host_async()
+        return PrefillInFlight(plan, token, scores)
+
+    def _pad(self, tokens: Sequence[int], plan: PrefillPlan) -> jax.Array:
+        padded = np.zeros((1, plan.chunk.prefill), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return self._to_device(padded)
 
     def round(self, plan: RoundPlan) -> RoundInFlight:
         """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""

@@ -106,7 +106,7 @@ class EngineLoop:
         plan = self._scheduler.plan_prefill()
         if plan is None:
             return 0
-        if not self._dispatcher.has_run_prefill(plan.chunk):
+        if not self._dispatcher.has_run_prefill(plan):
             self._committer.commit()  # a first call takes a while: no caller waits for what is there already
         in_flight = self._dispatcher.prefill(plan)
         self._scheduler.start_prefill(plan)

@@ -13,6 +13,7 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.sampling_state import list_modes
 from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.executable import DeviceState
@@ -150,7 +151,7 @@ def _order_ks(manifest: Manifest, most: int, k: int | Literal["auto"], estimates
     The best has the least estimated time per expected token of a request without history.
     """
     grid = manifest.grid
-    tokens, mode = AcceptanceEstimate().expected_tokens(most), manifest.sampling[0]
+    tokens, mode = AcceptanceEstimate().expected_tokens(most), list_modes(manifest.sampling)[0]
 
     def seconds_per_token(one: int) -> float:
         return estimates[Bucket(grid.batch[0], grid.length[0], one), mode] / tokens[one]

@@ -192,8 +192,8 @@ PAIRS = {
 
 
 OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
-SAMPLED = {name: ("greedy", "sample") for name in ("sampled", "sampled_small")}
-SAMPLED["served"] = ("greedy", "sample", "constrain")
+SAMPLED = {"sampled": ("greedy", "sample"), "sampled_small": ("greedy", "sample", "prompt_logprobs")}
+SAMPLED["served"] = ("greedy", "sample", "constrain", "prompt_logprobs")
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
 

@@ -20,7 +20,7 @@ from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.sampling_state import SamplingKind
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
@@ -251,7 +251,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: what the executables were built for.
     target, draft: the checkpoint pair.
     dtype: of activations, kv and plain weights.
-    sampling: verification modes.
+    sampling: modes of verification, and whether prompts can be scored.
     grid: all buckets.
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
@@ -266,7 +266,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: TargetModel
     draft: DraftModel
     dtype: FloatDtype
-    sampling: tuple[SamplingMode, ...]
+    sampling: tuple[SamplingKind, ...]
     grid: Grid
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]

@@ -34,6 +34,7 @@ class BuildEstimate(msgspec.Struct, frozen=True):
 MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
     "tpu": {
         "prefill": (BuildEstimate(3.3, 300e3), BuildEstimate(0.02, 4e3)),
+        "scored_prefill": (BuildEstimate(4.3, 500e3), BuildEstimate(0.02, 4e3)),
         "draft": (BuildEstimate(4.0, 400e3), BuildEstimate(0.03, 4.5e3)),
         "verify": (BuildEstimate(3.3, 330e3), BuildEstimate(0.03, 5.5e3)),
         **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(4.6, 650e3), BuildEstimate(0.1, 8e3))),
@@ -44,6 +45,7 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
     },
     "cpu": {
         "prefill": (BuildEstimate(0.0, 0.0), BuildEstimate(0.4, 11e3)),
+        "scored_prefill": (BuildEstimate(0.7, 30e3), BuildEstimate(0.4, 11e3)),
         "draft": (BuildEstimate(0.0, 0.0), BuildEstimate(0.36, 17e3)),
         "verify": (BuildEstimate(0.0, 0.0), BuildEstimate(0.4, 13e3)),
         **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(1.5, 60e3), BuildEstimate(0.4, 13e3))),

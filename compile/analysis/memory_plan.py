@@ -20,6 +20,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.sampling import SCORED_ROWS
 
 LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
 PROPOSED_LENGTH_STEP = 128  # proposed lengths are multiples
@@ -287,6 +288,9 @@ def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
             return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "prefill":
             return 2 * sum(array.bytes for array in signature.results)
+        case "scored_prefill":
+            features = 2 * signature.results[0].bytes
+            return features + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
         case "sampled_verify" | "constrained_verify":
             return 2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
         case "kv_write" | "move" | "admit":
@@ -309,7 +313,7 @@ def count_tokens(signature: Signature, block: int) -> int:
     """How many tokens a call computes. A draft computes its whole block for any K."""
     sizes = signature.bucket
     match signature.program:
-        case "prefill":
+        case "prefill" | "scored_prefill":
             return sizes["prefill"]
         case "draft":
             return sizes["batch"] * block

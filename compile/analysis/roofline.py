@@ -87,6 +87,8 @@ class Roofline:
         match signature.program:
             case "prefill":
                 return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1)
+            case "scored_prefill":
+                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"])
             case "draft":
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
             case "verify":

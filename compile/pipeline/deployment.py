@@ -6,7 +6,7 @@ from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormat, WeightFor
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.sampling_state import SamplingKind, list_modes
 from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
@@ -100,7 +100,7 @@ def plan_deployment(
     draft: Draft,
     grid: Grid,
     dtype: str | None,
-    sampling: tuple[SamplingMode, ...],
+    sampling: tuple[SamplingKind, ...],
     build_target: BuildTarget,
     formats: WeightFormats = PLAIN,
 ) -> Deployment:
@@ -192,7 +192,7 @@ def _estimate_buckets(
 def estimate_round(bucket: Bucket, deployment: Deployment, measured: CompilerFigures) -> float | None:
     """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
     sizes = (bucket.batch, bucket.length, bucket.k)
-    called: list[ExecutableId] = [(VERIFY_PROGRAMS[deployment.programs.pair.sampling[0]], sizes)]
+    called: list[ExecutableId] = [(VERIFY_PROGRAMS[list_modes(deployment.programs.pair.sampling)[0]], sizes)]
     called += [("draft", sizes)] if bucket.k else []
     called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
     found = [measured.seconds[name] for name in called if name in measured.seconds]

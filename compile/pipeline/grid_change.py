@@ -9,7 +9,7 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode
+from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind
 from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.build_target import BuildTarget
 from dflash_aot.compile.pipeline.deployment import Deployment
@@ -20,12 +20,12 @@ class GridChange(msgspec.Struct, frozen=True):
 
     Attributes:
         grid: the grid to build.
-        sampling: the modes of verification to build.
+        sampling: the modes of verification to build, and whether prompts can be scored.
         message: what is kept of the bundle's grid besides the requested one, or why nothing is; "" if nothing differs.
     """
 
     grid: Grid
-    sampling: tuple[SamplingMode, ...]
+    sampling: tuple[SamplingKind, ...]
     message: str = ""
 
 
@@ -45,7 +45,7 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
         count = len(manifest.entries)
         return GridChange(grid, sampling, f"the bundle's {count} executables are replaced: they are for {other}")
     both = grid.united(manifest.grid)
-    modes = tuple(mode for mode in SAMPLING_MODES if mode in (*sampling, *manifest.sampling))
+    modes = tuple(mode for mode in SAMPLING_KINDS if mode in (*sampling, *manifest.sampling))
     if both.k[-1] + 1 > both.length[0]:
         raise BadInput(
             f"{bundle} has the grid '{manifest.grid}': with '{grid}' added, length={both.length[0]} is too short to "

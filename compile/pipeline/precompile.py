@@ -29,7 +29,7 @@ from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, 
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
-from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_modes
+from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kinds
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
@@ -85,7 +85,7 @@ def precompile(
         weights: "int8": linear layers and vocabulary head have a byte per number; `dtype`: they have that; None: "int8"
             for a quantized checkpoint, else `dtype`.
         draft_weights: the same for the draft; None: as `weights`.
-        sampling: kinds of verification to build, of "greedy", "sample" and "constrain".
+        sampling: what to build, of "greedy", "sample", "constrain" and "prompt_logprobs".
         exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
             there already are kept, and what is missing is added.
         jobs: executables compiled at a time; None: a default for the platform.
@@ -253,7 +253,7 @@ def _prepare_build(
     ray_address: str | None = None,
 ) -> BuildJob:
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
-    kinds = check_sampling_modes(sampling, f"--sampling '{','.join(sampling)}'")
+    kinds = check_sampling_kinds(sampling, f"--sampling '{','.join(sampling)}'")
     target_facts, draft_facts = read_pair(target, draft)
     chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
     build_target = choose_build_target(platform, topology, tensor_parallel)

@@ -14,7 +14,7 @@ import msgspec
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import check_sampling_modes, count_top_logprobs
+from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
 from dflash_aot.cache.signature import (
     DRAWING_STATE,
     SAMPLED_PROGRAMS,
@@ -40,11 +40,13 @@ from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divi
 from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, commit_round
 from dflash_aot.compile.programs.sampling import (
     SAMPLING_EXCHANGES,
+    SCORING_EXCHANGES,
     choose_tokens,
     compute_logprobs,
     count_tokens,
     perturb_draft_scores,
     read_mask,
+    score_tokens,
 )
 
 Arrays = Mapping[str, jax.Array]
@@ -99,7 +101,7 @@ class Programs:
             dtype: of activations, plain weights and kv arrays.
             stacked: whether layers are loops over stacked weights (TPU) or unrolled.
             devices: number of devices that share heads, MLPs and vocabulary.
-            sampling: the modes of verification, of "greedy", "sample" and "constrain".
+            sampling: what is built, of "greedy", "sample", "constrain" and "prompt_logprobs".
             kernels: the device that kernels are lowered for; None: XLA's operations only.
             formats: of the models' linear layers.
 
@@ -112,7 +114,7 @@ class Programs:
         self._target = AbstractModel(lambda: CausalLM(target, kinds[0], stacked, self._tp, kernels))
         self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head))
         self._facts, self.kernels, self.formats = draft, kernels, formats
-        self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_modes(sampling, "sampling"))
+        self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_kinds(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
         """How the runtime makes every weight argument from checkpoint tensors."""
@@ -159,7 +161,7 @@ class Programs:
 
         A target or draft forward has two sums per layer (counted once in a loop over layers), one for the embedding
         and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
-        `SAMPLING_EXCHANGES`, a candidate selector the exchange of its codes.
+        `SAMPLING_EXCHANGES`, scoring a prompt `SCORING_EXCHANGES`, a candidate selector the exchange of its codes.
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
@@ -171,6 +173,7 @@ class Programs:
             return 1
         decoder = (self._draft.module.draft if program == "draft" else self._target.module.target).decoder
         sampling = SAMPLING_EXCHANGES if program in SAMPLED_PROGRAMS else 0
+        sampling += SCORING_EXCHANGES if program == "scored_prefill" else 0
         codes = 1 if program == "draft" and self._facts.selector else 0
         return 2 + codes + sampling + 2 * (1 if self._stacked else decoder.layers)
 
@@ -178,6 +181,7 @@ class Programs:
         """The function of a program: inputs by name → donated state and results by name."""
         functions: dict[str, Callable[[Arrays], Outputs]] = {
             "prefill": partial(self.prefill, length=signature.bucket.get("length", 0)),
+            "scored_prefill": partial(self.prefill, length=signature.bucket.get("length", 0)),
             "draft": partial(self.draft, **_bucket_sizes(signature)),
             "verify": partial(self.verify, **_bucket_sizes(signature)),
             "sampled_verify": partial(self.sampled_verify, **_bucket_sizes(signature)),
@@ -192,7 +196,8 @@ class Programs:
     def prefill(self, arrays: Arrays, length: int) -> Outputs:
         """Runs the target over one chunk of one slot's prompt, and with `gives_first` picks the token behind it.
 
-        Positions from `counts` on are padding: they are written behind the new length, where nothing reads them.
+        Positions from `counts` on are padding: they are written behind the new length, where nothing reads them. With
+        `next_tokens`, the scored prefill, it also returns their log-probabilities and the likeliest tokens.
         """
         target = self._target.bind(_weights_of("target", arrays))
         tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
@@ -201,7 +206,15 @@ class Programs:
         x, features, kv = target.forward(
             tokens, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
         )
-        last = jax.lax.dynamic_slice_in_dim(x, counts[0] - 1, 1, axis=1)
+        scores: Outputs = {}
+        end = counts
+        if (wanted := arrays.get("next_tokens")) is not None:
+            logprobs, tokens_found, tops = score_tokens(
+                x, wanted, target.logits, count_top_logprobs(self.pair.vocab), self._tp
+            )
+            scores = {"logprobs": logprobs, "top_tokens": tokens_found, "top_logprobs": tops}
+            end = self._tp.order_after(counts, logprobs[:, 0])
+        last = jax.lax.dynamic_slice_in_dim(x, end[0] - 1, 1, axis=1)
 
         def choose_token() -> tuple[jax.Array, jax.Array]:
             first = self._tp.argmax(target.logits(last))[:, 0]
@@ -219,6 +232,7 @@ class Programs:
             "anchors": anchors,
             "features": features,
             "first": first,
+            **scores,
         }
 
     def draft(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:

@@ -47,8 +47,9 @@ class LoadedBundle:
         self._drafts = k > 0  # without drafts the draft's kv cache is not written
         self._called: set[Hashable] = set()
 
-    def prefill(self, chunk: Chunk) -> Executable:
-        return self.executables["prefill", (chunk.prefill, chunk.length)]
+    def prefill(self, chunk: Chunk, scored: bool = False) -> Executable:
+        """Returns the prefill of a chunk; `scored`: the one that also scores the prompt's tokens."""
+        return self.executables["scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)]
 
     def draft(self, bucket: Bucket) -> Executable:
         return self.executables["draft", (bucket.batch, bucket.length, bucket.k)]
@@ -84,9 +85,10 @@ class LoadedBundle:
             self._list_executables(shape) if multi_round else list_round_executables(*shape, self._drafts),
         )
 
-    def has_run_chunk(self, chunk: Chunk) -> bool:
+    def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         """Whether all executables of such a prefill chunk have been called."""
-        return chunk in self._called or self._check_run(chunk, list_chunk_executables(chunk, self._drafts))
+        key, names = (chunk, scored), list_chunk_executables(chunk, self._drafts, scored)
+        return key in self._called or self._check_run(key, names)
 
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
         """Remembers under `key` that all of these executables have been called, once they have."""

@@ -3,21 +3,21 @@
 from collections.abc import Iterator, Sequence
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, list_modes
 from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
 
 RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it verifies
 
 
-def list_round_shapes(grid: Grid, sampling: Sequence[SamplingMode], k: int) -> list[RoundShape]:
+def list_round_shapes(grid: Grid, sampling: Sequence[SamplingKind], k: int) -> list[RoundShape]:
     """All shapes of rounds that verify up to `k` drafted tokens."""
-    return [(bucket, mode) for mode in sampling for bucket in grid.buckets() if bucket.k <= k]
+    return [(bucket, mode) for mode in list_modes(sampling) for bucket in grid.buckets() if bucket.k <= k]
 
 
-def list_chunk_executables(chunk: Chunk, drafts: bool) -> list[ExecutableId]:
-    """The executables of a prefill chunk. drafts: whether the draft's kv is kept."""
+def list_chunk_executables(chunk: Chunk, drafts: bool, scored: bool = False) -> list[ExecutableId]:
+    """The executables of a prefill chunk. drafts: whether the draft's kv is kept. scored: whether tokens get scores."""
     written: list[ExecutableId] = [("kv_write", (1, chunk.prefill))] if drafts else []
-    return [("prefill", (chunk.prefill, chunk.length)), *written]
+    return [("scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)), *written]
 
 
 def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> list[ExecutableId]:
@@ -43,7 +43,7 @@ def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[
     return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, mode, drafts)
 
 
-def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
+def order_loading(grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
     """Groups of executables in loading order, each group of one chunk or round; executables may repeat.
 
     ks: in the order of their expected worth. First comes what a short prompt alone needs with the best K; then that K
@@ -53,7 +53,7 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int
     shapes = [
         (Bucket(batch, length, k), mode)
         for k in ks
-        for mode in sampling
+        for mode in list_modes(sampling)
         for batch in grid.batch
         for length in grid.length
     ]
@@ -65,4 +65,6 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingMode], ks: Sequence[int
         yield list_shape_executables(shape, grid, drafts)
     # Single rounds of shapes that have a multi-round step: requests that are not alone need them.
     yield from (list_round_executables(bucket, mode, drafts) for bucket, mode in shapes if mode == "greedy")
+    if "prompt_logprobs" in sampling:
+        yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())
     yield [("move", ())]

@@ -11,9 +11,14 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import GridMiss
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.sampling_state import SamplingMode, check_sampling_modes
+from dflash_aot.cache.sampling_state import SamplingKind, check_sampling_kinds
 
-EXECUTABLES: Mapping[SamplingMode, str] = {"greedy": "greedy", "sample": "sampled", "constrain": "constrained"}
+EXECUTABLES: Mapping[SamplingKind, str] = {
+    "greedy": "greedy",
+    "sample": "sampled",
+    "constrain": "constrained",
+    "prompt_logprobs": "scoring",
+}
 
 
 def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
@@ -41,13 +46,13 @@ def refuse_k(manifest: Manifest, bundle: Path, k: int) -> GridMiss:
     return GridMiss(f"{missing}. Precompile it: {_build_command(manifest, bundle, wider)}")
 
 
-def refuse_sampling(manifest: Manifest, bundle: Path, mode: SamplingMode, fields: Sequence[str]) -> GridMiss:
-    """The error for parameters that need executables of a mode that the bundle has not."""
-    wider = check_sampling_modes((*manifest.sampling, mode), "sampling")
+def refuse_sampling(manifest: Manifest, bundle: Path, kind: SamplingKind, fields: Sequence[str]) -> GridMiss:
+    """The error for parameters that need executables of a kind that the bundle has not."""
+    wider = check_sampling_kinds((*manifest.sampling, kind), "sampling")
     command = msgspec.structs.replace(manifest, sampling=wider).build_command(bundle)
     there = " and ".join(EXECUTABLES[one] for one in manifest.sampling)
     return GridMiss(
-        f"the bundle has {there} executables only, and this takes {EXECUTABLES[mode]} ones: {', '.join(fields)}. "
+        f"the bundle has {there} executables only, and this takes {EXECUTABLES[kind]} ones: {', '.join(fields)}. "
         f"Precompile them: {command}"
     )
 

@@ -58,6 +58,7 @@ class Delta:
     token_ids: the new tokens. text: the text that they add.
     finish_reason: set in the last delta only. error: why the answer ended early.
     logprobs: of the new tokens, where the request asked for them. rounds: the rounds that gave the tokens.
+    prompt_logprobs: in the first delta, where the request asked for them; see `Result`.
     """
 
     token_ids: tuple[int, ...]
@@ -66,6 +67,7 @@ class Delta:
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     rounds: tuple[RoundOutcome, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Result:
     error: the reason where finish_reason is "error", or where a deadline or the engine's end cut the answer short.
     first_token_seconds: until the first token; None without one. seconds: until the end.
     logprobs: one per token; None where the request did not ask for them.
+    prompt_logprobs: one per token of the prompt, None for the first, which nothing precedes; None likewise.
     """
 
     token_ids: list[int]
@@ -91,6 +94,7 @@ class Result:
     first_token_seconds: float | None
     seconds: float
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 def _do_nothing() -> None:
@@ -101,7 +105,8 @@ def _do_nothing() -> None:
 class Request:
     """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.
 
-    prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid.
+    prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid; with 0 the
+    prompt is only computed. prompt_logprobs: of the prompt's tokens so far, where they were asked for.
     stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
     matcher: of the grammar that the answer follows, None without one.
     emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
@@ -125,6 +130,7 @@ class Request:
     text_parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: list[RoundOutcome] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     finish_reason: FinishReason | None = None
     error: str | None = None
     cause: DflashError | None = None
@@ -167,6 +173,8 @@ class Request:
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
         """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit."""
+        if self.limit == 0:
+            return self.end("length")
         if self.first_token is None:
             self.first_token = time.monotonic()
         kept: list[int] = []
@@ -207,6 +215,7 @@ class Request:
             first_token_seconds=None if self.first_token is None else self.first_token - self.submitted,
             seconds=self.finished - self.submitted,
             logprobs=None if self.params.logprobs is None else self.logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )
 
     def _add(
@@ -219,12 +228,14 @@ class Request:
     ) -> Delta:
         if reason and self.detokenizer and not self.detokenizer.finished:
             shown += self.detokenizer.flush()
+        is_first = not self.text_parts
         self.text_parts.append(shown)
         self.logprobs += logprobs
         self.rounds += rounds
         if reason:
             self.finished, self.finish_reason = time.monotonic(), reason
-        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds)
+        scores = tuple(self.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
+        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores)
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:

@@ -148,6 +148,8 @@ class RequestBuilder:
     def _check_executables(self, params: SamplingParams) -> None:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
         bundle, manifest = self._bundle, self._bundle.manifest
+        if params.prompt_logprobs is not None and "prompt_logprobs" not in manifest.sampling:
+            raise refuse_sampling(manifest, bundle.path, "prompt_logprobs", ("prompt_logprobs",))
         asked: dict[SamplingMode, Sequence[str]] = {"sample": params.sampled_fields}
         asked["constrain"] = () if params.structured_outputs is None else ("structured_outputs",)
         for mode, names in asked.items():
@@ -166,10 +168,10 @@ class RequestBuilder:
     def _find_limit(self, prompt_tokens: int, wanted: int | None) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""
         grid = self._bundle.manifest.grid
-        room = grid.capacity + 1 - prompt_tokens
-        if (wanted or 1) > room:
-            raise refuse_length(self._bundle.manifest, self._bundle.path, prompt_tokens + (wanted or 1) - 1)
-        return wanted or room
+        room, least = grid.capacity + 1 - prompt_tokens, max(wanted or 1, 1)
+        if least > room:
+            raise refuse_length(self._bundle.manifest, self._bundle.path, prompt_tokens + least - 1)
+        return room if wanted is None else wanted
 
     def _make_detokenizer(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""

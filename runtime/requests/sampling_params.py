@@ -92,7 +92,7 @@ class SamplingParams:
     requests.
     """
 
-    max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 1)] = None
+    max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 0)] = None
     temperature: Annotated[float, Sampled("0 for greedy decoding; above 0, tokens are sampled", 0, LARGEST)] = 0.0
     top_k: Annotated[int, Parameter("sample from this many of the likeliest tokens; 0 for all", 0)] = 0
     top_p: Annotated[
@@ -126,6 +126,14 @@ class SamplingParams:
     logprobs: Annotated[
         int | None,
         Sampled("report the log-probability of each token, and of this many likeliest tokens", 0, MAX_TOP_LOGPROBS),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter(
+            "report the log-probability of each token of the prompt, and of this many likeliest tokens",
+            0,
+            MAX_TOP_LOGPROBS,
+        ),
     ] = None
     k: Annotated[
         int | None,

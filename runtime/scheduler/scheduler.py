@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode, find_serving_mode
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingKind, SamplingMode, find_serving_mode
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
@@ -48,7 +48,7 @@ class RunningRequest:
     @property
     def sampled(self) -> bool:
         """Whether all of its tokens come from rounds: the first one starts at the last token of the prompt."""
-        return self.mode != "greedy"
+        return self.mode != "greedy" and self.request.limit > 0
 
     @property
     def is_prefilled(self) -> bool:
@@ -168,6 +168,7 @@ class PrefillPlan:
     running: the request. slot: where it runs. chunk: the bucket of the prefill.
     start: position of the first token. tokens: the prompt tokens of this chunk.
     gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that token.
+    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: those behind the tokens of this chunk.
     """
 
     running: RunningRequest
@@ -176,6 +177,8 @@ class PrefillPlan:
     start: int
     tokens: Sequence[int]
     gives_first_token: bool
+    scored: bool = False
+    next_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class Scheduler:
     def __init__(
         self,
         grid: Grid,
-        sampling: Sequence[SamplingMode],
+        sampling: Sequence[SamplingKind],
         k: int,
         queue: RequestQueue,
         controller: SpeculationController,
@@ -296,9 +299,17 @@ class Scheduler:
         start, left = running.prefilled_tokens, running.tokens_to_prefill
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
-        tokens = running.request.prompt[start : start + count]
-        gives_first_token = count == left and not running.sampled
-        return PrefillPlan(running, self.slots.slot_of(running), chunk, start, tokens, gives_first_token)
+        prompt, scored = running.request.prompt, running.request.params.prompt_logprobs is not None
+        return PrefillPlan(
+            running=running,
+            slot=self.slots.slot_of(running),
+            chunk=chunk,
+            start=start,
+            tokens=prompt[start : start + count],
+            gives_first_token=count == left and not running.sampled,
+            scored=scored,
+            next_tokens=prompt[start + 1 : start + count + 1] if scored else (),
+        )
 
     def start_prefill(self, plan: PrefillPlan) -> None:
         """The chunk was dispatched."""

@@ -71,7 +71,7 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndar
     """An argument that is neither weight nor state."""
     rows = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
-        case "tokens" | "block":
+        case "tokens" | "next_tokens" | "block":
             return _make_tokens(array, vocab)
         case "anchor":
             return vocab - 1 - _make_tokens(array, vocab)

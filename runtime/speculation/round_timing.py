@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode
+from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode, needs_sampling_state
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -105,7 +105,7 @@ class RoundTimer:
         slots = state.to_device(np.arange(bucket.batch, dtype=np.int32))
         verify = bundle.verify(bucket, mode)
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
-        samples = any(one != "greedy" for one in bundle.manifest.sampling)
+        samples = needs_sampling_state(bundle.manifest.sampling)
         flags = [state.to_device(np.array([mode != "greedy"]))] if samples else []
         write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()

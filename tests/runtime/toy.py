@@ -269,15 +269,17 @@ class ToyBundle:
         bucket, mode = shape
         return self._has_called("rounds" if multi_round else VERIFY_PROGRAMS[mode], bucket)
 
-    def has_run_chunk(self, chunk: Chunk) -> bool:
-        return self._has_called("prefill", chunk)
+    def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
+        return self._has_called("scored_prefill" if scored else "prefill", chunk)
 
     def _has_called(self, program: str, bucket: Bucket | Chunk) -> bool:
         return not self._cold or any(call.program == program and call.bucket == bucket for call in self.log)
 
-    def prefill(self, chunk: Chunk) -> Program:
+    def prefill(self, chunk: Chunk, scored: bool = False) -> Program:
         require(chunk in self.manifest.grid.chunks(), f"there is no {chunk}")
-        return partial(self._call, "prefill", chunk, self._prefill)
+        require(not scored or "prompt_logprobs" in self.manifest.sampling, "nothing scores a prompt")
+        run = self._scored_prefill if scored else self._prefill
+        return partial(self._call, "scored_prefill" if scored else "prefill", chunk, run)
 
     def draft(self, bucket: Bucket) -> Program:
         require(0 < bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no draft for {bucket}")
@@ -347,6 +349,12 @@ class ToyBundle:
         slot.length = start + count
         slot.anchor = next_token(slot.text) if gives_first[0] else STALE
         return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
+
+    def _scored_prefill(self, chunk: Chunk, slots: list[Slot], *arguments: Any) -> Any:
+        *arguments, behind = arguments
+        used, results = self._prefill(chunk, slots, *arguments)
+        tokens = (behind[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
+        return used, (*results, logprob(behind), tokens, logprob(tokens))
 
     def _draft(self, bucket: Bucket, slots: list[Slot], *sampled: Any) -> Any:
         (flag,) = sampled if any(mode != "greedy" for mode in self.manifest.sampling) else ([False],)
