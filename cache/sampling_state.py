@@ -64,5 +64,5 @@ def check_sampling_kinds(kinds: Sequence[str], source: str) -> tuple[SamplingKin
     if len(set(kinds)) < len(kinds):
         raise BadInput(f"{source} has a sampling mode twice")
     if not set(kinds) & set(SAMPLING_MODES):
-        raise BadInput(f"{source} has no mode of verification; known: {', '.join(SAMPLING_MODES)}")
+        raise BadInput(f"{source} has no sampling mode; known: {', '.join(SAMPLING_MODES)}")
     return tuple(kind for kind in SAMPLING_KINDS if kind in kinds)

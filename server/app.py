@@ -65,8 +65,8 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         response_model=None,
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        def make_format(tokens: TokenFormatter, _: ParsedRequest) -> ResponseFormat:
-            return CompletionFormat(tokens, body.logprobs is not None)
+        def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
+            return CompletionFormat(tokens, parsed, body.logprobs is not None, body.prompt_logprobs is not None)
 
         return await _respond(state, key_limits, request, body, parse_completion, make_format)
 
@@ -77,7 +77,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
-            return ChatFormat(tokens, bool(body.logprobs), parsed.tool_family)
+            return ChatFormat(tokens, bool(body.logprobs), parsed.tool_family, body.prompt_logprobs is not None)
 
         return await _respond(state, key_limits, request, body, parse_chat, make_format)
 

@@ -34,6 +34,7 @@ class ParsedRequest:
     prompts: tuple[tuple[int, ...], ...]  # token ids
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
+    echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
     tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
 
     @property
@@ -43,6 +44,10 @@ class ParsedRequest:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+    def find_prompt(self, choice: int) -> int:
+        """The index of the prompt that a choice continues."""
+        return choice // self.n
 
     def list_choices(self) -> Iterator[tuple[Sequence[int], SamplingParams]]:
         """Prompt and parameters of every choice by its index: all choices of the first prompt come first."""
@@ -67,7 +72,17 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
     room = _count_free_positions(model, prompts)
     max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
     _check_room(model, room, max_tokens)
-    return ParsedRequest(prompts, body.n or 1, _make_params(model, body, max_tokens, body.logprobs))
+    params = _make_params(model, body, max_tokens, body.logprobs)
+    if not body.echo:
+        return ParsedRequest(prompts, body.n or 1, params)
+    if body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
+        _check_built(model, params)
+    echoes = tuple(
+        given if isinstance(given, str) else model.token_formatter.join_texts(given)
+        for given in _list_prompts(body.prompt)
+    )
+    return ParsedRequest(prompts, body.n or 1, params, echoes)
 
 
 def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
@@ -81,11 +96,13 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if family else []
     prompt = render_messages(model, body.messages, body.chat_template_kwargs or {}, tools)
     room = _count_free_positions(model, [prompt], "messages")
-    max_tokens = room if (given := body.max_completion_tokens or body.max_tokens) is None else given
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = room if given is None else given
     _check_room(model, room, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forced = _write_forced_calls(body, family) if family else None
-    return ParsedRequest((prompt,), body.n or 1, _make_params(model, body, max_tokens, logprobs, forced), family)
+    params = _make_params(model, body, max_tokens, logprobs, forced)
+    return ParsedRequest((prompt,), body.n or 1, params, tool_family=family)
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
@@ -241,7 +258,10 @@ def _check_room(model: ServedModel, room: int, max_tokens: int) -> None:
 def _make_params(
     model: ServedModel, body: SampledRequest, max_tokens: int, logprobs: int | None, forced: str | None = None
 ) -> SamplingParams:
-    """Raises BadInput, and ApiError for what was not precompiled."""
+    """Raises BadInput, and ApiError for what was not precompiled, or cannot be streamed."""
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs are not streamed: use echo with logprobs"
+        raise ApiError(400, message, "invalid_value", "prompt_logprobs")
     given = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
@@ -282,6 +302,11 @@ def _check_built(model: ServedModel, params: SamplingParams) -> None:
     if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
         field = "response_format"  # clients of OpenAI know it; structured_outputs is vLLM's word for the same
         raise ApiError(400, "this server was built without structured output", "not_built", field)
+    if params.prompt_logprobs is not None and "prompt_logprobs" not in model.engine.manifest.sampling:
+        message = (
+            "log-probabilities of prompts need a bundle that was built with --sampling greedy,sample,prompt_logprobs"
+        )
+        raise ApiError(400, message, "not_built", "prompt_logprobs")
     if params.k not in (None, *model.ks):
         raise ApiError(400, f"k is {params.k}: this server has {', '.join(map(str, model.ks))}", "not_built", "k")
 

@@ -170,9 +170,9 @@ class CompletionRequest(SampledRequest):
     ] = Field(description="a text, token ids, or a list of either")
     max_tokens: int | None = _declare("max_tokens", "; default 16, or as many as there is room for")
     logprobs: int | None = _declare("logprobs")
+    echo: bool | None = Field(None, description="begin the answer with the prompt, with logprobs with its own")
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Off | None = None
     suffix: Literal[""] | None = None
 
 

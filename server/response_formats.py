@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
+from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import Part, ToolCallParser, ToolFamily, format_parts, gather_parts
 
@@ -37,6 +38,10 @@ class ChoiceOutput:
         return [logprob for delta in self.deltas for logprob in delta.logprobs]
 
     @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob | None]:
+        return self.deltas[0].prompt_logprobs if self.deltas else ()
+
+    @property
     def finish_reason(self) -> str | None:
         return self.deltas[-1].finish_reason if self.deltas else None
 
@@ -62,28 +67,52 @@ class CompletionFormat:
     """The format of /v1/completions."""
 
     tokens: TokenFormatter
+    request: ParsedRequest
     logprobs: bool
+    prompt_logprobs: bool = False  # vLLM's field
     offsets: dict[int, int] = field(default_factory=dict)  # characters so far, by index of the choice
     id_prefix: ClassVar[str] = "cmpl"
     object_name: ClassVar[str] = "text_completion"
     chunk_object_name: ClassVar[str] = "text_completion"
 
     def format_first_chunk(self, index: int) -> JsonFields | None:
-        return None
+        """The prompt of an answer that echoes it; where log-probabilities are wanted, it comes with those."""
+        if not self.request.echoes or self.logprobs:
+            return None
+        return {"index": index, "text": self._find_echo(index), "logprobs": None, "finish_reason": None}
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
-        return self._format(index, delta.text, delta.logprobs, delta.finish_reason)
+        echo = self._find_echo(index) if delta.prompt_logprobs else None
+        return self._format(index, echo, delta.text, delta.prompt_logprobs, delta.logprobs, delta.finish_reason)
 
     def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
-        return self._format(index, choice.text, choice.logprobs, choice.finish_reason)
+        echo, scores = self._find_echo(index), choice.prompt_logprobs
+        more = {"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}
+        return {**self._format(index, echo, choice.text, scores, choice.logprobs, choice.finish_reason), **more}
 
-    def _format(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> JsonFields:
+    def _find_echo(self, index: int) -> str | None:
+        return self.request.echoes[self.request.find_prompt(index)] if self.request.echoes else None
+
+    def _format(
+        self,
+        index: int,
+        echo: str | None,
+        text: str,
+        scores: Sequence[TokenLogprob | None],
+        logprobs: Sequence[TokenLogprob],
+        reason: str | None,
+    ) -> JsonFields:
+        """echo: the prompt, where the answer begins with it. scores: of its tokens."""
         formatted = None
         if self.logprobs:
             offset = self.offsets.get(index, 0)
-            formatted = self.tokens.format_completion_logprobs(logprobs, offset)
-            self.offsets[index] = offset + sum(len(self.tokens.to_text(chosen.token_id)) for chosen in logprobs)
-        return {"index": index, "text": text, "logprobs": formatted, "finish_reason": reason}
+            first = None if echo is None else self.request.prompts[self.request.find_prompt(index)][0]
+            shown = [*(score for score in scores if score and echo is not None), *logprobs]
+            formatted = self.tokens.format_completion_logprobs(shown, offset, first)
+            begin = 0 if first is None else len(self.tokens.to_text(first))
+            lengths = (len(self.tokens.to_text(chosen.token_id)) for chosen in shown)
+            self.offsets[index] = offset + begin + sum(lengths)
+        return {"index": index, "text": (echo or "") + text, "logprobs": formatted, "finish_reason": reason}
 
 
 @dataclass
@@ -93,6 +122,7 @@ class ChatFormat:
     tokens: TokenFormatter
     logprobs: bool
     family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
+    prompt_logprobs: bool = False  # vLLM's field
     parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"
     object_name: ClassVar[str] = "chat.completion"
@@ -111,6 +141,7 @@ class ChatFormat:
 
     def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
         message: JsonFields = {"content": choice.text}
+        scores = choice.prompt_logprobs
         reason = choice.finish_reason
         if self.family is not None:
             parts, reason = self._parse(index, choice.text, reason)
@@ -120,6 +151,7 @@ class ChatFormat:
             "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
             "finish_reason": reason,
+            **({"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}),
         }
 
     def _parse(self, index: int, text: str, reason: str | None) -> tuple[Sequence[Part], str | None]:

@@ -79,9 +79,18 @@ class Trace(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptToken(BaseModel):
+    logprob: float
+    decoded_token: str
+
+
+# Of each token of the prompt, by token id: the token and the likeliest ones in its place; null for the first token.
+PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class CompletionChoice(BaseModel):
@@ -89,6 +98,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None = None
     dflash: Trace | None = None
 
 
@@ -140,6 +150,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None = None
     dflash: Trace | None = None
 
 

@@ -89,7 +89,7 @@ class ResponseBuilder:
 
     def _is_shown(self, delta: Delta) -> bool:
         """Incomplete characters, and what may be the beginning of a stop text, are held back: such deltas are empty."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or self._traced)
+        return bool(delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or self._traced)
 
     def _format_rounds(self, delta: Delta) -> Sequence[Any]:
         return self.format.tokens.format_rounds(delta) if self._traced else []

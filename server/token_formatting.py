@@ -29,6 +29,10 @@ class TokenFormatter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def join_texts(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, with U+FFFD for incomplete characters."""
+        return b"".join(map(self.to_bytes, tokens)).decode(errors="replace")
+
     # -- log-probabilities
 
     def format_chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
@@ -44,21 +48,38 @@ class TokenFormatter:
             "refusal": None,
         }
 
-    def format_completion_logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Mapping[str, Any]:
+    def format_completion_logprobs(
+        self, logprobs: Sequence[TokenLogprob], offset: int, first: int | None = None
+    ) -> Mapping[str, Any]:
         """`logprobs` of a choice of /v1/completions; the likeliest tokens include the chosen token.
 
-        offset: of the first token's text, in characters.
+        offset: of the first token's text, in characters. first: a token before all others, which has no
+        log-probability: the first one of an echoed prompt.
         """
-        lengths = accumulate((len(self.to_text(chosen.token_id)) for chosen in logprobs), initial=offset)
+        begin = [] if first is None else [first]
+        tokens = [*begin, *(chosen.token_id for chosen in logprobs)]
+        lengths = accumulate((len(self.to_text(token)) for token in tokens), initial=offset)
+        nothing = [None] * len(begin)
         return {
-            "tokens": [self.to_unique_text(chosen.token_id) for chosen in logprobs],
-            "token_logprobs": [chosen.logprob for chosen in logprobs],
+            "tokens": [*map(self.to_unique_text, tokens)],
+            "token_logprobs": [*nothing, *(chosen.logprob for chosen in logprobs)],
             "top_logprobs": [
-                {self.to_unique_text(token): value for token, value in (*chosen.top, (chosen.token_id, chosen.logprob))}
-                for chosen in logprobs
+                *nothing,
+                *({self.to_unique_text(token): value for token, value in _list_candidates(one)} for one in logprobs),
             ],
             "text_offset": list(lengths)[:-1],
         }
+
+    def format_prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Mapping[str, Any] | None]:
+        """`prompt_logprobs` as vLLM has them: candidates by token id, without their ranks."""
+        return [
+            score
+            and {
+                str(token): {"logprob": value, "decoded_token": self.to_text(token)}
+                for token, value in _list_candidates(score)
+            }
+            for score in logprobs
+        ]
 
     def _format_logprob(self, token: int, logprob: float) -> Mapping[str, Any]:
         return {"token": self.to_text(token), "logprob": logprob, "bytes": list(self.to_bytes(token))}
@@ -86,3 +107,8 @@ class TokenFormatter:
 
     def _format_tokens(self, tokens: Iterable[int]) -> list[Mapping[str, Any]]:
         return [{"id": token, "text": self.to_text(token)} for token in tokens]
+
+
+def _list_candidates(chosen: TokenLogprob) -> Sequence[tuple[int, float]]:
+    """The likeliest tokens and the chosen one, with their log-probabilities."""
+    return (*chosen.top, (chosen.token_id, chosen.logprob))

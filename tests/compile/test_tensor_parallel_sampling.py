@@ -1,4 +1,4 @@
-"""Sampled rounds on several CPU devices choose the tokens that one device chooses."""
+"""Sampled rounds and scored prompts on several CPU devices give what one device gives."""
 
 import json
 import os
@@ -22,6 +22,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.cache.devices import make_mesh
+from dflash_aot.compile.programs import sampling
 from dflash_aot.compile.programs.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs.programs import Programs
 
@@ -33,10 +34,13 @@ ASKED = (
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
 )
 
+KINDS = ("greedy", "sample", "prompt_logprobs")
+sampling.SCORED_ROWS = 5  # four groups of a chunk, the last one with padding
+
 class Server:
     def __init__(self, devices):
         self.devices = jax.devices()[:devices]
-        self.programs = Programs(target, draft, "float32", devices=devices, sampling=("greedy", "sample"))
+        self.programs = Programs(target, draft, "float32", devices=devices, sampling=KINDS)
         self.signatures = {one.label: one for one in self.programs.list_signatures(grid)}
         self.known, self.jitted = self.programs.arrays_by_name(grid), {}
         rng = np.random.default_rng(3)
@@ -68,6 +72,14 @@ class Server:
             slot_bias=np.sin(tokens)[None], slot_prompted=np.isin(tokens, prompt)[None], slot_tops=[1],
         )
 
+    def score(self):
+        tokens, starts = np.arange(1, 18)[None] * 5 % 40, {"slots": [2], "starts": [0], "counts": [16]}
+        found = self.run(
+            "scored_prefill prefill=16 length=32",
+            tokens=tokens[:, :-1], next_tokens=tokens[:, 1:], gives_first=[True], **starts,
+        )
+        return {name: array.tolist() for name, array in found.items() if name != "features"}
+
     def round(self, k):
         bucket = f"batch=3 length=32 k={k}"
         block = self.run(f"draft {bucket}", sampled=[True]) if k else {}
@@ -89,7 +101,7 @@ def serve(devices):
     server.run("move", source=[1], destination=[0])
     rounds.append(server.round(3))
     state = {name: np.asarray(server.arrays[name]).tolist() for name in ("lengths", "anchors", "counts", "prompted")}
-    return {"rounds": rounds, "state": state}
+    return {"rounds": rounds, "state": state, "scores": server.score()}
 
 print(json.dumps({devices: serve(devices) for devices in (1, 2, 4)}))
 """
@@ -124,6 +136,15 @@ def test_several_devices_choose_what_one_device_chooses(served, devices):
         assert (other["tokens"], other["top_tokens"]) == (one["tokens"], one["top_tokens"])
         for name in ("logprobs", "top_logprobs"):
             np.testing.assert_allclose(other[name], one[name], atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", ["2", "4"])
+def test_several_devices_score_a_prompt_as_one_device_does(served, devices):
+    alone, together = served["1"]["scores"], served[devices]["scores"]
+    assert (together["first"], together["top_tokens"]) == (alone["first"], alone["top_tokens"])
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(together[name], alone[name], atol=1e-4)
+    assert np.ptp(alone["logprobs"]) > 1
 
 
 def test_rounds_vary_in_tokens_and_logprobs(served):

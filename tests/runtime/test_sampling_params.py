@@ -13,7 +13,7 @@ NOT_NUMBERS = ("hot", True, None, math.nan, [1.0])
 NOT_WHOLE_NUMBERS = (1.5, 2.0, True, "8", [1])
 # By parameter: values of other types, and values just outside the bounds.
 REFUSED = {
-    "max_tokens": [*NOT_WHOLE_NUMBERS, 0, -3],
+    "max_tokens": [*NOT_WHOLE_NUMBERS, -1, -3],
     "temperature": [*NOT_NUMBERS, -0.1, math.inf, 10_001],
     "top_k": [*NOT_WHOLE_NUMBERS, None, -1],
     "top_p": [*NOT_NUMBERS, 0, -0.5, 1e-9, 1.01, math.inf],
@@ -32,12 +32,13 @@ REFUSED = {
         *({1: "2"}, {1: None}, {1: True}, {1: math.nan}, {1: math.inf}, {1: 100.1}, {1: 0.0, 2: -100.1}),
     ],
     "logprobs": [*NOT_WHOLE_NUMBERS, -1, 21],
+    "prompt_logprobs": [*NOT_WHOLE_NUMBERS, -1, 21],
     "k": [*NOT_WHOLE_NUMBERS, -1],
     "structured_outputs": ["{}", b"{}", [1], 5, True],
 }
 # By parameter: the smallest and the largest value, and each type.
 ACCEPTED = {
-    "max_tokens": [None, 1, 10**9],
+    "max_tokens": [None, 0, 1, 10**9],
     "temperature": [0, 0.0, 1e-6, 10_000],
     "top_k": [0, 1, 10**9],
     "top_p": [1, 1.0, 1e-6],
@@ -52,6 +53,7 @@ ACCEPTED = {
     "frequency_penalty": [0, -2.0, 2, 10_000],
     "logit_bias": [None, {}, {0: 1}, {7: -100, 8: 100.0}, MappingProxyType({3: 0.5})],
     "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
     "k": [None, 0, 15],
     "structured_outputs": [None, {"regex": "a"}],  # the engine checks what is in it
 }

@@ -280,6 +280,59 @@ def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
+ECHOED = {"model": "embedded", "temperature": 0, "echo": True}
+
+
+def test_echo_gives_the_logprobs_of_the_prompt(client, engine):
+    ids = engine.tokenizer.encode(PROMPT)
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2))
+    for prompt in (PROMPT, ids):
+        (choice,) = client.completions.create(**ECHOED, prompt=prompt, max_tokens=4, logprobs=2).choices
+        assert choice.text == PROMPT + expected.text == "".join(choice.logprobs.tokens)
+        scores = [*expected.prompt_logprobs[1:], *expected.logprobs]
+        assert choice.logprobs.token_logprobs[0] is choice.logprobs.top_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx([score.logprob for score in scores], abs=1e-5)
+        offsets = choice.logprobs.text_offset
+        assert [choice.text[offset:][:1] for offset in offsets] == [token[:1] for token in choice.logprobs.tokens]
+
+
+def test_echo_without_new_tokens_scores_the_prompt_only(client, engine):
+    prompts = [engine.tokenizer.encode(PROMPT), [5]]
+    response = client.completions.create(**ECHOED, prompt=prompts, max_tokens=0, logprobs=0)
+    first, second = response.choices
+    assert (first.text, first.finish_reason, response.usage.completion_tokens) == (PROMPT, "length", 0)
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=0)).prompt_logprobs
+    assert first.logprobs.token_logprobs[1:] == pytest.approx([score.logprob for score in expected[1:]], abs=1e-5)
+    assert second.logprobs.token_logprobs == [None] and len(second.logprobs.tokens) == 1
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_streamed_echo_adds_up_to_the_whole(client, logprobs):
+    fields = {**ECHOED, "prompt": PROMPT, "max_tokens": 6, "n": 2, "logprobs": logprobs}
+    choices = client.completions.create(**fields).choices
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**fields, stream=True)]
+    for choice in choices:
+        own = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.text for chunk in own) == choice.text
+        if logprobs:
+            offsets = [offset for chunk in own for offset in chunk.logprobs.text_offset]
+            assert offsets == choice.logprobs.text_offset
+
+
+def test_prompt_logprobs_have_the_form_of_vllm(client, engine):
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=1)).prompt_logprobs
+    body = {"extra_body": {"prompt_logprobs": 1}, "model": "embedded", "max_tokens": 1, "temperature": 0}
+    found = client.completions.create(**body, prompt=PROMPT).choices[0].prompt_logprobs
+    assert found[0] is None and len(found) == len(expected)
+    for score, given in zip(expected[1:], found[1:], strict=True):
+        assert given[str(score.token_id)]["logprob"] == pytest.approx(score.logprob, abs=1e-5)
+        assert given.keys() == {str(score.token_id), *(str(token) for token, _ in score.top)}
+    chat = client.chat.completions.create(**body, messages=MESSAGES).choices[0].prompt_logprobs
+    assert chat[0] is None and all(next(iter(score.values()))["decoded_token"] for score in chat[1:])
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs are not streamed"):
+        client.completions.create(**body, prompt=PROMPT, stream=True)
+
+
 def test_chat_logprobs_equal_the_engines(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
     response = client.chat.completions.create(
@@ -355,7 +408,7 @@ def test_model_is_listed_and_retrieved(client):
         ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
         ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
         ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
-        ({"extra_body": {"echo": True}}, 400, "invalid_value", "echo"),
+        ({"extra_body": {"best_of": 2}}, 400, "invalid_value", "best_of"),
         ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"n": 17}, 400, "invalid_value", "n: "),

@@ -268,7 +268,7 @@ def test_error_in_messages_names_its_path(client, messages, words):
         ({"logit_bias": {str(1 << 30): 1}}, "invalid_value", "token"),
         ({"logit_bias": {"a": 1}}, "invalid_value", "logit_bias.a"),
         ({"logit_bias": {"9999999999": 1}}, "invalid_value", "token"),
-        ({"echo": True}, "invalid_value", "echo: Input should be False"),
+        ({"suffix": "a"}, "invalid_value", "suffix: Input should be ''"),
         ({"k": 3}, "not_built", "k is 3: this server has 0, 7"),
         ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options without stream"),
         ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x is not a known field: leave it out"),
