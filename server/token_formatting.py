@@ -72,14 +72,13 @@ class TokenFormatter:
 
     def format_prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Mapping[str, Any] | None]:
         """`prompt_logprobs` as vLLM has them: candidates by token id, without their ranks."""
-        return [
-            score
-            and {
-                str(token): {"logprob": value, "decoded_token": self.to_text(token)}
-                for token, value in _list_candidates(score)
-            }
-            for score in logprobs
-        ]
+        return [None if score is None else self._format_candidates(score) for score in logprobs]
+
+    def _format_candidates(self, score: TokenLogprob) -> Mapping[str, Any]:
+        return {
+            str(token): {"logprob": value, "decoded_token": self.to_text(token)}
+            for token, value in _list_candidates(score)
+        }
 
     def _format_logprob(self, token: int, logprob: float) -> Mapping[str, Any]:
         return {"token": self.to_text(token), "logprob": logprob, "bytes": list(self.to_bytes(token))}
