@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormat, find_expert_dtype
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
@@ -38,7 +38,7 @@ def diagnose_weights(manifest: Manifest, directories: Mapping[CheckpointRole, Pa
     for role, directory in directories.items():
         if quantization := read_quantization(read_config(directory)):
             weights = manifest.dtype if formats[role] == "plain" else formats[role]
-            conversion = plan_conversion(quantization, weights, find_expert_dtype(manifest.weights, role))
+            conversion = plan_conversion(quantization, weights)
             if not conversion.exact:
                 yield f"{directory}: {conversion.summary}"
 

@@ -91,12 +91,6 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def find_expert_dtype(recipes: Sequence[WeightRecipe], checkpoint: CheckpointRole) -> str | None:
-    """Returns the dtype of a model's experts on the device, None if it has none."""
-    own = (recipe for recipe in recipes if recipe.checkpoint == checkpoint and recipe.encoding != "int8_scales")
-    return next((recipe.dtype for recipe in own if ".experts." in recipe.placements[0].tensor), None)
-
-
 def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
     """Returns why a recipe is invalid (slices outside, wrong shapes, gaps, overlaps), None if it is valid."""
     for placement in recipe.placements:

@@ -88,19 +88,14 @@ class WeightConversion(msgspec.Struct, frozen=True):
     summary: str
 
 
-def plan_conversion(quantization: Quantization, weights: str, experts: str | None = None) -> WeightConversion:
-    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint.
-
-    experts: what experts are instead, None if there are none or they are no exception.
-    """
-    kinds = {weights, experts or weights}
-    exact = kinds <= ({"float32", "int8"} if quantization.exact else {"float32"})
+def plan_conversion(quantization: Quantization, weights: str) -> WeightConversion:
+    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint."""
+    exact = weights in (("float32", "int8") if quantization.exact else ("float32",))
     action = f"are multiplied out to {weights}"
     if weights == "int8":
         action = "are kept" if quantization.exact else "become int8 with a scale per output channel"
-    exception = f", experts are multiplied out to {experts}" if experts not in (None, weights) else ""
     rounding = "" if exact else ", rounded"
-    summary = f"weights stored as {quantization.title} {action}{exception}{rounding}"
+    summary = f"weights stored as {quantization.title} {action}{rounding}"
     return WeightConversion(quantization.encoding, weights, exact, summary)
 
 

@@ -204,8 +204,14 @@ class Roofline:
         read, used = _mlp_rows(decoder, tokens)
         per_row = decoder.layers * decoder.hidden
         projections = self._multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
-        experts: WeightFormat = "plain" if isinstance(decoder.mlp, MixtureOfExperts) else format_
-        return projections + self._multiply(per_row * read, experts, 2 * tokens * per_row * used)
+        router = per_row * (decoder.mlp.count if isinstance(decoder.mlp, MixtureOfExperts) else 0)
+        return _sum(
+            (
+                projections,
+                self._multiply(router, "plain", 2 * tokens * router),
+                self._multiply(per_row * read, format_, 2 * tokens * per_row * used),
+            )
+        )
 
     def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
@@ -234,11 +240,14 @@ def expected_experts(experts: MixtureOfExperts, tokens: int) -> float:
 
 
 def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
-    """Weight rows of hidden width in the MLP of a layer: how many a call reads, and how many each token uses."""
+    """Weight rows of hidden width in the MLP of a layer: how many a call reads, and how many each token uses.
+
+    Without those of a router.
+    """
     mlp = decoder.mlp
     if not isinstance(mlp, MixtureOfExperts):
         return 3 * mlp.width, 3 * mlp.width
-    return mlp.count + expected_experts(mlp, tokens) * 3 * mlp.width, mlp.count + mlp.chosen * 3 * mlp.width
+    return expected_experts(mlp, tokens) * 3 * mlp.width, mlp.chosen * 3 * mlp.width
 
 
 def _kv_width(decoder: Decoder) -> int:

@@ -14,7 +14,7 @@ from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, pars
 from dflash_aot.compile.emulation.hlo_text import print_program
 from dflash_aot.compile.kernels import expert_mlp, kv_attention
 
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "pred": "bool"}
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 # By name: (facts of the metadata, operands) → result.
 INTERPRETERS: Mapping[str, Callable[..., jax.Array]] = {

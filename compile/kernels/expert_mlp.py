@@ -2,7 +2,7 @@
 
 A grid step runs one expert on all tokens, while the matrices of the next chosen expert are copied to VMEM. As a loop
 of XLA's operations, experts wait for each other: a product streams its own weight, but nothing is read between two
-products.
+products. Int8 matrices are converted tile by tile; their products are multiplied by the scales of their rows.
 
 E experts · X experts of all layers · M width of an expert · H hidden · n tokens
 """
@@ -22,7 +22,8 @@ from dflash_aot.compile.kernels.kernel_device import ChosenExperts
 from dflash_aot.compile.kernels.tiling import LANES, round_up
 
 NAME = "run_chosen_experts"
-ROWS = 16  # of a memory tile of bfloat16
+ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
+SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
 VMEM_BYTES = 14 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
 MAX_TOKENS = 256  # of a call: more of them take longer to multiply than an expert takes to be read
 
@@ -40,7 +41,7 @@ def run_chosen_experts(
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
     (n, H), M = tokens.shape, chosen.down.shape[2]
-    work = divide_work(n, H, M, tokens.dtype.itemsize, cores)
+    work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), cores)
     if work is None:
         return None
     turned, padding = is_turned(M), ((0, -n % work.rows), (0, 0))
@@ -48,9 +49,15 @@ def run_chosen_experts(
     # At least one step, which writes the result.
     scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
     matrices = (chosen.gate_up, chosen.gate_up, chosen.down.swapaxes(1, 2) if turned else chosen.down)
+    # XLA would copy the scales of all layers to VMEM for each call, where they fit.
+    scales = [
+        pltpu.with_memory_space_constraint(one, pltpu.HBM)
+        for one in (chosen.gate_up_scale, chosen.down_scale)
+        if one is not None
+    ]
     facts, parts = _ExpertFacts(work.tile, turned, expected), range(0, len(tokens), work.rows)
     ends = [(tokens[at : at + work.rows], shares[at : at + work.rows]) for at in parts]
-    totals = [_call_kernel(facts, (*scalars, *arrays, *matrices), interpret).sum(axis=0) for arrays in ends]
+    totals = [_call_kernel(facts, (*scalars, *arrays, *matrices, *scales), interpret).sum(axis=0) for arrays in ends]
     return jnp.concatenate(totals)[:n]
 
 
@@ -62,18 +69,18 @@ class ExpertWork:
     tile: int
 
 
-def divide_work(n: int, hidden: int, width: int, itemsize: int, cores: int) -> ExpertWork | None:
-    """As few calls for n tokens, and as large tiles, as VMEM takes.
+def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], cores: int) -> ExpertWork | None:
+    """As few calls for n tokens, and as large tiles, as VMEM takes. `items`: bytes of a number of tokens, of matrices.
 
     None where not even the smallest fit, and for sizes that are not whole memory tiles.
     """
-    if hidden % LANES or width % ROWS:
+    if hidden % LANES or width % ROWS[items[1]]:
         return None
     for calls in range(-(-n // MAX_TOKENS), n + 1):
-        rows = round_up(-(-n // calls), ROWS)
-        if tile := choose_tile(rows, hidden, width, itemsize, cores):
+        rows = round_up(-(-n // calls), ROWS[items[0]])
+        if tile := choose_tile(rows, hidden, width, items, cores):
             return ExpertWork(rows, tile)
-        if rows == ROWS:
+        if rows == ROWS[items[0]]:
             return None
     return None
 
@@ -87,29 +94,35 @@ def is_turned(width: int) -> bool:
     return width % LANES != 0
 
 
-def choose_tile(rows: int, hidden: int, width: int, itemsize: int, cores: int) -> int | None:
+def choose_tile(rows: int, hidden: int, width: int, items: tuple[int, int], cores: int) -> int | None:
     """How much of an expert's width a grid step takes; None where no tile fits in VMEM.
 
     Cores divide the width and not the experts, so that a token's sum has the same order whatever others choose.
+    Scales lie along the lanes, which a grid step takes in whole registers or all.
     """
-    unit = ROWS if is_turned(width) else LANES
+    unit = ROWS[items[1]] if is_turned(width) and items[1] > 1 else LANES
     fitting = [
         tile
         for tile in (width // parts for parts in range(1, width + 1) if width % parts == 0)
-        if tile % ROWS == 0
+        if tile % ROWS[items[1]] == 0
         and (tile == width or tile % unit == 0)
-        and count_vmem(rows, hidden, tile, itemsize) <= VMEM_BYTES
+        and count_vmem(rows, hidden, tile, items) <= VMEM_BYTES
     ]
     shared = (tile for tile in fitting if width // tile % cores == 0)
     return next(shared, fitting[0] if fitting else None)
 
 
-def count_vmem(rows: int, hidden: int, tile: int, itemsize: int) -> int:
-    """Bytes of VMEM: two buffers of the matrices, the tokens and the result, and one product of each matrix."""
-    lanes = round_up(tile, LANES)
-    matrices = 3 * lanes * hidden * itemsize
-    ends = rows * hidden * (itemsize + 4)
-    return 2 * (matrices + ends) + 4 * rows * (2 * lanes + hidden)
+def count_vmem(rows: int, hidden: int, tile: int, items: tuple[int, int]) -> int:
+    """Bytes of VMEM: two buffers of the matrices, the tokens and the result, and one product of each matrix.
+
+    Of int8, two buffers of the scales, and the tiles of the three matrices in the tokens' dtype.
+    """
+    lanes, (item, stored) = round_up(tile, LANES), items
+    matrices = 3 * lanes * hidden
+    scales = 4 * SCALE_ROWS * (lanes + hidden)
+    ends = rows * hidden * (item + 4)
+    converted = (2 * scales + matrices * item) * (stored == 1)
+    return 2 * (matrices * stored + ends) + 4 * rows * (2 * lanes + hidden) + converted
 
 
 def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
@@ -133,9 +146,12 @@ class _ExpertFacts:
 
 
 def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
-    """operands: count, first, numbers, tokens, shares, gate_up twice, down → float32 [tiles, n, H], to be summed."""
-    count, _, _, tokens, shares, gate_up, _, down = operands
-    (n, H), M, item = tokens.shape, gate_up.shape[1] // 2, down.dtype.itemsize
+    """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
+
+    The result is float32 [tiles, n, H], to be summed.
+    """
+    count, _, _, tokens, shares, gate_up, _, down, *scales = operands
+    (n, H), M = tokens.shape, gate_up.shape[1] // 2
     tiles = M // facts.tile
     whole = [pl.BlockSpec(array.shape, lambda tile, step, *_: (0, 0)) for array in (tokens, shares)]
     gate, up = (
@@ -149,20 +165,28 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
         (None, facts.tile, H) if facts.turned else (None, H, facts.tile),
         lambda tile, step, first, numbers: (first[0] + numbers[step], *((tile, 0) if facts.turned else (0, tile))),
     )
+    pairs, wholes = SCALE_ROWS // 2, SCALE_ROWS
+    scale_tiles = [
+        pl.BlockSpec(
+            (SCALE_ROWS, facts.tile), lambda tile, step, first, numbers: ((first[0] + numbers[step]) // pairs, tile)
+        ),
+        pl.BlockSpec((SCALE_ROWS, H), lambda tile, step, first, numbers: ((first[0] + numbers[step]) // wholes, 0)),
+    ]
     call = pl.pallas_call(
         partial(_add_expert, facts),
         out_shape=jax.ShapeDtypeStruct((tiles, n, H), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(tiles, count),
-            in_specs=[*whole, gate, up, down_tile],
+            in_specs=[*whole, gate, up, down_tile, *(scale_tiles if scales else ())],
             out_specs=pl.BlockSpec((None, n, H), lambda tile, step, *_: (tile, 0, 0)),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=int(facts.expected * 6 * n * M * H),
             transcendentals=int(facts.expected * n * M),
-            bytes_accessed=int(facts.expected * 3 * M * H * item) + tiles * n * H * (item + 4),
+            bytes_accessed=int(facts.expected * 3 * M * H * down.dtype.itemsize)
+            + tiles * n * H * (tokens.dtype.itemsize + 4),
         ),
         interpret=interpret,
         name=NAME,
@@ -172,26 +196,51 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
 
 
 def _add_expert(
-    facts: "_ExpertFacts", first: Any, numbers: Any, tokens: Any, shares: Any, gate: Any, up: Any, down: Any, out: Any
+    facts: "_ExpertFacts",
+    first: Any,
+    numbers: Any,
+    tokens: Any,
+    shares: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    *scales_and_out: Any,
 ) -> None:
     """The kernel: one grid step adds a part of an expert's width. Rounds where `RoutedMlp` does."""
+    *scales, out = scales_and_out
     step, dtype = pl.program_id(1), tokens.dtype
+    gate_scale, up_scale, down_scale = _pick_scales(scales, first[0] + numbers[step])
 
     @pl.when(step == 0)
     def clear() -> None:
         out[...] = jnp.zeros_like(out)
 
-    gated, raised = (_multiply(tokens[...], part[...]).astype(dtype).astype(jnp.float32) for part in (gate, up))
+    gated, raised = (
+        _multiply(tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
+        for part, scale in ((gate, gate_scale), (up, up_scale))
+    )
     opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
-    output = _multiply((opened * raised).astype(dtype), down[...], turned=facts.turned)
+    output = _multiply((opened * raised).astype(dtype), down[...], down_scale, facts.turned)
     mine = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == numbers[step]
     share = jnp.sum(jnp.where(mine, shares[...], 0), axis=1, keepdims=True)
     out[...] += jnp.where(share > 0, share * output, 0)
 
 
-def _multiply(rows: jax.Array, weight: jax.Array, turned: bool = False) -> jax.Array:
-    """rows [n, in], weight [out, in], or [in, out] if it is turned → float32 [n, out]."""
+def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | None]:
+    """The scales of an expert's gate, up and down [1, out], from blocks of SCALE_ROWS rows; None for plain matrices."""
+    if not scales:
+        return [None] * 3
+    gate_up, down = scales
+    pair = 2 * (expert % (SCALE_ROWS // 2))
+    return [gate_up[pl.ds(pair, 1), :], gate_up[pl.ds(pair + 1, 1), :], down[pl.ds(expert % SCALE_ROWS, 1), :]]
+
+
+def _multiply(rows: jax.Array, weight: jax.Array, scale: jax.Array | None, turned: bool = False) -> jax.Array:
+    """rows [n, in], weight [out, in], or [in, out] if it is turned, scale [1, out] → float32 [n, out]."""
     # Explicit: the precision of the context is for products of float32.
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     contracted = (((1,), (0 if turned else 1,)), ((), ()))
-    return jax.lax.dot_general(rows, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(
+        rows, weight.astype(rows.dtype), contracted, precision=precision, preferred_element_type=jnp.float32
+    )
+    return product if scale is None else product * scale

@@ -55,6 +55,8 @@ class ChosenExperts:
         numbers: the chosen experts of the layer in ascending order, int32 [E]; behind them anything below E.
         count: of chosen experts, int32 scalar.
         shares: float32 [n, E], the weight of each expert in each token's output; 0 for those that it did not choose.
+        gate_up_scale: of int8 matrices, a float32 scale for each row [2X, M]: gate and up of each expert in turn.
+        down_scale: of the same [X, H].
     """
 
     gate_up: jax.Array
@@ -63,6 +65,8 @@ class ChosenExperts:
     numbers: jax.Array
     count: jax.Array
     shares: jax.Array
+    gate_up_scale: jax.Array | None = None
+    down_scale: jax.Array | None = None
 
 
 def run_experts(

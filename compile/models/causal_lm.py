@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, kind, tp)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
         if isinstance(decoder.mlp, MixtureOfExperts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind.dtype, tp, kernels)
+            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind, tp, kernels)
         else:
             self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp)
 

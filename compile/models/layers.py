@@ -67,16 +67,17 @@ class WeightKind:
         stored: tuple[int, ...],
         axis: int = 0,
         split: int | None = None,
+        sliced: bool = True,
     ) -> tuple[nnx.Param, nnx.Param | None]:
         """A weight [*out, in] of a linear layer and its scales, float32 [*out]; None for a plain weight.
 
         Arguments are those of `parameter`. The scales of a weight `name` are the attribute `name_scale`.
         """
         if self.format == "plain":
-            return parameter(shape, self.dtype, tensors, stored, axis, split), None
-        values = parameter(shape, "int8", tensors, stored, axis, split)
+            return parameter(shape, self.dtype, tensors, stored, axis, split, sliced), None
+        values = parameter(shape, "int8", tensors, stored, axis, split, sliced)
         whole = split == len(shape) - 1  # a scale belongs to a whole row
-        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split)
+        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split, sliced)
         return values, scales
 
 

@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.analysis.roofline import expected_experts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import Linear, WeightKind, parameter
+from dflash_aot.compile.models.layers import Linear, WeightKind, read
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -31,16 +31,16 @@ class RoutedMlp(nnx.Module):
         self,
         hidden: int,
         experts: MixtureOfExperts,
-        dtype: str,
+        kind: WeightKind,
         tp: TensorParallel = ONE_DEVICE,
         kernels: KernelDevice | None = None,
     ):
         E, M = experts.count, experts.width
         pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
-        self.gate = Linear(E, hidden, WeightKind(dtype))
-        self.gate_up = parameter((2 * E, M, hidden), dtype, pairs, (M, hidden), split=1, sliced=False)
-        self.down = parameter((E, hidden, M), dtype, downs, (hidden, M), split=2, sliced=False)
+        self.gate = Linear(E, hidden, WeightKind(kind.dtype))
+        self.gate_up, self.gate_up_scale = kind.linear((2 * E, M, hidden), pairs, (M, hidden), split=1, sliced=False)
+        self.down, self.down_scale = kind.linear((E, hidden, M), downs, (hidden, M), split=2, sliced=False)
         self.experts, self.tp, self.kernels = experts, tp, kernels
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
@@ -61,7 +61,12 @@ class RoutedMlp(nnx.Module):
         # All layers' experts along one axis, reshaped before any slice: on TPU a slice that is reshaped is copied.
         gate_up = gate_up.reshape(-1, 2 * gate_up.shape[-2], gate_up.shape[-1])
         down = down.reshape(-1, *down.shape[-2:])
-        return ChosenExperts(gate_up, down, jnp.int32(first), *_list_true((shares > 0).any(axis=0)), shares)
+        scales = [
+            None if scale is None else scale.reshape(-1, scale.shape[-1])
+            for scale in (read(self.gate_up_scale), read(self.down_scale))
+        ]
+        numbers, count = _list_true((shares > 0).any(axis=0))
+        return ChosenExperts(gate_up, down, jnp.int32(first), numbers, count, shares, *scales)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
@@ -79,9 +84,7 @@ def _run_in_turn(tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
 
     def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
         expert = chosen.numbers[index]
-        output = _run_expert(
-            _pick(chosen.gate_up, chosen.first + expert), _pick(chosen.down, chosen.first + expert), tokens
-        )
+        output = _run_expert(chosen, chosen.first + expert, tokens)
         share = _pick(chosen.shares, expert, axis=1)[:, None]
         # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
         return total + jnp.where(share > 0, share * output, 0)
@@ -89,10 +92,14 @@ def _run_in_turn(tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
     return jax.lax.fori_loop(0, chosen.count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
 
 
-def _run_expert(gate_up: jax.Array, down: jax.Array, tokens: jax.Array) -> jax.Array:
-    """gate_up [2M, H], down [H, M], tokens [n, H] → float32 [n, H]."""
-    gate, up = jnp.split(matmul(gate_up, tokens), 2, axis=-1)
-    return matmul(down, multiply(silu(gate), up), dtype=jnp.float32)
+def _run_expert(chosen: ChosenExperts, expert: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`expert` of the stack on tokens [n, H] → float32 [n, H]."""
+    gate_up_scale = down_scale = None
+    if chosen.gate_up_scale is not None and chosen.down_scale is not None:
+        gate_up_scale = jax.lax.dynamic_slice_in_dim(chosen.gate_up_scale, 2 * expert, 2)
+        down_scale = _pick(chosen.down_scale, expert)
+    gate, up = jnp.split(matmul(_pick(chosen.gate_up, expert), tokens, gate_up_scale), 2, axis=-1)
+    return matmul(_pick(chosen.down, expert), multiply(silu(gate), up), down_scale, dtype=jnp.float32)
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:

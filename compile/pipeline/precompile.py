@@ -11,7 +11,7 @@ from dflash_aot.cache.bundle.export_window import find_rebuild_doubt
 from dflash_aot.cache.bundle.manifest import DraftModel, Manifest, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, find_expert_dtype
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
@@ -343,13 +343,8 @@ def _plan_conversions(
 ) -> dict[CheckpointRole, WeightConversion]:
     """What the bundle makes of the weights of quantized checkpoints."""
     formats: dict[CheckpointRole, str] = {"target": programs.formats.target, "draft": programs.formats.draft}
-    recipes = programs.recipes() if stored else ()
     return {
-        role: plan_conversion(
-            quantization,
-            programs.pair.dtype if formats[role] == "plain" else formats[role],
-            find_expert_dtype(recipes, role),
-        )
+        role: plan_conversion(quantization, programs.pair.dtype if formats[role] == "plain" else formats[role])
         for role, quantization in stored.items()
     }
 

@@ -235,19 +235,16 @@ def test_format_of_the_group_precedes(read_section):
 
 
 @pytest.mark.parametrize(
-    ("section", "weights", "experts", "exact", "summary"),
+    ("section", "weights", "exact", "summary"),
     [
-        (COMPRESSED, "int8", None, True, "int8 with a scale per output channel are kept"),
-        (COMPRESSED, "int8", "int8", True, "int8 with a scale per output channel are kept"),
-        (COMPRESSED, "int8", "bfloat16", False, "are kept, experts are multiplied out to bfloat16, rounded"),
-        (COMPRESSED, "int8", "float32", True, "are kept, experts are multiplied out to float32"),
-        (COMPRESSED, "bfloat16", "bfloat16", False, "are multiplied out to bfloat16, rounded"),
-        (FP8, "int8", None, False, "128 x 128 block become int8 with a scale per output channel, rounded"),
-        (FP8, "float32", None, True, "FP8 with a scale per 128 x 128 block are multiplied out to float32"),
+        (COMPRESSED, "int8", True, "int8 with a scale per output channel are kept"),
+        (COMPRESSED, "bfloat16", False, "are multiplied out to bfloat16, rounded"),
+        (FP8, "int8", False, "128 x 128 block become int8 with a scale per output channel, rounded"),
+        (FP8, "float32", True, "FP8 with a scale per 128 x 128 block are multiplied out to float32"),
     ],
 )
-def test_conversion_says_whether_numbers_are_rounded(read_section, section, weights, experts, exact, summary):
-    conversion = plan_conversion(read_section(section), weights, experts)
+def test_conversion_says_whether_numbers_are_rounded(read_section, section, weights, exact, summary):
+    conversion = plan_conversion(read_section(section), weights)
     assert conversion.exact == exact
     assert conversion.summary.endswith(summary)
 

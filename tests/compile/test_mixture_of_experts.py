@@ -9,17 +9,19 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.kernels.expert_mlp import ExpertWork, divide_work
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
+from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.parameters import AbstractModel
 from tests.compile.quick import jit_quickly
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 24, 12, 16, 3
+PLAIN, INT8 = WeightKind("float32"), WeightKind("float32", "int8")
 
 
 @pytest.fixture(scope="module")
 def weights():
     rng = np.random.default_rng(11)
-    shapes = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, True), "float32")).shapes()
+    shapes = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, True), PLAIN)).shapes()
     return {name: rng.standard_normal(leaf.shape, np.float32) / 2 for name, leaf in shapes.items()}
 
 
@@ -28,8 +30,8 @@ def tokens():
     return np.random.default_rng(12).standard_normal((32, HIDDEN), np.float32)
 
 
-def jitted(normalized):
-    model = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, normalized), "float32"))
+def jitted(normalized, kind=PLAIN):
+    model = AbstractModel(lambda: RoutedMlp(HIDDEN, MixtureOfExperts(COUNT, CHOSEN, WIDTH, normalized), kind))
     return jax.jit(lambda weights, x: model.bind(weights)(x))
 
 
@@ -59,6 +61,17 @@ def run_slowly(weights, token, normalized):
 def test_routed_mlp_equals_a_loop_over_tokens(weights, tokens, normalized, count):
     expected = [run_slowly(weights, token, normalized) for token in tokens[:count]]
     found = jitted(normalized)(weights, tokens[:count])
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_int8_experts_equal_plain_experts_of_the_same_numbers(weights, tokens, count):
+    stored, meant = dict(weights), dict(weights)
+    for name in ("gate_up", "down"):
+        scales = np.abs(weights[name]).max(axis=-1) / np.float32(127)
+        stored[name] = np.rint(weights[name] / scales[..., None]).astype(np.int8)
+        stored[f"{name}_scale"], meant[name] = scales, stored[name] * scales[..., None]
+    expected, found = run(meant, tokens[:count]), jitted(True, INT8)(stored, tokens[:count])
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
@@ -94,9 +107,10 @@ def test_overflow_in_an_expert_does_not_reach_tokens_that_did_not_choose_it(weig
     assert not np.isfinite(found[1]).any()
 
 
-def test_expert_weights_are_not_copied():
+@pytest.mark.parametrize("kind", [PLAIN, INT8], ids=lambda kind: kind.format)
+def test_expert_weights_are_not_copied(kind):
     hidden, experts, n = 256, MixtureOfExperts(32, 4, 128, True), 32
-    model = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32"))
+    model = AbstractModel(lambda: RoutedMlp(hidden, experts, kind))
     function = jax.jit(lambda weights, x: model.bind(weights)(x))
     compiled = function.lower(model.shapes(), jax.ShapeDtypeStruct((n, hidden), jnp.float32)).compile()
     one_expert = 3 * hidden * experts.width * 4
@@ -104,11 +118,11 @@ def test_expert_weights_are_not_copied():
 
 
 @pytest.mark.parametrize(
-    ("width", "cores", "count"),
-    [(256, 1, 1), (256, 2, 20), (48, 1, 300)],
-    ids=["one token", "two cores", "turned, two calls"],
+    ("kind", "width", "cores", "count"),
+    [(PLAIN, 256, 1, 1), (PLAIN, 256, 2, 20), (PLAIN, 48, 1, 300), (INT8, 256, 2, 20), (INT8, 96, 1, 5)],
+    ids=["one token", "two cores", "turned, two calls", "int8, two cores", "int8, turned"],
 )
-def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(width, cores, count, capfd):
+def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(kind, width, cores, count, capfd):
     """In the second layer of a stack. Two experts that no token chooses are NaN, as are those of the first layer.
 
     The last token is NaN and chooses nothing.
@@ -116,7 +130,7 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(wi
     hidden, experts = 128, MixtureOfExperts(8, 2, width, True)
 
     def build(kernels):
-        model = AbstractModel(lambda: RoutedMlp(hidden, experts, "float32", kernels=kernels))
+        model = AbstractModel(lambda: RoutedMlp(hidden, experts, kind, kernels=kernels))
         return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
 
     model, loop = build(None)
@@ -126,9 +140,14 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(wi
         name: rng.standard_normal((2, *leaf.shape) if name != "gate.weight" else leaf.shape, np.float32) / 8
         for name, leaf in model.shapes().items()
     }
+    if kind is INT8:
+        for name in ("gate_up", "down"):
+            weights[name] = rng.integers(-127, 128, weights[name].shape, np.int8)
+            weights[f"{name}_scale"] = np.abs(weights[f"{name}_scale"]) / 100
+    ends = [f"{name}_scale" if kind is INT8 else name for name in ("gate_up", "down")]
     tokens = rng.standard_normal((count, hidden), np.float32)
     tokens[:, 0], weights["gate.weight"][[2, 5], 0] = 1, -100
-    weights["gate_up"][0], weights["down"][0], weights["down"][1, [2, 5]] = np.nan, np.nan, np.nan
+    weights[ends[0]][0], weights[ends[1]][0], weights[ends[1]][1, [2, 5]] = np.nan, np.nan, np.nan
     tokens = np.concatenate([tokens, np.full((1, hidden), np.nan, np.float32)])
     expected, found = (np.asarray(run(weights, tokens)) for run in (loop, kernel))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0.01
@@ -137,17 +156,21 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(wi
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "cores", "expected"),
+    ("tokens", "width", "item", "cores", "expected"),
     [
-        (16, 768, 1, ExpertWork(16, 384)),  # Qwen3-30B-A3B, batch=1 k=15
-        (16, 768, 2, ExpertWork(16, 384)),  # the cores share the width
-        (128, 768, 2, ExpertWork(128, 384)),
-        (256, 768, 2, ExpertWork(256, 128)),  # six tiles; of 256 there would be three
-        (600, 768, 1, ExpertWork(208, 256)),  # three calls
-        (16, 192, 1, ExpertWork(16, 192)),  # on each of four devices
-        (1, 768, 1, ExpertWork(16, 384)),
-        (16, 200, 1, None),  # no whole memory tiles
+        (16, 768, 2, 1, ExpertWork(16, 384)),  # Qwen3-30B-A3B, batch=1 k=15
+        (16, 768, 2, 2, ExpertWork(16, 384)),  # the cores share the width
+        (128, 768, 2, 2, ExpertWork(128, 384)),
+        (256, 768, 2, 2, ExpertWork(256, 128)),  # six tiles; of 256 there would be three
+        (600, 768, 2, 1, ExpertWork(208, 256)),  # three calls
+        (16, 192, 2, 1, ExpertWork(16, 192)),  # on each of four devices
+        (1, 768, 2, 1, ExpertWork(16, 384)),
+        (16, 200, 2, 1, None),  # no whole memory tiles
+        (16, 768, 1, 1, ExpertWork(16, 384)),  # int8
+        (16, 192, 1, 1, ExpertWork(16, 192)),
+        (16, 176, 2, 1, ExpertWork(16, 176)),
+        (16, 176, 1, 1, None),  # a memory tile of int8 has more rows
     ],
 )
-def test_work_of_the_kernel_fits_in_vmem(tokens, width, cores, expected):
-    assert divide_work(tokens, 2048, width, 2, cores) == expected
+def test_work_of_the_kernel_fits_in_vmem(tokens, width, item, cores, expected):
+    assert divide_work(tokens, 2048, width, (2, item), cores) == expected

@@ -127,6 +127,11 @@ def test_expected_experts_are_shared_by_tokens():
     rows = 4 + 3 * 3 * 16 - 3 * 16  # a router and three experts instead of one MLP
     assert found.bytes - dense.bytes == 2 * LAYERS * H * rows
     assert found.flops - dense.flops == 2 * 2 * LAYERS * H * (4 + 2 * 3 * 16 - 3 * 16)
+    saved = [
+        plain.bytes - Roofline(target, DRAFT, "bfloat16", GRID, formats=WeightFormats("int8")).verify(1, 32, 1).bytes
+        for target, plain in ((routed, found), (TARGET, dense))
+    ]
+    assert saved[0] - saved[1] == LAYERS * H * (3 * 3 * 16 - 3 * 16)  # a byte per number, but for the router
 
 
 @pytest.mark.parametrize(

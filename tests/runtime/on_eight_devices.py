@@ -193,7 +193,9 @@ def answer(build):
     return answer
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("dense int8", 4), ("pruned", 4), ("experts", 8)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("dense", 2), ("dense int8", 4), ("pruned", 4), ("experts", 8), ("experts int8", 4)]
+)
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token."""
     assert answer(kind, count, 7) == answer(kind, 1, 7)

@@ -24,6 +24,11 @@ def round_weight(weight: np.ndarray) -> np.ndarray:
     return np.rint(weight / scales) * scales
 
 
+def is_linear(name: str, tensor: np.ndarray) -> bool:
+    """Whether an int8 bundle holds a tensor in int8."""
+    return tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "mlp.gate.weight"))
+
+
 def round_checkpoint(source: Path, place: Path, tied: bool = False) -> Path:
     """Copies a checkpoint with its linear layers rounded. The head of a tied checkpoint becomes a tensor of its own."""
     tensors = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
@@ -31,7 +36,7 @@ def round_checkpoint(source: Path, place: Path, tied: bool = False) -> Path:
         tensors[TIED_HEAD[1]] = tensors[TIED_HEAD[0]]
     place.mkdir()
     for name, array in tensors.items():
-        if array.ndim == 2 and not name.endswith("embed_tokens.weight"):
+        if is_linear(name, array):
             tensors[name] = round_weight(array)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     shutil.copy(source / "config.json", place)
