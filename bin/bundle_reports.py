@@ -25,7 +25,7 @@ from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.model_config.architecture import Decoder
+from dflash_aot.cache.model_config.architecture import Decoder, Target
 from dflash_aot.cache.signing.manifest_signature import Signers, list_signers
 from dflash_aot.cache.units import format_bytes
 
@@ -219,7 +219,7 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
     memory, devices = inspection.memory_per_device, inspection.environment.device_count
     target, draft = inspection.target, inspection.draft
     facts = {
-        "target": f"{target.reference} ({_format_decoder(target.facts.decoder)})",
+        "target": f"{target.reference} ({_format_target(target.facts)})",
         "draft": f"{draft.reference} ({draft.facts.dialect} format, {_format_decoder(draft.facts.decoder)})",
         "grid": inspection.grid,
         "dtype": inspection.dtype,
@@ -282,6 +282,13 @@ def format_signers(signers: Signers | None) -> str:
 def _count_bytes(blobs: Iterable[Blob]) -> int:
     """Size of the blobs' files; a file that several entries share counts once."""
     return sum({blob.sha256: blob.bytes for blob in blobs}.values())
+
+
+def _format_target(target: Target) -> str:
+    if target.recurrent is None:
+        return _format_decoder(target.decoder)
+    heads = f"{target.recurrent.value_heads} heads"
+    return f"{_format_decoder(target.decoder)}; Gated DeltaNet in {len(target.recurrent.layers)} layers, {heads}"
 
 
 def _format_decoder(decoder: Decoder) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, GatedDeltaNet, Target
 from dflash_aot.cache.sampling_state import (
     SAMPLING_COLUMNS,
     SamplingKind,
@@ -86,6 +86,22 @@ class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
 
 
+class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of a hybrid target's recurrent state per slot, whatever the length of the text.
+
+    layers: Gated DeltaNet layers.
+    heads, key_dim, value_dim: value heads, each with a float32 matrix [key_dim, value_dim].
+    window, channels: the last inputs of the convolution, rows and channels, in the dtype of the activations.
+    """
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    channels: int
+
+
 class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a checkpoint pair and the build options that determine the signatures.
 
@@ -95,6 +111,7 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab: the target's tokens.
     dtype: of weights, kv and features.
     sampling: the modes of verification that are built, and whether prompts can be scored.
+    recurrent: state of a hybrid target; None where all layers have keys and values.
     """
 
     target_kv: KvShape
@@ -104,6 +121,12 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab: int
     dtype: str
     sampling: tuple[SamplingKind, ...] = ("greedy",)
+    recurrent: RecurrentShape | None = None
+
+    @property
+    def target_state(self) -> tuple[str, ...]:
+        """Names of the state arrays that the target's forward reads and writes."""
+        return (*TARGET_STATE, *(RECURRENT_STATE if self.recurrent else ()))
 
     @property
     def samples(self) -> bool:
@@ -114,18 +137,30 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]) -> PairShapes:
     """Derives the shapes from the facts of both models."""
     return PairShapes(
-        target_kv=_kv_shape(target.decoder),
-        draft_kv=_kv_shape(draft.decoder),
+        target_kv=_kv_shape(target.decoder, len(target.attention_layers)),
+        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers),
         feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
         block=draft.block,
         vocab=target.decoder.vocab,
         dtype=dtype,
         sampling=sampling,
+        recurrent=target.recurrent and _recurrent_shape(target.recurrent),
     )
 
 
-def _kv_shape(decoder: Decoder) -> KvShape:
-    return KvShape(decoder.layers, decoder.attention.kv_heads, decoder.attention.head_dim)
+def _kv_shape(decoder: Decoder, layers: int) -> KvShape:
+    return KvShape(layers, decoder.attention.kv_heads, decoder.attention.head_dim)
+
+
+def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:
+    return RecurrentShape(
+        layers=len(sizes.layers),
+        heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        window=sizes.kernel - 1,
+        channels=sizes.channels,
+    )
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,9 +212,20 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
         kv("target_v", pair.target_kv),
         kv("draft_k", pair.draft_kv),
         kv("draft_v", pair.draft_kv),
+        *(recurrent_arrays(pair.recurrent, grid.slots, pair.dtype) if pair.recurrent else ()),
         ArraySpec("lengths", (grid.slots,), INT),
         ArraySpec("anchors", (grid.slots,), INT),
         *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
+    )
+
+
+def recurrent_arrays(shape: RecurrentShape, slots: int, dtype: str) -> tuple[ArraySpec, ...]:
+    """Returns a hybrid target's recurrent state of all slots. Devices share the heads and their channels."""
+    states = (shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim)
+    windows = (shape.layers, slots, shape.window, shape.channels)
+    return (
+        ArraySpec("recurrent_states", states, FLOAT, sharding=(None, None, MESH_AXIS, None, None)),
+        ArraySpec("conv_states", windows, dtype, sharding=(None, None, None, MESH_AXIS)),
     )
 
 
@@ -208,6 +254,7 @@ def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) 
 
 
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
+RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")
 DRAWING_STATE = ("sampling", "seeds")
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
@@ -243,7 +290,7 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
         *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
         *(verifications[mode](pair, bucket, weights) for mode in list_modes(pair.sampling) for bucket in buckets),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
-        *(rounds_signature(bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
+        *(rounds_signature(pair, bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
         *([move_signature(pair)] if grid.slots > 1 else []),
         *([admit_signature(pair)] if pair.samples else []),
     ]
@@ -264,8 +311,8 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
         program="prefill",
         bucket={"prefill": P, "length": chunk.length},
         weights=weights.target,
-        state=TARGET_STATE,
-        donated=TARGET_STATE,
+        state=pair.target_state,
+        donated=pair.target_state,
         arguments=(
             ArraySpec("tokens", (1, P), INT),
             ArraySpec("slots", (1,), INT),
@@ -322,8 +369,8 @@ def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) 
         program="verify",
         bucket={"batch": B, "length": bucket.length, "k": K},
         weights=weights.target,
-        state=TARGET_STATE,
-        donated=TARGET_STATE,
+        state=pair.target_state,
+        donated=pair.target_state,
         arguments=(*block, ArraySpec("active", (B,), BOOL)),
         results=(
             ArraySpec("features", (B, K + 1, pair.feature_width), pair.dtype),
@@ -346,8 +393,8 @@ def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramW
     return msgspec.structs.replace(
         greedy,
         program="sampled_verify",
-        state=(*TARGET_STATE, "counts", *(name for name in SAMPLING_STATE if name != "counts")),
-        donated=(*TARGET_STATE, "counts"),
+        state=(*pair.target_state, "counts", *(name for name in SAMPLING_STATE if name != "counts")),
+        donated=(*pair.target_state, "counts"),
         results=(
             features,
             starts,
@@ -385,7 +432,7 @@ def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: Program
     )
 
 
-def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Signature:
+def rounds_signature(pair: PairShapes, bucket: Bucket, rounds: int, weights: ProgramWeights) -> Signature:
     """Multi-round step: up to `count` rounds of one slot (draft, verify, kv_write) in one dispatch.
 
     Stops when `left` tokens are generated, or behind a token that is in `ends` (padded with -1). `verdicts` has the
@@ -393,7 +440,7 @@ def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Si
     """
     B, K = bucket.batch, bucket.k
     used = (*weights.target, *(weights.draft if K else ()), *weights.context)
-    state = (*TARGET_STATE, *DRAFT_STATE)
+    state = (*pair.target_state, *DRAFT_STATE)
     return Signature(
         program="rounds",
         bucket={"batch": B, "length": bucket.length, "k": K, "rounds": rounds},
@@ -411,7 +458,7 @@ def rounds_signature(bucket: Bucket, rounds: int, weights: ProgramWeights) -> Si
 
 def move_signature(pair: PairShapes) -> Signature:
     """Copies the whole state of slot `source` to slot `destination`."""
-    state = (*TARGET_STATE, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
+    state = (*pair.target_state, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
     return Signature(
         program="move",
         bucket={},

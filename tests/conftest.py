@@ -62,12 +62,14 @@ class Golden:
         name: stem of its files.
         layout: directory of the draft, where it is not the one that the run names: the same weights as another version
             of the library stores them, or with the sliding windows in the config.
+        target_layout: the same of the target.
     """
 
     key: str
     directory: Path
     name: str = "golden"
     layout: str | None = None
+    target_layout: str | None = None
 
     @cached_property
     def facts(self) -> dict:
@@ -79,7 +81,7 @@ class Golden:
 
     @property
     def target(self) -> Path:
-        return (self.directory / self.facts["target_dir"]).resolve()
+        return (self.directory / (self.target_layout or self.facts["target_dir"])).resolve()
 
     @property
     def draft(self) -> Path:
@@ -88,7 +90,7 @@ class Golden:
 
 LLAMA, SPECULATORS = GOLDEN / "llama-tiny", GOLDEN / "speculators-tiny"
 UNTIED, SLIDING = GOLDEN / "qwen3-tiny-untied", GOLDEN / "qwen3-tiny-swa"
-DFLASH2_SPECULATORS = GOLDEN / "dflash2-tiny-speculators"
+DFLASH2_SPECULATORS, HYBRID = GOLDEN / "dflash2-tiny-speculators", GOLDEN / "qwen35-tiny"
 RUNS = {
     run.key: run
     for run in (
@@ -111,6 +113,9 @@ RUNS = {
         Golden("dflash2", GOLDEN / "dflash2-tiny"),
         Golden("dflash2_speculators", DFLASH2_SPECULATORS),
         Golden("dflash2_sliding", DFLASH2_SPECULATORS, "golden_sliding"),
+        Golden("hybrid", HYBRID),
+        Golden("hybrid_text", HYBRID, target_layout="target_text"),
+        Golden("hybrid_sliding", HYBRID, "golden_swa"),
     )
 }
 SETS = {key: RUNS[key] for key in ("tied", "untied", "swa")}
@@ -175,12 +180,15 @@ GRIDS = {
     ),
     **dict.fromkeys(("softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
 }
+# Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
+GRIDS["hybrid"] = "batch=1 length=288 k=0,7 prefill=64"
+GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Bundles whose weights are int8, of reference runs.
 INT8 = {"int8 tied": "tied", "int8 untied": "untied", "int8 llama": "llama", "int8 pruned": "pruned"}
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | {"int8 tied": "batch=1,3 length=208 k=0,7 prefill=64"}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
-BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted"}
+BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
 PAIRS = {

@@ -17,7 +17,6 @@ SHORT_MODULES = {  # and why each is a file of its own
     "cache/compiler_options.py": "what a search found, as data with the reasons",
     "cache/units.py": "used by packages that do not import each other",
     "compile/emulation/kernels.py": "the only part of the emulation that knows our kernels",
-    "compile/models/rounding.py": "used by layers, attention and products, which do not import each other",
     "runtime/executables/compile_guard.py": "used by the engine and by the loading of bundles",
     "server/demo_page.py": "a part of the server that nothing else needs",
 }

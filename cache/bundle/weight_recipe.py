@@ -40,13 +40,15 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor: its name in the checkpoint.
     stored: its shape in the checkpoint.
     offset: where the slice starts in the argument.
-    extent: shape of the slice, to which the tensor is reshaped (row-major).
+    extent: shape of the slice, to which the tensor, or a section of its rows, is reshaped (row-major).
+    rows: start and stop of the section, unset for all rows. Sections of a tensor fill one argument, each row once.
     """
 
     tensor: str
     stored: tuple[int, ...]
     offset: tuple[int, ...]
     extent: tuple[int, ...]
+    rows: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,9 +101,11 @@ def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
             return f"{placement.tensor} has another number of dimensions than {list(recipe.shape)}"
         if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*place, recipe.shape, strict=True)):
             return f"{placement.tensor} is outside {list(recipe.shape)}"
-        stored, extent = placement.stored, placement.extent
-        if not _is_split(stored[:-1] if recipe.encoding == "int8_scales" else stored, extent):
-            return f"{placement.tensor} is stored as {list(stored)}, which does not fill {list(extent)}"
+        section, extent = find_section_shape(placement), placement.extent
+        if not _is_split(section[:-1] if recipe.encoding == "int8_scales" else section, extent):
+            return f"{placement.tensor} is stored as {list(section)}, which does not fill {list(extent)}"
+    if flaw := _find_section_flaw(recipe.placements):
+        return flaw
     filled = sum(math.prod(placement.extent) for placement in recipe.placements)
     if filled != math.prod(recipe.shape):
         return f"its tensors fill {filled} of {math.prod(recipe.shape)} elements"
@@ -164,6 +168,27 @@ def _find_overlap(placements: Sequence[Placement], axis: int = 0) -> str | None:
 def _share_elements(one: Placement, other: Placement) -> bool:
     sides = zip(one.offset, one.extent, other.offset, other.extent, strict=True)
     return all(a < b + other_size and b < a + size for a, size, b, other_size in sides)
+
+
+def find_section_shape(placement: Placement) -> tuple[int, ...]:
+    """Returns the stored shape of the rows that fill the slice."""
+    if placement.rows is msgspec.UNSET:
+        return placement.stored
+    start, stop = placement.rows
+    return (stop - start, *placement.stored[1:])
+
+
+def _find_section_flaw(placements: Sequence[Placement]) -> str | None:
+    """Returns which tensor's sections do not hold each of its rows once, None if all do."""
+    sections: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for one in placements:
+        if one.rows is not msgspec.UNSET:
+            sections.setdefault((one.tensor, one.stored[0] if one.stored else 0), []).append(one.rows)
+    for (tensor, size), ranges in sections.items():
+        ranges.sort()
+        if [0, *(stop for _, stop in ranges)] != [*(start for start, _ in ranges), size]:
+            return f"{tensor}: the sections {ranges} do not hold each of {size} rows once"
+    return None
 
 
 def _is_split(stored: Sequence[int], extent: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 `target`, `zlab_draft` and `speculators_draft` fill these structs. The structs are stored in the manifest.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,8 @@ from dflash_aot.cache.model_config.rope import Rope, read_rope
 # Far beyond any model, and small enough that a list with one item per layer or head position stays small.
 MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 14
 UNLIMITED_WINDOW = 1 << 30  # more than any distance between two positions
+# config, head_dim, positions → rotary embedding
+RopeReader = Callable[[ConfigFile, int, int], Rope]
 
 
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +26,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: width of a head.
     normed: queries and keys pass an RMS norm per head.
     biased: all four projections have a bias.
+    gated: the result is multiplied by the sigmoid of a gate, which the query projection makes beside each head's query.
     """
 
     heads: int
@@ -30,6 +34,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     normed: bool = True
     biased: bool = False
+    gated: bool = False
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
@@ -62,6 +67,7 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epsilon: of the RMS norms.
     vocab: tokens.
     positions: `max_position_embeddings`.
+    unit_offset: the RMS norms multiply by 1 + weight.
     """
 
     layers: int
@@ -72,13 +78,48 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epsilon: float
     vocab: int
     positions: int
+    unit_offset: bool = False
+
+
+class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The Gated DeltaNet layers of a hybrid target, which have a recurrent state instead of keys and values.
+
+    key_heads: heads of queries and keys.
+    value_heads: heads of values and of the state, a multiple of key_heads.
+    key_dim, value_dim: width of a key and of a value head; the state of a value head is a matrix of both.
+    kernel: rows that a result of the convolution depends on, its own included.
+    layers: which layers of the decoder these are, in ascending order. The others have full attention.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    layers: tuple[int, ...]
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: all heads' queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A target model; tied: the embedding is also the head."""
+    """A target model.
+
+    tied: the embedding is also the head.
+    recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have attention.
+    """
 
     decoder: Decoder
     tied: bool
+    recurrent: GatedDeltaNet | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention, and keys and values."""
+        others = self.recurrent.layers if self.recurrent else ()
+        return tuple(layer for layer in range(self.decoder.layers) if layer not in others)
 
 
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,7 +236,15 @@ def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int
     return tuple(round(1 + index * step) for index in range(draft_layers))
 
 
-def read_decoder(config: ConfigFile, mlp: DenseMlp | MixtureOfExperts, normed: bool, head_dim: int) -> Decoder:
+def read_decoder(
+    config: ConfigFile,
+    mlp: DenseMlp | MixtureOfExperts,
+    normed: bool,
+    head_dim: int,
+    gated: bool = False,
+    read_rope: RopeReader = read_rope,
+    unit_offset: bool = False,
+) -> Decoder:
     """Reads the keys that targets and drafts have in common. Raises BadCheckpoint; a missing key has no default."""
     if (activation := config.require("hidden_act", str)) != "silu":
         raise config.refusal("hidden_act", activation, "only 'silu' is supported")
@@ -205,6 +254,7 @@ def read_decoder(config: ConfigFile, mlp: DenseMlp | MixtureOfExperts, normed: b
         head_dim=head_dim,
         normed=normed,
         biased=bool(config.optional("attention_bias", bool)),
+        gated=gated,
     )
     if attention.heads % attention.kv_heads:
         raise config.refusal("num_attention_heads", attention.heads, f"not a multiple of {attention.kv_heads} kv heads")
@@ -222,6 +272,7 @@ def read_decoder(config: ConfigFile, mlp: DenseMlp | MixtureOfExperts, normed: b
         epsilon=config.number_within("rms_norm_eps", 1e-30, 1.0),
         vocab=config.positive("vocab_size"),
         positions=positions,
+        unit_offset=unit_offset,
     )
 
 

@@ -14,6 +14,7 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
+PARTIAL = "partial_rotary_factor"
 VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; frequencies stay within float32
 # For powers and logarithms that are the same on every machine, because programs and bundles hold them: those of the C
 # library differ in the last bit between processors with and without FMA.
@@ -61,7 +62,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rotary embedding; unscaled frequencies are theta^(-2i/D), as in Su et al. 2021.
 
     theta: the base.
-    head_dim: width of a head.
+    head_dim: width of a head, or of the first part of it that is rotated.
     scaling: None for unscaled frequencies.
     """
 
@@ -90,9 +91,32 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4). Raises BadCheckpoint."""
-    sections = [config.section(key) for key in ("rope_parameters", "rope_scaling") if config.has(key)]
-    for place in (config, *sections):
+    for place in (config, *_list_sections(config)):
         _refuse_partial(place)
+    return _read_rope(config, head_dim, positions)
+
+
+def read_partial_rope(config: ConfigFile, head_dim: int, positions: int, default: float) -> Rope:
+    """As `read_rope`, where only the first part of a head is rotated: `partial_rotary_factor`, or `default`, of it.
+
+    Text has the same position on all three axes of a multimodal embedding, so `mrope_section` changes nothing.
+    """
+    places = [place for place in (*_list_sections(config), config) if place.has(PARTIAL)]
+    factors = [place.number_within(PARTIAL, 1e-3, 1.0) for place in places] or [default]
+    if len(set(factors)) > 1:
+        raise places[-1].refusal(PARTIAL, factors[-1], f"but {places[0].where(PARTIAL)} is {factors[0]}")
+    width = int(head_dim * factors[0])
+    if width < 2 or width % 2:
+        raise config.refusal(PARTIAL, factors[0], f"rotary embedding needs an even width, and this is {width}")
+    return _read_rope(config, width, positions)
+
+
+def _list_sections(config: ConfigFile) -> list[ConfigFile]:
+    return [config.section(key) for key in ("rope_parameters", "rope_scaling") if config.has(key)]
+
+
+def _read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
+    sections = _list_sections(config)
     scalings = [_read_scaling(config, section, positions) for section in sections]
     if len(set(scalings)) > 1:
         raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters has another scaling")
@@ -104,9 +128,8 @@ def read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
 
 
 def _refuse_partial(place: ConfigFile) -> None:
-    key = "partial_rotary_factor"
-    if place.has(key) and place.positive_number(key) != 1:
-        raise place.refusal(key, place.values[key], "only the rotation of whole heads is supported")
+    if place.has(PARTIAL) and place.positive_number(PARTIAL) != 1:
+        raise place.refusal(PARTIAL, place.values[PARTIAL], "only the rotation of whole heads is supported")
 
 
 def _read_scaling(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import DenseMlp, MixtureOfExperts, Target, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.hybrid import read_hybrid
 from dflash_aot.cache.model_config.quantization import read_quantization
 
 
@@ -70,28 +71,31 @@ FAMILIES = {
         refused={"mlp_bias": "an MLP with biases is not supported"},
     ),
 }
+# Hybrids of gated-delta and attention layers; True where the config holds the text model's keys in a section.
+HYBRIDS = {"Qwen3_5ForConditionalGeneration": True, "Qwen3_5ForCausalLM": False}
 # Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
-    "Qwen3NextForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
-    "Qwen3_5ForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
-    "Qwen3_5ForConditionalGeneration": "a hybrid with gated-delta layers, with image input",
-    "Qwen3_5MoeForCausalLM": "a hybrid with gated-delta layers, whose state cannot be rolled back after a rejection",
-    "Qwen3_5MoeForConditionalGeneration": "a hybrid with gated-delta layers, with image input",
+    "Qwen3NextForCausalLM": "a hybrid with gated-delta layers whose projections are fused, and a mixture of experts",
+    "Qwen3_5MoeForCausalLM": "a hybrid with gated-delta layers and a mixture of experts",
+    "Qwen3_5MoeForConditionalGeneration": "a hybrid with gated-delta layers and a mixture of experts",
     "Qwen3VLForConditionalGeneration": "a model with image input",
     "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
     "GptOssForCausalLM": "gpt-oss, with attention sinks and biased experts",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",
 }
 UNSUPPORTED_LAYER_TYPES = {
-    "linear_attention": "gated-delta hybrids are not supported",
+    "linear_attention": "gated-delta layers are supported in Qwen3.5's architectures only",
     "sliding_attention": "sliding-window targets are not supported",
 }
 
 
 def read_target(config: ConfigFile) -> Target:
     """Reads a target's facts. Raises BadCheckpoint, also for weights in a format that cannot be loaded."""
-    family = FAMILIES[_choose_architecture(config)]
+    architecture = _choose_architecture(config)
     read_quantization(config)
+    if architecture in HYBRIDS:
+        return read_hybrid(config, nested=HYBRIDS[architecture])
+    family = FAMILIES[architecture]
     for key, meaning in family.refused.items():
         if config.optional(key, bool):
             raise config.refusal(key, True, meaning)
@@ -105,7 +109,8 @@ def read_target(config: ConfigFile) -> Target:
 
 def _choose_architecture(config: ConfigFile) -> str:
     found = config.require("architectures", list)
-    known = [name for name in FAMILIES if name in found]
+    supported = (*FAMILIES, *HYBRIDS)
+    known = [name for name in supported if name in found]
     if known:
         return known[0]
     if any(isinstance(name, str) and "DFlash" in name for name in found):
@@ -113,5 +118,5 @@ def _choose_architecture(config: ConfigFile) -> str:
     else:
         hint = "".join(f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found)
     raise BadCheckpoint(
-        f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(FAMILIES)}.{hint}"
+        f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(supported)}.{hint}"
     )

@@ -14,6 +14,7 @@ from dflash_aot.cache.signature import (
     SAMPLED_PROGRAMS,
     ArraySpec,
     ExecutableId,
+    PairShapes,
     Signature,
     arrays_by_name,
     state_arrays,
@@ -134,7 +135,7 @@ class MemoryPlanner:
             arguments=held + sum(map(self._call_bytes, signature.arguments)),
             outputs=aliased + sum(map(self._call_bytes, signature.results)),
             aliased=aliased,
-            temporaries=estimate_temporaries(signature, self._programs.pair.vocab, self._devices),
+            temporaries=estimate_temporaries(signature, self._programs.pair, self._devices),
             code=estimate_code(signature, self._programs.pair.block),
         )
 
@@ -273,28 +274,39 @@ def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], til
     return math.prod((*ordered[:whole], *padded)) * ITEM_BYTES[dtype]
 
 
-def estimate_temporaries(signature: Signature, vocab: int, devices: int) -> int:
+def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
     """Estimates the temporaries of an executable on each TPU device, in bytes.
 
     A layer's intermediate results stay in VMEM. Main memory holds the float32 logits of verified and drafted tokens
-    (twice with sampling), and for a prefill chunk twice the size of its features. Fitted to Qwen3-4B, Qwen3-8B and
-    their drafts on v5e, v5p and v6e.
+    (twice with sampling), what verified tokens add to a hybrid's recurrent state, and for a prefill chunk twice the
+    size of its features. Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
     """
-    sizes = signature.bucket
+    sizes, vocab = signature.bucket, pair.vocab
+    pending = estimate_pending(pair, sizes["batch"] * (sizes["k"] + 1)) if "k" in sizes else 0
     match signature.program:
         case "draft":
             return 4 * sizes["batch"] * sizes["k"] * vocab // devices
         case "verify" | "rounds":
-            return 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
+            return (4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "prefill":
             return 2 * sum(array.bytes for array in signature.results)
         case "scored_prefill":
             features = 2 * signature.results[0].bytes
             return features + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
         case "sampled_verify" | "constrained_verify":
-            return 2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab // devices
+            return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "kv_write" | "move" | "admit":
             return 0
+
+
+def estimate_pending(pair: PairShapes, tokens: int) -> int:
+    """Bytes of what verified tokens add to a hybrid's recurrent state: keys, updates and inputs of the convolution."""
+    shape = pair.recurrent
+    if shape is None:
+        return 0
+    updates = shape.heads * (shape.value_dim + 1)
+    keys = (shape.channels - shape.heads * shape.value_dim) // 2
+    return shape.layers * tokens * (4 * (keys + updates) + ITEM_BYTES[pair.dtype] * shape.channels)
 
 
 def estimate_code(signature: Signature, block: int) -> int:

@@ -86,9 +86,9 @@ class Roofline:
         sizes = signature.bucket
         match signature.program:
             case "prefill":
-                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1)
+                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1, state_passes=2)
             case "scored_prefill":
-                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"])
+                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"], state_passes=2)
             case "draft":
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
             case "verify":
@@ -108,7 +108,7 @@ class Roofline:
 
     def verify(self, B: int, S: int, K: int) -> RooflineCost:
         """The target over K+1 tokens of each row, with the logits of all of them."""
-        return self._forward(B, K + 1, S, logit_tokens=B * (K + 1))
+        return self._forward(B, K + 1, S, logit_tokens=B * (K + 1), state_passes=3)
 
     def sampled_verify(self, B: int, S: int, K: int) -> RooflineCost:
         """As `verify`, and each row's bias, prompt mask and counts are read; the counts are also written."""
@@ -126,8 +126,8 @@ class Roofline:
         head = self._formats.draft if self._draft.pruned else self._formats.target
         parts = (
             self._embed(decoder, B * T),
-            self._layers(decoder, self._formats.draft, B * T),
-            self._attend(decoder, B, T, S, S + T),
+            self._layers(decoder, decoder.layers, self._formats.draft, B * T),
+            self._attend(decoder, decoder.layers, B, T, S, S + T),
             self._head(decoder, vocab, head, B * K),
             self._convolve(B * T),
             self._select(B, K),
@@ -158,7 +158,7 @@ class Roofline:
         features = len(self._draft.target_layer_ids) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         products = self._multiply(weights, self._formats.draft, 2 * tokens * weights)
-        return products + self._share(tokens * features, 0) + self._write(decoder, tokens)
+        return products + self._share(tokens * features, 0) + self._write(decoder, decoder.layers, tokens)
 
     def rounds(self, B: int, S: int, K: int, rounds: int) -> RooflineCost:
         """All rounds of a multi-round step. With K = 0 the draft's kv is written once, after the last round."""
@@ -168,9 +168,11 @@ class Roofline:
         return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
 
     def move(self) -> RooflineCost:
-        """All keys and values of a slot, read and written."""
-        positions = self._grid.capacity + self._grid.widest_write
-        return _sum(self._write(decoder, 2 * positions) for decoder in (self._target.decoder, self._draft.decoder))
+        """All keys and values and the recurrent state of a slot, read and written."""
+        positions = 2 * (self._grid.capacity + self._grid.widest_write)
+        target, draft = self._target, self._draft.decoder
+        kv = self._write(target.decoder, len(target.attention_layers), positions)
+        return kv + self._write(draft, draft.layers, positions) + self._recur(1, 0, passes=2)
 
     def admit(self) -> RooflineCost:
         """A slot's bias, prompt mask and counts, written. Every device reads the whole bias and prompt mask."""
@@ -181,15 +183,21 @@ class Roofline:
         """Sampling state with so many bytes for every token of the vocabulary."""
         return RooflineCost(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
-    def _forward(self, B: int, T: int, S: int, logit_tokens: int) -> RooflineCost:
-        """The target over T tokens of each row, with `logit_tokens` logits. Every device writes all features."""
+    def _forward(self, B: int, T: int, S: int, logit_tokens: int, state_passes: int) -> RooflineCost:
+        """The target over T tokens of each row, with `logit_tokens` logits. Every device writes all features.
+
+        `state_passes`: how often a hybrid's recurrent state is read or written. A verification reads it twice, because
+        it commits it only when the accepted tokens are known.
+        """
         decoder = self._target.decoder
         features = B * T * len(self._draft.target_layer_ids) * decoder.hidden
         parts = (
             self._embed(decoder, B * T),
-            self._layers(decoder, self._formats.target, B * T),
-            self._write(decoder, B * T),
-            self._attend(decoder, B, T, S, S),
+            self._layers(decoder, len(self._target.attention_layers), self._formats.target, B * T),
+            self._recurrent_layers(B * T),
+            self._recur(B, T, state_passes),
+            self._write(decoder, len(self._target.attention_layers), B * T),
+            self._attend(decoder, len(self._target.attention_layers), B, T, S, S),
             self._head(decoder, decoder.vocab, self._formats.target, logit_tokens),
             RooflineCost(features * self._item, 0.0),
         )
@@ -198,11 +206,12 @@ class Roofline:
     def _embed(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(tokens * decoder.hidden, 0)
 
-    def _layers(self, decoder: Decoder, format_: WeightFormat, tokens: int) -> RooflineCost:
-        """Projections and MLPs of all layers."""
-        attention = 2 * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
+    def _layers(self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int) -> RooflineCost:
+        """Projections and MLPs of all layers with attention."""
+        wide = 3 if decoder.attention.gated else 2  # queries, gates and results
+        attention = wide * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
         read, used = _mlp_rows(decoder, tokens)
-        per_row = decoder.layers * decoder.hidden
+        per_row = layers * decoder.hidden
         projections = self._multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
         router = per_row * (decoder.mlp.count if isinstance(decoder.mlp, MixtureOfExperts) else 0)
         return _sum(
@@ -213,13 +222,33 @@ class Roofline:
             )
         )
 
-    def _attend(self, decoder: Decoder, B: int, T: int, S: int, seen: int) -> RooflineCost:
+    def _recurrent_layers(self, tokens: int) -> RooflineCost:
+        """Projections and MLPs of a hybrid's other layers."""
+        decoder, sizes = self._target.decoder, self._target.recurrent
+        if sizes is None:
+            return RooflineCost(0.0, 0.0)
+        rows = sizes.channels + 2 * sizes.value_heads + 2 * sizes.value_heads * sizes.value_dim
+        rows += _mlp_rows(decoder, tokens)[0]
+        weights = len(sizes.layers) * decoder.hidden * rows
+        return self._multiply(weights, self._formats.target, 2 * tokens * weights)
+
+    def _recur(self, B: int, T: int, passes: int) -> RooflineCost:
+        """The recurrent states of B slots, read or written `passes` times, and three products of a state per token."""
+        sizes = self._target.recurrent
+        if sizes is None:
+            return RooflineCost(0.0, 0.0)
+        numbers = len(sizes.layers) * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return RooflineCost(
+            passes * B * numbers * ITEM_BYTES["float32"] / self._devices, 3 * 2 * B * T * numbers / self._devices
+        )
+
+    def _attend(self, decoder: Decoder, layers: int, B: int, T: int, S: int, seen: int) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
         width = decoder.attention.heads * decoder.attention.head_dim
-        return self._share(decoder.layers * B * S * _kv_width(decoder), 4 * decoder.layers * B * T * seen * width)
+        return self._share(layers * B * S * _kv_width(decoder), 4 * layers * B * T * seen * width)
 
-    def _write(self, decoder: Decoder, tokens: int) -> RooflineCost:
-        return self._share(decoder.layers * tokens * _kv_width(decoder), 0)
+    def _write(self, decoder: Decoder, layers: int, tokens: int) -> RooflineCost:
+        return self._share(layers * tokens * _kv_width(decoder), 0)
 
     def _head(self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int) -> RooflineCost:
         return self._multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)

@@ -6,34 +6,38 @@ G kv heads · R query heads per kv head · D head width
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Decoder, MixtureOfExperts, Target
+from dflash_aot.cache.model_config.architecture import Decoder, DenseMlp, GatedDeltaNet, MixtureOfExperts, Target
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
-from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.layer_loop import LayerIndex, LayerPlace, find_period, run_mixed_layers, stack_layers
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation, WeightKind
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
-from dflash_aot.compile.models.rounding import add
+from dflash_aot.compile.models.rounding import add, multiply, sigmoid
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
-Kv = TypeVar("Kv")
+Kv = TypeVar("Kv")  # keys and values, and of a hybrid also the recurrent state
 # Writes keys and values, then attends:
 # (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
+# Runs a Gated DeltaNet on its state: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)
+Mix = Callable[[Kv, LayerIndex, GatedDeltaMixer, jax.Array], tuple[jax.Array, Kv]]
 
 
 class DecoderLayer(nnx.Module):
     """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
 
     def __init__(self, decoder: Decoder, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None = None):
-        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
-        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, kind, tp)
-        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
+        offset = decoder.unit_offset
+        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
+        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, kind, tp, offset)
+        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
         if isinstance(decoder.mlp, MixtureOfExperts):
             self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind, tp, kernels)
         else:
@@ -45,21 +49,63 @@ class DecoderLayer(nnx.Module):
         """x [B, T, H] → x after the layer, and the kv that `attend` returned."""
         h = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(h, rotation)
-        mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
+        queries, gates = self.self_attn.queries_gates(h, rotation)
+        mixed, kv = attend(kv, layer, queries, keys, values)
+        if gates is not None:
+            mixed = multiply(mixed, sigmoid(gates))
         x = add(x, self.self_attn.output(mixed))
         h = self.post_attention_layernorm(x)
         return add(x, self.mlp(h, layer) if isinstance(self.mlp, RoutedMlp) else self.mlp(h)), kv
 
 
+class RecurrentLayer(nnx.Module):
+    """A layer with a Gated DeltaNet in place of attention."""
+
+    def __init__(self, decoder: Decoder, sizes: GatedDeltaNet, kind: WeightKind, tp: TensorParallel):
+        assert isinstance(decoder.mlp, DenseMlp)
+        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
+        self.linear_attn = GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, kind, tp)
+        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
+        self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp)
+
+    def __call__(self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]) -> tuple[jax.Array, Kv]:
+        """x [B, T, H] → x after the layer, and the state that `mix` returned."""
+        mixed, kv = mix(kv, layer, self.linear_attn, self.input_layernorm(x))
+        x = add(x, mixed)
+        return add(x, self.mlp(self.post_attention_layernorm(x))), kv
+
+
 class DecoderStack(nnx.Module):
-    """Embedding, layers and final norm: `model.*` of the checkpoint."""
+    """Embedding, layers and final norm: `model.*` of the checkpoint.
+
+    Of a hybrid with stacked weights `layers` are those with attention and `recurrent_layers` the others.
+    """
 
     def __init__(
-        self, decoder: Decoder, kind: WeightKind, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None
+        self, target: Target, kind: WeightKind, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None
     ):
+        decoder, recurrent = target.decoder, target.recurrent
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
-        self.layers = make_layers(decoder.layers, lambda: DecoderLayer(decoder, kind, tp, kernels), stacked)
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
+        self.recurrent_layers: nnx.Module | None = None
+
+        def build(layer: int) -> DecoderLayer | RecurrentLayer:
+            if recurrent is None or layer not in recurrent.layers:
+                return DecoderLayer(decoder, kind, tp, kernels)
+            return RecurrentLayer(decoder, recurrent, kind, tp)
+
+        self.layers: nnx.Module
+        if not stacked:
+            self.layers = nnx.List([build(layer) for layer in range(decoder.layers)])
+        else:
+            self.layers = stack_layers(target.attention_layers, lambda: build(target.attention_layers[0]))
+            if recurrent is not None:
+                self.recurrent_layers = stack_layers(recurrent.layers, lambda: build(recurrent.layers[0]))
+        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
+        self.is_recurrent = tuple(layer not in target.attention_layers for layer in range(decoder.layers))
+
+    def count_written_layers(self) -> int:
+        """How many layers a program spells out: those in the body of the loop over layers, or all."""
+        return len(self.layers) if isinstance(self.layers, nnx.List) else find_period(self.is_recurrent)
 
 
 class CausalLM(nnx.Module):
@@ -79,7 +125,7 @@ class CausalLM(nnx.Module):
         kernels: KernelDevice | None = None,
     ):
         vocab, hidden = target.decoder.vocab, target.decoder.hidden
-        self.model = DecoderStack(target.decoder, kind, stacked, tp, kernels)
+        self.model = DecoderStack(target, kind, stacked, tp, kernels)
         if not target.tied:
             self.lm_head = Linear(vocab, hidden, kind, OUTPUTS)
         elif kind.format == "int8":
@@ -91,12 +137,18 @@ class CausalLM(nnx.Module):
         return self.tp.look_up(self.model.embed_tokens.weight[...], ids)
 
     def forward(
-        self, ids: jax.Array, positions: jax.Array, target_layer_ids: Sequence[int], kv: Kv, attend: Attend[Kv]
+        self,
+        ids: jax.Array,
+        positions: jax.Array,
+        target_layer_ids: Sequence[int],
+        kv: Kv,
+        attend: Attend[Kv],
+        mix: Mix[Kv] | None = None,
     ) -> tuple[jax.Array, jax.Array, Kv]:
         """ids, positions [B, T] → hidden states before the final norm [B, T, H], features [B, T, A·H], kv.
 
-        The features are the aux hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side
-        by side.
+        `mix` runs the recurrent layers of a hybrid target, on the part of `kv` that is theirs. The features are the aux
+        hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side by side.
         """
         x = self.embed(ids)
         rotation = Rotation(self.target.decoder.rope, positions, x.dtype)
@@ -106,14 +158,19 @@ class CausalLM(nnx.Module):
         places[list(target_layer_ids)] = range(len(target_layer_ids))
 
         def run(
-            index: LayerIndex, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
+            place: LayerPlace, layer: nnx.Module, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
-            x, kv = layer(x, rotation, kv, index, attend)
-            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[index], axis=0)
+            if isinstance(layer, RecurrentLayer):
+                assert mix is not None
+                x, kv = layer(x, kv, place.index, mix)
+            else:
+                x, kv = cast(DecoderLayer, layer)(x, rotation, kv, place.index, attend)
+            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[place.number], axis=0)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
-        x, kv, aux = run_layers(self.model.layers, layers, run, (x, kv, aux))
+        stacks = (self.model.layers, self.model.recurrent_layers)
+        x, kv, aux = run_mixed_layers(*stacks, self.model.is_recurrent, run, (x, kv, aux))
         return x, jnp.concatenate(list(aux[:-1]), axis=-1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@ On TPU the loop makes executables that are small and quick to compile and to dis
 of hundreds). On CPU and GPU the loop copies each layer's weights out of the stack, so there the layers are unrolled.
 """
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,27 @@ LayerIndex = int | jax.Array
 Weight = jax.Array | jax.ShapeDtypeStruct
 
 
+class LayerPlace(NamedTuple):
+    """A layer's number in the model, and its index among the layers of its kind."""
+
+    number: LayerIndex
+    index: LayerIndex
+
+
 def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:
     """Builds `count` layers for `run_layers`: a list of modules, or one module with stacked parameters."""
     if not stacked:
         return nnx.List([build() for _ in range(count)])
+    return stack_layers(range(count), build)
+
+
+def stack_layers(layers: Iterable[int], build: Callable[[], Layer]) -> Layer:
+    """Builds one module with the stacked parameters of several layers, whose numbers in the model are `layers`."""
+    numbers = tuple(layers)
+    count = len(numbers)
     graph, state = nnx.split(build())
     flat = [
-        (path, leaf.replace(jnp.zeros((count, *leaf.get_value().shape), leaf.get_value().dtype), stacked=count))
+        (path, leaf.replace(jnp.zeros((count, *leaf.get_value().shape), leaf.get_value().dtype), stacked=numbers))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -37,11 +51,62 @@ def run_layers(
         for index, layer in enumerate(layers):
             carry = body(index, layer, carry)
         return carry
-    graph, state = nnx.split(cast(Layer, layers))
-    stacks = dict(nnx.to_flat_state(state))
-    matrices = {path: _flatten_stack(stack.get_value()) for path, stack in stacks.items()}
+    stack: LayerStack[Layer] = LayerStack(cast(Layer, layers))
+    return jax.lax.fori_loop(0, count, lambda index, carry: body(index, stack.layer(index), carry), carry)
 
-    def step(index: jax.Array, carry: Carry) -> Carry:
+
+def run_mixed_layers(
+    layers: nnx.Module,
+    others: nnx.Module | None,
+    is_other: Sequence[bool],
+    body: Callable[[LayerPlace, nnx.Module, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Applies body(place, layer, carry) → carry to all layers in order, of two kinds.
+
+    Stacked, each kind has a stack: `layers`, and `others` for the layers where `is_other`. The loop runs over the
+    smallest group of layers that repeats. Otherwise `layers` is the list of all layers.
+    """
+    ranks = [sum(is_other[number] == kind for number in range(at)) for at, kind in enumerate(is_other)]
+    if isinstance(layers, nnx.List):
+        for number, layer in enumerate(layers):
+            carry = body(LayerPlace(number, ranks[number]), layer, carry)
+        return carry
+    if others is None:
+        return run_layers(layers, len(is_other), lambda at, layer, carry: body(LayerPlace(at, at), layer, carry), carry)
+    stacks = {False: LayerStack(layers), True: LayerStack(others)}
+    period = find_period(is_other)
+    sizes = {kind: sum(one == kind for one in is_other[:period]) for kind in stacks}
+
+    def run_group(group: LayerIndex, carry: Carry) -> Carry:
+        for at, kind in enumerate(is_other[:period]):
+            index = group * sizes[kind] + ranks[at]
+            carry = body(LayerPlace(group * period + at, index), stacks[kind].layer(index), carry)
+        return carry
+
+    if period == len(is_other):
+        return run_group(0, carry)
+    return jax.lax.fori_loop(0, len(is_other) // period, run_group, carry)
+
+
+def find_period(kinds: Sequence[bool]) -> int:
+    """Length of the shortest group that, repeated, makes the whole sequence."""
+    count = len(kinds)
+    repeats = (n for n in range(1, count + 1) if count % n == 0 and list(kinds[:n]) * (count // n) == list(kinds))
+    return next(repeats)
+
+
+class LayerStack(Generic[Layer]):
+    """A module with stacked parameters, from which layers are taken by their index in the stack."""
+
+    def __init__(self, module: Layer):
+        self._graph, state = nnx.split(module)
+        self._stacks = dict(nnx.to_flat_state(state))
+        self._matrices = {path: _flatten_stack(stack.get_value()) for path, stack in self._stacks.items()}
+
+    def layer(self, index: LayerIndex) -> Layer:
+        """The layer with its slice of every stack."""
+
         def pick(stack: nnx.Variable, matrix: Weight) -> nnx.Variable:
             # The other weights are those that the module itself slices, and those that this program does not take.
             if isinstance(matrix, jax.ShapeDtypeStruct) or not stack.get_metadata()["sliced"]:
@@ -49,10 +114,8 @@ def run_layers(
             one = jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False)
             return stack.replace(one.reshape(stack.get_value().shape[1:]))
 
-        layer = [(path, pick(stack, matrices[path])) for path, stack in stacks.items()]
-        return body(index, nnx.merge(graph, nnx.from_flat_state(layer)), carry)
-
-    return jax.lax.fori_loop(0, count, step, carry)
+        layer = [(path, pick(stack, self._matrices[path])) for path, stack in self._stacks.items()]
+        return nnx.merge(self._graph, nnx.from_flat_state(layer))
 
 
 def _flatten_stack(weight: Weight) -> Weight:

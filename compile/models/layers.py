@@ -31,6 +31,7 @@ def parameter(
     axis: int = 0,
     split: int | None = None,
     sliced: bool = True,
+    sections: tuple[int, ...] = (),
 ) -> nnx.Param:
     """A parameter that is filled from checkpoint tensors.
 
@@ -41,11 +42,13 @@ def parameter(
         stored: shape of each tensor in the checkpoint.
         axis: the tensors lie side by side along this axis of the parameter.
         split: the axis that devices share; None if each device holds the whole parameter.
+        sections: rows of the sections of one tensor, which lie side by side along `axis`; () for whole tensors.
         sliced: whether a loop over stacked layers takes the layer's slice out of the stack; False: the module gets the
             stack.
     """
     tensors = tuple(tensors)
-    return nnx.Param(jnp.zeros(shape, dtype), tensors=tensors, stored=stored, axis=axis, split=split, sliced=sliced)
+    facts = {"tensors": tensors, "stored": stored, "axis": axis, "split": split, "sliced": sliced, "sections": sections}
+    return nnx.Param(jnp.zeros(shape, dtype), **facts)
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,17 @@ class WeightKind:
         axis: int = 0,
         split: int | None = None,
         sliced: bool = True,
+        sections: tuple[int, ...] = (),
     ) -> tuple[nnx.Param, nnx.Param | None]:
         """A weight [*out, in] of a linear layer and its scales, float32 [*out]; None for a plain weight.
 
         Arguments are those of `parameter`. The scales of a weight `name` are the attribute `name_scale`.
         """
         if self.format == "plain":
-            return parameter(shape, self.dtype, tensors, stored, axis, split, sliced), None
-        values = parameter(shape, "int8", tensors, stored, axis, split, sliced)
+            return parameter(shape, self.dtype, tensors, stored, axis, split, sliced, sections), None
+        values = parameter(shape, "int8", tensors, stored, axis, split, sliced, sections)
         whole = split == len(shape) - 1  # a scale belongs to a whole row
-        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split, sliced)
+        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split, sliced, sections)
         return values, scales
 
 
@@ -111,15 +115,20 @@ class Linear(nnx.Module):
 
 
 class RmsNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis. The norm is float32, the product x.dtype, as in Qwen3."""
+    """x / rms(x) · weight over the last axis. The norm is float32, the product x.dtype, as in Qwen3.
 
-    def __init__(self, width: int, epsilon: float, dtype: str):
+    With `unit_offset` the factor is 1 + weight and the product is float32, as in Qwen3.5.
+    """
+
+    def __init__(self, width: int, epsilon: float, dtype: str, unit_offset: bool = False):
         self.weight = parameter((width,), dtype, ["weight"], (width,))
-        self.epsilon = epsilon
+        self.epsilon, self.unit_offset = epsilon, unit_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        if self.unit_offset:
+            return round_to(wide * scale * (1 + self.weight[...].astype(jnp.float32)), x.dtype)
         return multiply(round_to(wide * scale, x.dtype), self.weight[...])
 
 
@@ -142,11 +151,18 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, shape: AttentionShape, hidden: int, epsilon: float, kind: WeightKind, tp: TensorParallel = ONE_DEVICE
+        self,
+        shape: AttentionShape,
+        hidden: int,
+        epsilon: float,
+        kind: WeightKind,
+        tp: TensorParallel = ONE_DEVICE,
+        unit_offset: bool = False,
     ):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
         pair, dtype = ["k_proj.weight", "v_proj.weight"], kind.dtype
-        self.q, self.q_scale = kind.linear((G, R, D, hidden), ["q_proj.weight"], (G * R * D, hidden), split=0)
+        width = 2 * D if shape.gated else D  # of each head: its query, then its gate
+        self.q, self.q_scale = kind.linear((G, R, width, hidden), ["q_proj.weight"], (G * R * width, hidden), split=0)
         self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), pair, (G * D, hidden), axis=1, split=0)
         self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
         if shape.biased:
@@ -154,15 +170,20 @@ class Attention(nnx.Module):
             self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
             self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
         if shape.normed:
-            self.q_norm = RmsNorm(D, epsilon, dtype)
-            self.k_norm = RmsNorm(D, epsilon, dtype)
+            self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
+            self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
         self.shape = shape
 
     def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
         """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
+        return self.queries_gates(x, rotation)[0]
+
+    def queries_gates(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array | None]:
+        """x [B, T, H] → rotated queries and, of gated attention, the gates of its result: both [B, G, R, T, D]."""
         q = matmul(self.q[...], x, read(self.q_scale))
         q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
-        return rotation(self.q_norm(q) if self.shape.normed else q)
+        q, gates = jnp.split(q, 2, axis=-1) if self.shape.gated else (q, None)
+        return rotation(self.q_norm(q) if self.shape.normed else q), gates
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
@@ -193,7 +214,10 @@ class Rotation:
         self.turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Rotates x [B, G, R, T, D]."""
+        """Rotates x [B, G, R, T, D], or the first part of each head if angles are for a part."""
+        width = self.turn.shape[0]
+        if width < x.shape[-1]:
+            return jnp.concatenate([self(x[..., :width]), x[..., width:]], axis=-1)
         turned = jax.lax.platform_dependent(x, self.turn, tpu=turn_by_product, default=turn_by_slices)
         return add(multiply(x, self.cos), multiply(turned, self.sin))
 

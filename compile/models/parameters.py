@@ -3,7 +3,9 @@
 Signatures, recipes and programs know parameters by name only.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -20,6 +22,7 @@ from dflash_aot.cache.bundle.weight_recipe import (
 )
 from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
+STACK = re.compile(r"\w*layers\.")  # the place of a stack of layers in a parameter's name
 Model = TypeVar("Model", bound=nnx.Module)
 
 
@@ -66,16 +69,16 @@ class AbstractModel(Generic[Model]):
 
 
 def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRecipe:
-    """The recipe of one parameter. A stacked parameter holds the tensors of all layers along its first axis."""
+    """The recipe of one parameter. A stacked parameter holds the tensors of several layers along its first axis."""
     shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
     prefix, layers = name.rpartition(".")[0], facts.get("stacked")
     if layers is None:
         placements = _place(prefix, shape, facts)
     else:
         placements = tuple(
-            msgspec.structs.replace(one, offset=(layer, *one.offset), extent=(1, *one.extent))
-            for layer in range(layers)
-            for one in _place(f"{prefix}.".replace("layers.", f"layers.{layer}.").rstrip("."), shape[1:], facts)
+            msgspec.structs.replace(one, offset=(index, *one.offset), extent=(1, *one.extent))
+            for index, layer in enumerate(layers)
+            for one in _place(STACK.sub(f"layers.{layer}.", f"{prefix}.", count=1).rstrip("."), shape[1:], facts)
         )
     return WeightRecipe(
         f"{checkpoint}.{name}",
@@ -99,6 +102,8 @@ def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
 def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:
     """Places the tensors of a parameter side by side, in equal parts, along its `axis`."""
     tensors, axis = facts["tensors"], facts["axis"]
+    if facts["sections"]:
+        return tuple(_place_sections(_name_tensor(prefix, *tensors), shape, facts))
     extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
     assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix
     return tuple(
@@ -110,6 +115,21 @@ def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tup
         )
         for part, tensor in enumerate(tensors)
     )
+
+
+def _place_sections(tensor: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Iterator[Placement]:
+    """Places the sections of one tensor's rows side by side along the parameter's `axis`."""
+    axis, row, offset = facts["axis"], 0, 0
+    for rows in facts["sections"]:
+        width = rows // math.prod(shape[:axis])
+        yield Placement(
+            tensor,
+            facts["stored"],
+            offset=tuple(offset if i == axis else 0 for i in range(len(shape))),
+            extent=(*shape[:axis], width, *shape[axis + 1 :]),
+            rows=(row, row + rows),
+        )
+        row, offset = row + rows, offset + width
 
 
 def _name_tensor(prefix: str, tensor: str) -> str:

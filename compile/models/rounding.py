@@ -30,6 +30,11 @@ def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
     return round_to(x.astype(jnp.float32) * y.astype(jnp.float32), x.dtype)
 
 
+def sigmoid(x: jax.Array) -> jax.Array:
+    """sigmoid(x) in the dtype of x, computed in float32."""
+    return round_to(jax.nn.sigmoid(x.astype(jnp.float32)), x.dtype)
+
+
 def silu(x: jax.Array) -> jax.Array:
     """x · sigmoid(x) in the dtype of x, computed in float32."""
     return round_to(jax.nn.silu(x.astype(jnp.float32)), x.dtype)

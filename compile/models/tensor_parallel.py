@@ -171,6 +171,8 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
             (f"the {model}'s kv heads", decoder.attention.kv_heads),
             (f"the {model}'s MLP width", decoder.mlp.width),
         ]
+    if target.recurrent:  # their value heads follow
+        shared.append(("the target's linear key heads", target.recurrent.key_heads))
     shared.append(("the vocabulary", target.decoder.vocab))
     return shared if draft.vocab is None else [*shared, ("the draft's own vocabulary", draft.vocab)]
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_aot.cache.signature import RECURRENT_STATE
+from dflash_aot.compile.models.recurrent_state import PendingUpdates, RecurrentState, commit_updates
+
 KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D] as in `kv_cache`
 
 
@@ -23,6 +26,7 @@ class TargetForward(NamedTuple):
         logits: float32 [B, K+1, V], of the token behind each token of the block.
         features: [B, K+1, F], the aux hidden states of the block.
         kv: the target's kv arrays with the block written.
+        pending: what the block adds to a hybrid's recurrent state; None for other targets.
     """
 
     lengths: jax.Array
@@ -32,6 +36,7 @@ class TargetForward(NamedTuple):
     logits: jax.Array
     features: jax.Array
     kv: KvArrays
+    pending: PendingUpdates | None = None
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +61,13 @@ def commit_round(
     accepted, bonus = accept(forward.block, chosen)
     active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
     advanced = jnp.where(active, forward.lengths + accepted + 1, forward.lengths)
+    recurrent: dict[str, jax.Array] = {}
+    if forward.pending is not None:
+        before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
+        after = commit_updates(before, forward.pending, forward.lengths, jnp.where(active, accepted + 1, 0))
+        recurrent = dict(zip(RECURRENT_STATE, after, strict=True))
     return accepted, {
+        **recurrent,
         "target_k": forward.kv[0],
         "target_v": forward.kv[1],
         "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], advanced, origin),

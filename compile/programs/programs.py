@@ -5,7 +5,7 @@ B rows · T positions of this call · K drafted tokens of a block · F width of 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
 from dflash_aot.cache.signature import (
     DRAWING_STATE,
+    RECURRENT_STATE,
     SAMPLED_PROGRAMS,
     SAMPLING_STATE,
     ArraySpec,
@@ -31,10 +32,19 @@ from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_slots
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM
 from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.kv_cache import KvContext, copy_slot, write_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
+from dflash_aot.compile.models.recurrent_state import (
+    PendingUpdates,
+    RecurrentState,
+    copy_recurrent_slot,
+    make_pending,
+    prefill_layer,
+    verify_layer,
+)
 from dflash_aot.compile.models.sliding_window import LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, commit_round
@@ -51,6 +61,8 @@ from dflash_aot.compile.programs.sampling import (
 
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
+Recurrent = TypeVar("Recurrent")
+TargetCarry = tuple[KvArrays, Recurrent]  # what the target's layers pass on: kv, and the recurrent state or its updates
 # Parameters of each draft layer that make the context keys and values.
 CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_scale", "self_attn.kv_bias", "self_attn.k_norm.weight")
 
@@ -159,8 +171,8 @@ class Programs:
     def collectives(self, signature: Signature) -> int:
         """How many collectives the program needs; an executable with more was partitioned badly.
 
-        A target or draft forward has two sums per layer (counted once in a loop over layers), one for the embedding
-        and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
+        A target or draft forward has two sums per layer (of a loop over layers, those of its body), one for the
+        embedding and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
         `SAMPLING_EXCHANGES`, scoring a prompt `SCORING_EXCHANGES`, a candidate selector the exchange of its codes.
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
@@ -171,11 +183,14 @@ class Programs:
     def _count_collectives(self, program: str) -> int:
         if program == "kv_write":
             return 1
-        decoder = (self._draft.module.draft if program == "draft" else self._target.module.target).decoder
+        if program == "draft":
+            written = 1 if self._stacked else self._facts.decoder.layers
+        else:
+            written = self._target.module.model.count_written_layers()
         sampling = SAMPLING_EXCHANGES if program in SAMPLED_PROGRAMS else 0
         sampling += SCORING_EXCHANGES if program == "scored_prefill" else 0
         codes = 1 if program == "draft" and self._facts.selector else 0
-        return 2 + codes + sampling + 2 * (1 if self._stacked else decoder.layers)
+        return 2 + codes + sampling + 2 * written
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
         """The function of a program: inputs by name → donated state and results by name."""
@@ -203,8 +218,18 @@ class Programs:
         tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         kv = (arrays["target_k"], arrays["target_v"])
-        x, features, kv = target.forward(
-            tokens, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
+        before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE)) if self.pair.recurrent else None
+
+        def mix(
+            carry: TargetCarry[RecurrentState], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+        ) -> tuple[jax.Array, TargetCarry[RecurrentState]]:
+            kv, recurrent = carry
+            mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
+            return mixed, (kv, recurrent)
+
+        attend = self._causal_attention(slots, positions, length)
+        x, features, (kv, recurrent) = target.forward(
+            tokens, positions, self._facts.target_layer_ids, (kv, before), attend, mix
         )
         scores: Outputs = {}
         end = counts
@@ -226,6 +251,7 @@ class Programs:
         # Only the last chunk of a prompt gives a token: the others do without the product with the vocabulary.
         first, anchors = jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
         return {
+            **(dict(zip(RECURRENT_STATE, recurrent, strict=True)) if recurrent else {}),
             "target_k": kv[0],
             "target_v": kv[1],
             "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], starts + counts, slots),
@@ -323,12 +349,26 @@ class Programs:
         positions = lengths[:, None] + jnp.arange(k + 1)
         kv = (arrays["target_k"], arrays["target_v"])
         slots = jnp.arange(batch)
-        x, features, kv = target.forward(
-            block, positions, self._facts.target_layer_ids, kv, self._causal_attention(slots, positions, length)
-        )
-        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv)
+        state, room = None, None
+        if sizes := self._target.module.target.recurrent:
+            state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
+            room = make_pending(state, sizes, batch, k + 1)
 
-    def _causal_attention(self, slots: jax.Array, positions: jax.Array, length: int) -> Attend[KvArrays]:
+        def mix(
+            carry: TargetCarry[PendingUpdates], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+        ) -> tuple[jax.Array, TargetCarry[PendingUpdates]]:
+            kv, pending = carry
+            assert state is not None
+            mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths)
+            return mixed, (kv, pending)
+
+        attend = self._causal_attention(slots, positions, length)
+        x, features, (kv, pending) = target.forward(
+            block, positions, self._facts.target_layer_ids, (kv, room), attend, mix
+        )
+        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending)
+
+    def _causal_attention(self, slots: jax.Array, positions: jax.Array, length: int) -> Attend[TargetCarry[Any]]:
         """Causal attention over the first `length` positions of the target's kv arrays.
 
         Writes the keys and values of each row from its first position on, then attends to all positions up to each
@@ -340,14 +380,15 @@ class Programs:
             return at <= positions[..., None]
 
         def attend_written(
-            kv: KvArrays, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
-        ) -> tuple[jax.Array, KvArrays]:
+            carry: TargetCarry[Any], layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, TargetCarry[Any]]:
+            kv, recurrent = carry
             keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
             mixed = attend_slots(self.kernels, q, (keys, values), layer, slots, starts, length)
             if mixed is not None:
-                return mixed, (keys, values)
+                return mixed, ((keys, values), recurrent)
             context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
-            return attend_context(q, context, mask, end), (keys, values)
+            return attend_context(q, context, mask, end), ((keys, values), recurrent)
 
         return attend_written
 
@@ -417,6 +458,10 @@ class Programs:
         source, destination = arrays["source"][0], arrays["destination"][0]
         kv = ("target_k", "target_v", "draft_k", "draft_v")
         copied = {name: copy_slot(arrays[name], source, destination) for name in kv}
+        copied |= {
+            name: copy_recurrent_slot(arrays[name], source, destination)
+            for name in (RECURRENT_STATE if self.pair.recurrent else ())
+        }
         small = ("lengths", "anchors", *(SAMPLING_STATE if self.pair.samples else ()))
         return {**copied, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
 

@@ -14,6 +14,7 @@ from dflash_aot.cache.locations import locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.hybrid import TEXT_SECTION
 from dflash_aot.cache.model_config.target import read_target
 
 
@@ -58,7 +59,10 @@ def read_end_tokens(target: Path) -> frozenset[int]:
     transformers looks them up in the same order. Raises BadCheckpoint.
     """
     for path in (target / GENERATION_CONFIG_FILE, target / CONFIG_FILE):
-        ends = (read_checkpoint_object(path) or {}).get("eos_token_id")
+        config = read_checkpoint_object(path) or {}
+        ends = config.get("eos_token_id")
+        if ends is None and isinstance(text := config.get(TEXT_SECTION), dict):
+            ends = text.get("eos_token_id")
         if ends is not None:
             found = ends if isinstance(ends, list) else [ends]
             if any(type(token) is not int for token in found):

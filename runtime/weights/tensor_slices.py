@@ -6,7 +6,9 @@ A tensor slice is a range (start, stop) for each dimension.
 import math
 from collections.abc import Iterator, Sequence
 
-from dflash_aot.cache.bundle.weight_recipe import Placement
+import msgspec
+
+from dflash_aot.cache.bundle.weight_recipe import Placement, find_section_shape
 
 Range = tuple[int, int]
 TensorSlice = tuple[Range, ...]
@@ -58,13 +60,17 @@ def intersect_placement(part: TensorSlice, placement: Placement) -> TensorSlice 
 def find_stored_slice(placement: Placement, part: TensorSlice) -> TensorSlice:
     """Returns the slice of the stored tensor that holds `part` of the placement's extent.
 
-    The extent is the stored shape with dimensions split (row-major) or added. `part` must correspond to a range of
-    each stored dimension; anything else is an error of the caller (AssertionError).
+    The extent is the shape of the stored section with dimensions split (row-major) or added. `part` must correspond to
+    a range of each stored dimension; anything else is an error of the caller (AssertionError).
     """
     dimensions = zip(placement.extent, part, strict=True)
-    stored = tuple(_merge_ranges(_take_dimensions(dimensions, size), placement) for size in placement.stored)
+    found = tuple(
+        _merge_ranges(_take_dimensions(dimensions, size), placement) for size in find_section_shape(placement)
+    )
     assert all(size == 1 for size, _ in dimensions), f"{placement} reshapes across stored dimensions"
-    return stored
+    if placement.rows is msgspec.UNSET:
+        return found
+    return (*shift_slice(found[:1], (-placement.rows[0],)), *found[1:])
 
 
 def _take_dimensions(dimensions: Iterator[tuple[int, Range]], size: int) -> list[tuple[int, Range]]:

@@ -35,9 +35,14 @@ from dflash_aot.runtime.weights.tensor_slices import (
 MOST_READ_NUMBERS = 1 << 18  # read and converted at a time: small enough for a processor's cache
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
-# Tensors that a checkpoint may hold beside the used ones: the head of a target with tied embeddings, and what
-# speculators stores of the target in a draft.
-IGNORED_TENSORS: dict[CheckpointRole, tuple[str, ...]] = {"target": ("lm_head.weight",), "draft": ("verifier_*",)}
+# Tensors that a checkpoint may hold beside the used ones: the head of a target with tied embeddings, a multimodal
+# target's vision tower, its head for multi-token prediction, and what speculators stores of the target in a draft.
+IGNORED_TENSORS: dict[CheckpointRole, tuple[str, ...]] = {
+    "target": ("lm_head.weight", "model.visual.*", "mtp.*"),
+    "draft": ("verifier_*",),
+}
+# Multimodal checkpoints name the text model's tensors so.
+TEXT_PREFIX, NESTED_TEXT_PREFIX = "model.", "model.language_model."
 
 
 def load_weights(
@@ -68,16 +73,17 @@ def load_weights(
 
 
 def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
-    """Returns a recipe with tensors as the checkpoint names them: some name a bare parameter x "x.weight".
+    """Returns a recipe with tensors as the checkpoint names them.
 
-    The reference names DFlash2's codebooks so where it saves them as modules.
+    Some name a bare parameter x "x.weight": the reference, where it saves DFlash2's codebooks as modules. Multimodal
+    checkpoints have another prefix.
     """
-    placements = tuple(
-        msgspec.structs.replace(one, tensor=module)
-        if one.tensor not in names and (module := f"{one.tensor}.weight") in names
-        else one
-        for one in recipe.placements
-    )
+
+    def spell(tensor: str) -> str:
+        nested = tensor.replace(TEXT_PREFIX, NESTED_TEXT_PREFIX, 1) if tensor.startswith(TEXT_PREFIX) else tensor
+        return next((name for name in (tensor, f"{tensor}.weight", nested) if name in names), tensor)
+
+    placements = tuple(msgspec.structs.replace(one, tensor=spell(one.tensor)) for one in recipe.placements)
     return msgspec.structs.replace(recipe, placements=placements)
 
 

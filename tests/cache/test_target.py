@@ -124,7 +124,7 @@ def test_norm_topk_prob_is_read(read_published_target, normalized):
         ),
         (
             {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-            "layer_types is 'linear_attention': gated-delta hybrids are not supported",
+            "layer_types is 'linear_attention': gated-delta layers are supported in Qwen3.5's architectures only",
         ),
         (
             {"layer_types": ["chunked_attention"]},
@@ -191,9 +191,8 @@ def test_unsupported_llama_is_refused_with_file_key_and_value(read_published_tar
     ("architecture", "hint"),
     [
         ("MistralForCausalLM", ""),
-        ("Qwen3NextForCausalLM", f" {HYBRID}, whose state cannot be rolled back after a rejection."),
-        ("Qwen3_5ForCausalLM", f" {HYBRID}, whose state cannot be rolled back after a rejection."),
-        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID}, with image input."),
+        ("Qwen3NextForCausalLM", f" {HYBRID} whose projections are fused, and a mixture of experts."),
+        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID} and a mixture of experts."),
         ("Qwen2ForCausalLM", " This is Qwen2, whose projections have biases in part."),
         ("GptOssForCausalLM", " This is gpt-oss, with attention sinks and biased experts."),
         ("DFlashDraftModel", " This is a draft: are --target and --draft swapped?"),
@@ -201,7 +200,8 @@ def test_unsupported_llama_is_refused_with_file_key_and_value(read_published_tar
     ],
 )
 def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal, architecture, hint):
-    runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM."
+    runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
+    runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM."
     message = refusal(read_changed_target, architectures=[architecture])
     assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 

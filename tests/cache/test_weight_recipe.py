@@ -59,6 +59,26 @@ def test_thousands_of_stacked_experts_are_checked_at_once_and_many_tangled_tenso
     assert "are not split along any axis" in find_recipe_flaw(recipe((1, MAX_COMPARED + 1), *tangled))
 
 
+def sections(*ranges) -> WeightRecipe:
+    """A recipe of sections of one tensor with four rows, side by side."""
+    offsets = [sum(stop - start for start, stop in ranges[:at]) for at in range(len(ranges))]
+    places = (
+        Placement("t", (4, 2), (offset, 0), (stop - start, 2), rows=(start, stop))
+        for offset, (start, stop) in zip(offsets, ranges, strict=True)
+    )
+    return WeightRecipe("w", "target", (sum(stop - start for start, stop in ranges), 2), "float32", tuple(places))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1), (1, 4)], [(2, 4), (0, 2)], [(0, 4)]])
+def test_sections_that_hold_each_row_once_are_valid(ranges):
+    assert find_recipe_flaw(sections(*ranges)) is None
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2)], [(0, 2), (1, 4)], [(0, 2), (3, 4)], [(0, 5)], [(-1, 3), (3, 4)]])
+def test_sections_with_missing_or_repeated_rows_are_invalid(ranges):
+    assert "do not hold each of 4 rows once" in find_recipe_flaw(sections(*ranges))
+
+
 VALUES = WeightRecipe(
     "w",
     "target",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 from safetensors.numpy import load_file
 
 from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
@@ -44,8 +44,9 @@ def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Arr
     """One weight argument, tensor by tensor. Elements that no tensor fills stay NaN, or an invalid token."""
     array = np.full(recipe.shape, 1 << 30 if recipe.dtype == "int32" else np.nan, recipe.dtype)
     for placement in recipe.placements:
+        assert tensors[placement.tensor].shape == placement.stored, placement
         stored = tensors[placement.tensor]
-        assert stored.shape == placement.stored, placement
+        stored = stored if placement.rows is UNSET else stored[slice(*placement.rows)]
         part = tuple(slice(o, o + e) for o, e in zip(placement.offset, placement.extent, strict=True))
         array[part] = stored.reshape(placement.extent)
     return jnp.asarray(array)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from dflash_aot.cache.bundle.weight_recipe import Placement
 from dflash_aot.runtime.weights.tensor_slices import (
@@ -27,7 +28,7 @@ G, R, D, H, W, M, E, L = (
     3,
     2,
 )  # kv heads, queries per kv head, head, hidden, MLP, expert, experts, layers
-# Kinds of weight arguments: shape, the dimension that devices split, (stored, offset, extent) of each tensor.
+# Kinds of weight arguments: shape, the dimension that devices split, (stored, offset, extent, rows) of each tensor.
 KINDS = {
     "q": ((G, R, D, H), 0, [((G * R * D, H), (0, 0, 0, 0), (G, R, D, H))]),
     "kv": ((G, 2, D, H), 0, [((G * D, H), (0, at, 0, 0), (G, 1, D, H)) for at in range(2)]),
@@ -39,6 +40,15 @@ KINDS = {
     "embedding": ((W, H), 0, [((W, H), (0, 0), (W, H))]),
     "stacked q": ((L, G, R, D, H), 1, [((G * R * D, H), (at, 0, 0, 0, 0), (1, G, R, D, H)) for at in range(L)]),
     "stacked o": ((L, H, G, R, D), 2, [((H, G * R * D), (at, 0, 0, 0, 0), (1, H, G, R, D)) for at in range(L)]),
+    "sections": (
+        (G, R + 2 * D, H),
+        0,
+        [
+            ((G * (R + 2 * D), H), (0, 0, 0), (G, D, H), (0, G * D)),
+            ((G * (R + 2 * D), H), (0, D, 0), (G, D, H), (G * D, 2 * G * D)),
+            ((G * (R + 2 * D), H), (0, 2 * D, 0), (G, R, H), (2 * G * D, G * (R + 2 * D))),
+        ],
+    ),
     "stacked norm": ((L, H), None, [((H,), (at, 0), (1, H)) for at in range(L)]),
 }
 
@@ -50,7 +60,8 @@ def placements(kind: str) -> list[Placement]:
 def assemble(shape: tuple[int, ...], kind: str, wanted) -> np.ndarray:
     """Returns a slice of an argument, from stored tensors whose elements are all different."""
     array = np.full(slice_shape(wanted), -1)
-    for number, placement in enumerate(placements(kind)):
+    for placement in placements(kind):
+        number = int(placement.tensor.removeprefix("tensor ")) if placement.rows is UNSET else 0
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
         if common := intersect_placement(wanted, placement):
             for piece in split_slice(common, 5):
@@ -63,11 +74,12 @@ def assemble(shape: tuple[int, ...], kind: str, wanted) -> np.ndarray:
 def assemble_reference(kind: str) -> np.ndarray:
     """Returns the whole argument, tensor by tensor."""
     array = np.full(KINDS[kind][0], -1)
-    for number, placement in enumerate(placements(kind)):
+    for placement in placements(kind):
+        number = int(placement.tensor.removeprefix("tensor ")) if placement.rows is UNSET else 0
         stored = np.arange(math.prod(placement.stored)).reshape(placement.stored) + 1000 * number
         array[to_numpy_slices(shift_slice(cover_tensor(placement.extent), [-at for at in placement.offset]))] = (
-            stored.reshape(placement.extent)
-        )
+            stored if placement.rows is UNSET else stored[slice(*placement.rows)]
+        ).reshape(placement.extent)
     return array
 
 

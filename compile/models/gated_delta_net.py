@@ -1,0 +1,108 @@
+"""Gated DeltaNet: the recurrent layers of hybrid targets (Yang et al. 2024), as in Qwen3.5.
+
+Attribute names follow the checkpoint's tensors. The sections of queries, keys and values inside a tensor are regrouped
+by key head, so that devices can share the key heads.
+
+B rows · T tokens of this call · H hidden · Q key heads · R value heads per key head · I key width · O value width
+C channels of the convolution, grouped by key head: Q · (2 I + R O) · J rows of its window
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_aot.cache.model_config.architecture import GatedDeltaNet
+from dflash_aot.compile.models.delta_rule import DeltaRows
+from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, WeightKind, parameter, read
+from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.rounding import round_to
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
+
+NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
+
+
+class MixerInputs(NamedTuple):
+    """The projections of the tokens.
+
+    Attributes:
+        channels: what the convolution takes, [B, T, C].
+        gates: z, [B, T, H'], H' = Q R O.
+        strengths: β, float32 [B, T, Q, R].
+        decays: g, float32 [B, T, Q, R].
+    """
+
+    channels: jax.Array
+    gates: jax.Array
+    strengths: jax.Array
+    decays: jax.Array
+
+
+class GatedDeltaMixer(nnx.Module):
+    """`linear_attn` of a layer: projections, convolution, norms. The caller runs the delta rule on its state."""
+
+    def __init__(self, sizes: GatedDeltaNet, hidden: int, epsilon: float, kind: WeightKind, tp: TensorParallel):
+        Q, R, I, O = sizes.key_heads, sizes.value_heads // sizes.key_heads, sizes.key_dim, sizes.value_dim  # noqa: E741
+        heads, width, sections = sizes.value_heads, 2 * I + R * O, (Q * I, Q * I, Q * R * O)
+        self.qkv, self.qkv_scale = kind.linear(
+            (Q, width, hidden), ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, split=0, sections=sections
+        )
+        self.in_proj_z = Linear(heads * O, hidden, kind, OUTPUTS)
+        # Small, and sensitive: both decide how fast the state fades. Never int8.
+        pair = ["in_proj_b.weight", "in_proj_a.weight"]
+        self.ba = parameter((heads, 2, hidden), kind.dtype, pair, (heads, hidden), axis=1, split=0)
+        stored = (sizes.channels, 1, sizes.kernel)
+        self.conv = parameter(
+            (Q, width, sizes.kernel), "float32", ["conv1d.weight"], stored, axis=1, split=0, sections=sections
+        )
+        self.a_log = parameter((heads,), "float32", ["A_log"], (heads,), split=0)
+        self.dt_bias = parameter((heads,), "float32", ["dt_bias"], (heads,), split=0)
+        self.norm = parameter((O,), "float32", ["norm.weight"], (O,))
+        self.out_proj = Linear(hidden, heads * O, kind, INPUTS, tp)
+        self.sizes, self.epsilon = sizes, epsilon
+
+    def project(self, x: jax.Array) -> MixerInputs:
+        """x [B, T, H], normed."""
+        channels = matmul(self.qkv[...], x, read(self.qkv_scale))
+        both = matmul(self.ba[...], x, dtype=jnp.float32)
+        decays = -jnp.exp(self.a_log[...]) * jax.nn.softplus(both[..., 1] + self.dt_bias[...])
+        grouped = (*x.shape[:2], -1, self.sizes.value_heads // self.sizes.key_heads)
+        return MixerInputs(
+            channels=channels.reshape(*x.shape[:2], -1),
+            gates=self.in_proj_z(x),
+            strengths=jax.nn.sigmoid(both[..., 0]).reshape(grouped),
+            decays=decays.reshape(grouped),
+        )
+
+    def convolve(self, inputs: MixerInputs, window: jax.Array) -> DeltaRows:
+        """Convolves over time and splits the channels into heads. `window` [B, J, C]: the rows before the first."""
+        B, T, _ = inputs.channels.shape
+        rows = jnp.concatenate([window, inputs.channels], axis=1).astype(jnp.float32)
+        kernel = self.conv[...].reshape(-1, self.sizes.kernel)
+        mixed = sum(kernel[:, tap] * rows[:, tap : tap + T] for tap in range(self.sizes.kernel))
+        mixed = round_to(jax.nn.silu(mixed), window.dtype).astype(jnp.float32)
+        I, O = self.sizes.key_dim, self.sizes.value_dim  # noqa: E741
+        heads = mixed.reshape(B, T, -1, 2 * I + inputs.strengths.shape[-1] * O)
+        values = heads[..., 2 * I :].reshape(B, T, heads.shape[2], -1, O)
+        return DeltaRows(
+            queries=_normalize(heads[..., :I]).swapaxes(1, 2) * I**-0.5,
+            keys=_normalize(heads[..., I : 2 * I]).swapaxes(1, 2),
+            values=values.transpose(0, 2, 3, 1, 4),
+            strengths=inputs.strengths.transpose(0, 2, 3, 1),
+            decays=inputs.decays.transpose(0, 2, 3, 1),
+        )
+
+    def output(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:
+        """Results of the delta rule [B, Q, R, T, O] → [B, T, H]: normed per head, gated, projected."""
+        B, Q, R, T, O = results.shape  # noqa: E741
+        gates = inputs.gates.reshape(B, T, Q * R, O)
+        heads = results.reshape(B, Q * R, T, O).swapaxes(1, 2)
+        scale = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + self.epsilon)
+        gated = heads * scale * self.norm[...] * jax.nn.silu(gates.astype(jnp.float32))
+        return self.out_proj(round_to(gated, inputs.gates.dtype).reshape(B, T, -1))
+
+
+def _normalize(heads: jax.Array) -> jax.Array:
+    """Queries or keys [.., I] of length 1."""
+    return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + NORM_EPSILON)

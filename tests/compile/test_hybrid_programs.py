@@ -1,0 +1,209 @@
+"""Hybrid targets: the programs' recurrent states against those of the reference, by layer and cycle."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.layers import Rotation
+from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
+from dflash_aot.compile.programs import acceptance
+from tests.compile.quick import jit_quickly
+
+TOLERANCE = 1e-4
+BATCH, LENGTH, K = 3, 288, 7
+GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128"
+BUCKET = f"batch={BATCH} length={LENGTH} k={K}"
+STATES = ("recurrent_states", "conv_states")
+RANKS = {0: 0, 6: 5}  # of the reference's layers among the layers with a state
+
+
+@pytest.fixture(scope="module")
+def hybrid(runs):
+    return runs["hybrid_text"]
+
+
+@pytest.fixture(scope="module")
+def models(hybrid, load_models):
+    return load_models(hybrid.target, hybrid.draft)
+
+
+@pytest.fixture(scope="module")
+def rig(models, make_rig):
+    return make_rig(models, GRID)
+
+
+def regroup(channels: np.ndarray, sizes) -> np.ndarray:
+    """Channels [.., C] in the reference's order (all queries, keys, values), grouped by key head."""
+    keys, heads = sizes.key_heads * sizes.key_dim, sizes.key_heads
+    parts = np.split(channels, [keys, 2 * keys], axis=-1)
+    grouped = [part.reshape(*channels.shape[:-1], heads, -1) for part in parts]
+    return np.concatenate(grouped, axis=-1).reshape(channels.shape)
+
+
+def find_differences(arrays, slot: int, golden, name: str, sizes) -> list[str]:
+    """Which of the states that the reference stored under a name differ from a slot's."""
+    wrong, compared = [], 0
+    for layer, rank in RANKS.items():
+        if (key := f"{name}.layer{layer}.recurrent") not in golden.arrays:
+            continue
+        expected = golden.arrays[key]
+        window = regroup(golden.arrays[f"{name}.layer{layer}.conv"].T[1:], sizes)
+        pairs = {key: (arrays["recurrent_states"], expected), f"{name} window": (arrays["conv_states"], window)}
+        for what, (found, wanted) in pairs.items():
+            compared += 1
+            if not np.allclose(found[rank, slot], wanted, rtol=0, atol=TOLERANCE):
+                wrong.append(f"{what}, layer {layer}")
+    assert compared, f"the reference has no {name}"
+    return wrong
+
+
+@pytest.mark.parametrize("width", [16, 128])
+def test_state_after_a_prompt_equals_the_reference(width, hybrid, models, rig):
+    """Prompts of 1 to 200 tokens, in a slot that held another request, with padding behind the last chunk."""
+    for prompt in hybrid.facts["prompts"]:
+        arrays = rig.prefill(rig.empty(), 1, prompt["prompt_ids"], width, padding=5)
+        name = f"{prompt['key']}.state_prompt"
+        assert not find_differences(arrays, 1, hybrid, name, models.target.recurrent)
+
+
+def start(rig, prompts):
+    arrays = rig.empty()
+    for slot, prompt in enumerate(prompts):
+        arrays = rig.prefill(arrays, slot, prompt["prompt_ids"], 128)
+    return arrays
+
+
+def run_round(rig, arrays, active, verifying=None):
+    arrays = rig.run(f"draft {BUCKET}", arrays)
+    arrays = (verifying or rig).run(f"verify {BUCKET}", arrays, active=active)
+    return rig.run(f"kv_write rows={BATCH} width={K + 1}", arrays, slots=range(BATCH))
+
+
+def compare_cycles(rig, hybrid, sizes, prompts, verifying=None) -> tuple[int, list[str]]:
+    """Runs prompts, and compares the states after each cycle that the reference stored: how many, and which differ."""
+    compared, wrong = 0, []
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        cycles = [prompt["cycles"] for prompt in batch] + [[]] * (BATCH - len(batch))
+        arrays = start(rig, batch)
+        for cycle in range(max(map(len, cycles))):
+            arrays = run_round(rig, arrays, [cycle < len(one) for one in cycles], verifying)
+            for slot, prompt in enumerate(batch):
+                name = f"{prompt['key']}.state_cycle{cycle}"
+                if any(key.startswith(f"{name}.") for key in hybrid.arrays):
+                    compared += 1
+                    wrong += find_differences(arrays, slot, hybrid, name, sizes)
+    return compared, wrong
+
+
+def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
+    compared, wrong = compare_cycles(rig, hybrid, models.target.recurrent, hybrid.facts["prompts"])
+    assert compared > 20
+    assert not wrong
+
+
+@pytest.mark.parametrize("fault", ["all rows", "one too few", "one too many"])
+def test_wrong_commits_are_found_by_the_states(fault, hybrid, models, rig, make_rig, monkeypatch):
+    """A test of the comparison above: text alone does not show a wrong commit for most prompts."""
+    commit = acceptance.commit_updates
+
+    def commit_wrongly(state, pending, lengths, counts):
+        shifted = {"all rows": K + 1, "one too few": counts - 1, "one too many": jnp.minimum(counts + 1, K + 1)}[fault]
+        return commit(state, pending, lengths, jnp.where(counts > 0, shifted, 0))
+
+    monkeypatch.setattr(acceptance, "commit_updates", commit_wrongly)
+    prompts = [one for one in hybrid.facts["prompts"] if one["name"] in ("len30", "len131", "random12")]
+    compared, wrong = compare_cycles(rig, hybrid, models.target.recurrent, prompts, verifying=make_rig(models, GRID))
+    assert len(wrong) >= compared
+
+
+def test_idle_rows_keep_their_state(hybrid, rig):
+    arrays = start(rig, hybrid.facts["prompts"][3:6])
+    after = run_round(rig, arrays, [True, False, True])
+    for name in STATES:
+        np.testing.assert_array_equal(after[name][:, 1], arrays[name][:, 1])
+        assert not np.array_equal(after[name][:, 0], arrays[name][:, 0])
+
+
+def test_prefill_of_a_slot_leaves_the_others_alone(hybrid, rig):
+    arrays = start(rig, hybrid.facts["prompts"][3:6])
+    after = rig.prefill(arrays, 1, hybrid.facts["prompts"][0]["prompt_ids"], 16)
+    for name in STATES:
+        np.testing.assert_array_equal(after[name][:, [0, 2]], arrays[name][:, [0, 2]])
+
+
+def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
+    """A sampled request of one prompt token has no prefill."""
+    anchor = hybrid.facts["prompts"][0]["prompt_ids"][0]
+    arrays = {**rig.empty(), "lengths": jnp.zeros(BATCH, jnp.int32), "anchors": jnp.full(BATCH, anchor, jnp.int32)}
+    bucket = f"verify batch={BATCH} length={LENGTH} k=0"
+    after = rig.run(bucket, arrays, active=[True] * BATCH)
+    assert not find_differences(after, 2, hybrid, "p00.state_prompt", models.target.recurrent)
+
+
+def test_move_copies_the_state(hybrid, rig):
+    arrays = start(rig, hybrid.facts["prompts"][3:6])
+    moved = rig.run("move", arrays, source=[2], destination=[0])
+    for name in STATES:
+        np.testing.assert_array_equal(moved[name][:, 0], arrays[name][:, 2])
+        np.testing.assert_array_equal(moved[name][:, 1:], arrays[name][:, 1:])
+
+
+@pytest.fixture(scope="module")
+def debug(hybrid):
+    """The reference's intermediate values of one prompt."""
+    key = next(one["key"] for one in hybrid.facts["prompts"] if one["name"] == "len_eq_block")
+    prefix = f"{key}.debug."
+    return {name.removeprefix(prefix): array for name, array in hybrid.arrays.items() if name.startswith(prefix)}
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_gated_delta_net_equals_the_reference(debug, models):
+    sizes, mixer = models.target.recurrent, models.causal_lm.model.layers[0].linear_attn
+    assert isinstance(mixer, GatedDeltaMixer)
+    found = {name.removeprefix("linear0."): array for name, array in debug.items() if name.startswith("linear0.")}
+    x = jnp.asarray(found["input"])[None]
+    inputs = jit_quickly(lambda x: mixer.project(x))(x)
+    assert_close(inputs.channels, regroup(found["in_proj_qkv"], sizes))
+    assert_close(inputs.gates, found["in_proj_z"])
+    assert_close(inputs.strengths, found["beta"])
+    assert_close(inputs.decays, found["g"])
+    window = jnp.zeros((1, sizes.kernel - 1, sizes.channels))
+    rows = jit_quickly(lambda *given: mixer.convolve(*given))(inputs, window)
+    repeats = sizes.value_heads // sizes.key_heads
+    for ours, theirs, scale in ((rows.queries, "query", sizes.key_dim**-0.5), (rows.keys, "key", 1.0)):
+        heads = found[theirs][:, ::repeats]
+        normed = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6) * scale
+        assert_close(ours[0].swapaxes(0, 1), normed)
+    assert_close(rows.values[0].reshape(sizes.value_heads, -1, sizes.value_dim).swapaxes(0, 1), found["value"])
+    state = RecurrentState(jnp.zeros((1, 1, sizes.value_heads, sizes.key_dim, sizes.value_dim)), window[None])
+    run = jit_quickly(lambda state, x: prefill_layer(state, 0, mixer, x, jnp.int32(0), jnp.int32(0), jnp.int32(8)))
+    assert x.shape[1] == 8
+    output, _ = run(state, x)
+    assert_close(output, found["out_proj"])
+
+
+def test_gated_attention_equals_the_reference(debug, models):
+    attention, decoder = models.causal_lm.model.layers[3].self_attn, models.target.decoder
+    found = {name.removeprefix("attn3."): array for name, array in debug.items() if name.startswith("attn3.")}
+    x = jnp.asarray(found["input"])[None]
+
+    @jit_quickly
+    def project(x):
+        rotation = Rotation(decoder.rope, jnp.arange(x.shape[1])[None], x.dtype)
+        return (*attention.queries_gates(x, rotation), *attention.keys_values(x, rotation))
+
+    queries, gates, keys, values = project(x)
+    raw = found["q_proj"].reshape(len(found["q_proj"]), decoder.attention.heads, 2, -1)
+
+    def rows(heads):
+        return np.asarray(heads)[0].reshape(-1, x.shape[1], decoder.attention.head_dim).swapaxes(0, 1)
+
+    assert_close(rows(gates), raw[:, :, 1])
+    assert_close(rows(queries), found["q_rope"])
+    assert_close(rows(keys), found["k_rope"])
+    assert_close(rows(values), found["v_proj"].reshape(rows(values).shape))
