@@ -88,7 +88,9 @@ class Roofline:
             case "prefill":
                 return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1, state_passes=2)
             case "scored_prefill":
-                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"], state_passes=2)
+                return self._forward(
+                    1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"], state_passes=2
+                )
             case "draft":
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
             case "verify":
