@@ -144,7 +144,7 @@ def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple
         vocab=target.decoder.vocab,
         dtype=dtype,
         sampling=sampling,
-        recurrent=target.recurrent and _recurrent_shape(target.recurrent),
+        recurrent=None if target.recurrent is None else _recurrent_shape(target.recurrent),
     )
 
 

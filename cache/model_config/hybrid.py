@@ -67,9 +67,10 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
     if kinds is None:
         interval = text.positive("full_attention_interval", default=DEFAULT_INTERVAL)
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
-        key, found = "full_attention_interval", interval
+        key = "full_attention_interval"
     else:
-        key, found = "layer_types", kinds
+        key = "layer_types"
+    found = text.values.get(key, DEFAULT_INTERVAL)
     if len(kinds) != layers or any(kind not in (LINEAR, FULL) for kind in kinds):
         raise text.refusal(key, found, f"expected {layers} items, {LINEAR} or {FULL}")
     if missing := [kind for kind in (LINEAR, FULL) if kind not in kinds]:

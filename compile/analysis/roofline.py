@@ -229,8 +229,8 @@ class Roofline:
         decoder, sizes = self._target.decoder, self._target.recurrent
         if sizes is None:
             return RooflineCost(0.0, 0.0)
-        rows = sizes.channels + 2 * sizes.value_heads + 2 * sizes.value_heads * sizes.value_dim
-        rows += _mlp_rows(decoder, tokens)[0]
+        mixer = sizes.channels + 2 * sizes.value_heads + 2 * sizes.value_heads * sizes.value_dim
+        rows = mixer + _mlp_rows(decoder, tokens)[0]
         weights = len(sizes.layers) * decoder.hidden * rows
         return self._multiply(weights, self._formats.target, 2 * tokens * weights)
 

@@ -163,9 +163,9 @@ class CausalLM(nnx.Module):
             x, kv, aux = carry
             if isinstance(layer, RecurrentLayer):
                 assert mix is not None
-                x, kv = layer(x, kv, place.index, mix)
+                x, kv = layer(x, kv, place.rank, mix)
             else:
-                x, kv = cast(DecoderLayer, layer)(x, rotation, kv, place.index, attend)
+                x, kv = cast(DecoderLayer, layer)(x, rotation, kv, place.rank, attend)
             return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[place.number], axis=0)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)

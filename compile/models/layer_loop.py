@@ -18,10 +18,10 @@ Weight = jax.Array | jax.ShapeDtypeStruct
 
 
 class LayerPlace(NamedTuple):
-    """A layer's number in the model, and its index among the layers of its kind."""
+    """A layer's number in the model, and its rank among the layers of its kind."""
 
     number: LayerIndex
-    index: LayerIndex
+    rank: LayerIndex
 
 
 def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:

@@ -47,8 +47,15 @@ def parameter(
             stack.
     """
     tensors = tuple(tensors)
-    facts = {"tensors": tensors, "stored": stored, "axis": axis, "split": split, "sliced": sliced, "sections": sections}
-    return nnx.Param(jnp.zeros(shape, dtype), **facts)
+    return nnx.Param(
+        jnp.zeros(shape, dtype),
+        tensors=tensors,
+        stored=stored,
+        axis=axis,
+        split=split,
+        sliced=sliced,
+        sections=sections,
+    )
 
 
 @dataclass(frozen=True)

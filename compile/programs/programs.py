@@ -38,7 +38,6 @@ from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.recurrent_state import (
-    PendingUpdates,
     RecurrentState,
     copy_recurrent_slot,
     make_pending,
@@ -221,8 +220,8 @@ class Programs:
         before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE)) if self.pair.recurrent else None
 
         def mix(
-            carry: TargetCarry[RecurrentState], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
-        ) -> tuple[jax.Array, TargetCarry[RecurrentState]]:
+            carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+        ) -> tuple[jax.Array, TargetCarry[Any]]:
             kv, recurrent = carry
             mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
             return mixed, (kv, recurrent)
@@ -355,8 +354,8 @@ class Programs:
             room = make_pending(state, sizes, batch, k + 1)
 
         def mix(
-            carry: TargetCarry[PendingUpdates], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
-        ) -> tuple[jax.Array, TargetCarry[PendingUpdates]]:
+            carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+        ) -> tuple[jax.Array, TargetCarry[Any]]:
             kv, pending = carry
             assert state is not None
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths)
