@@ -6,13 +6,19 @@ It waits for nothing but the drafted tokens of a constrained round, which its ma
 import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_COLUMNS, count_mask_words, needs_sampling_state
+from dflash_aot.cache.sampling_state import (
+    ALL_ALLOWED,
+    MASK_BITS,
+    SAMPLING_COLUMNS,
+    count_mask_words,
+    needs_sampling_state,
+)
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
@@ -145,16 +151,19 @@ class Dispatcher:
         return outcomes, top_logprobs if wants_top_logprobs else ()
 
     def _mask(self, plan: RoundPlan, drafted: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """The block to verify and the mask of allowed tokens, by the grammars of the requests that have one."""
+        """The block to verify and the mask of allowed tokens, by the grammars and the min_tokens of the requests."""
         bucket, began = plan.bucket, time.perf_counter()
         blocks = [np.array(block) for block in drafted]  # waits
         self._waited = time.perf_counter() - began
         masks = np.full((bucket.batch, bucket.k + 1, self._mask_words), ALL_ALLOWED, np.int32)
         for slot, running in enumerate(plan.batch.by_slot):
-            if running and (matcher := running.request.matcher) and not running.request.finish_reason:
+            if running is None or running.request.finish_reason:
+                continue
+            if matcher := running.request.matcher:
                 tokens, masks[slot] = matcher.mask_block(blocks[0][slot, 1:].tolist() if blocks else [])
                 for block in blocks:
                     block[slot, 1:] = tokens
+            forbid_tokens(masks[slot, : running.request.tokens_to_stop], running.request.stop_token_ids)
         return [*map(self._to_device, blocks)], [self._to_device(masks)]
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
@@ -180,6 +189,16 @@ class Dispatcher:
 
     def _number(self, number: int) -> jax.Array:
         return self._to_device(np.array([number], np.int32))
+
+
+def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
+    """Clears the bits of `tokens` in masks int32 [n, words], but for a position that allows nothing else."""
+    forbidden = np.zeros(masks.shape[-1], np.uint32)
+    for token in tokens:
+        word, bit = divmod(token, MASK_BITS)
+        forbidden[word] |= np.uint32(1 << bit)
+    left = masks & ~forbidden.view(np.int32)
+    masks[...] = np.where(left.any(axis=-1, keepdims=True), left, masks)
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:

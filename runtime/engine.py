@@ -109,7 +109,10 @@ class Engine:
             on_phase("fetch")
         parts = load_engine_parts(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
         try:
-            return cls(parts, max_waiting)
+            engine = cls(parts, max_waiting)
+            if preload:
+                engine._builder.prepare()
+            return engine
         except BaseException:
             parts.bundle.executables.close()
             raise
@@ -284,7 +287,7 @@ class Engine:
         """Loads, warms up and times executables until a request comes. False where the queue was closed instead."""
         self._bundle.executables.resume(self._queue.wake)
         while not self._queue and self._queue.closed is None:
-            if not self._warm_up.step():
+            if not (self._warm_up.step() or self._builder.prepare()):
                 self._queue.wait()
         self._bundle.executables.pause()
         return bool(self._queue)

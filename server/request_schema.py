@@ -154,7 +154,6 @@ class SampledRequest(ScalarFields):
     stop_token_ids: list[Token] | None = _declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
     structured_outputs: dict[str, Any] | None = _declare("structured_outputs", max_length=1)
     response_format: OutputFormat | None = Field(None, description="the form of the output, as in OpenAI's interface")
-    min_tokens: Annotated[int, Field(ge=0, le=0)] | None = None  # vLLM's; only the value that changes nothing
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=IGNORED)

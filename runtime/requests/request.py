@@ -142,8 +142,18 @@ class Request:
 
     @property
     def needed_mode(self) -> SamplingMode:
-        """The simplest verification that can serve this request."""
-        return "constrain" if self.matcher else "greedy" if self.params.is_greedy else "sample"
+        """The simplest verification that can choose this request's tokens, apart from masks."""
+        return "greedy" if self.params.is_greedy else "sample"
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether only some tokens may come next."""
+        return self.matcher is not None or self.tokens_to_stop > 0
+
+    @property
+    def tokens_to_stop(self) -> int:
+        """How many tokens must come, none of which may end the answer; 0 where no token does."""
+        return max(0, self.params.min_tokens - len(self.token_ids)) if self.stop_token_ids else 0
 
     @property
     def accepted(self) -> list[int]:

@@ -1,16 +1,16 @@
 """The request builder: checks and tokenizes what a caller asks, and makes a request that the engine loop can serve."""
 
+import logging
 import math
 import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.sampling_state import SamplingMode, find_serving_mode
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.grid_refusals import refuse_k, refuse_length, refuse_sampling
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9
 
@@ -74,8 +75,10 @@ class RequestBuilder:
     def __init__(self, bundle: LoadedBundle, target: Path, default_stop_token_ids: frozenset[int]):
         """target: the checkpoint directory, for its tokenizer. default_stop_token_ids: of requests that name none."""
         self._bundle, self._target, self._default_stop_token_ids = bundle, target, default_stop_token_ids
+        self._prepared = False
         self._tokenizer: Tokenizer | None = None
-        self._tokenizer_lock = threading.Lock()
+        self._grammars: GrammarCompiler | None = None
+        self._tokenizer_lock, self._grammars_lock = threading.Lock(), threading.Lock()
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -108,7 +111,7 @@ class RequestBuilder:
         return Request(
             prompt=ids,
             params=params,
-            limit=self._find_limit(len(ids), params.max_tokens),
+            limit=self._find_limit(len(ids), params),
             stop_token_ids=self._choose_stop_token_ids(params),
             detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
@@ -116,16 +119,39 @@ class RequestBuilder:
             priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             on_cancel=on_cancel,
-            matcher=None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs),
+            matcher=None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs),
         )
 
-    @cached_property
-    def _grammars(self) -> "GrammarCompiler":
-        """Made at its first use, which takes about a second for a large vocabulary."""
-        from dflash_aot.runtime.structured_output.grammar import GrammarCompiler  # noqa: PLC0415  see `tokenizer`
+    @property
+    def grammars(self) -> "GrammarCompiler":
+        """The compiler of grammars, made at its first use. Raises BadCheckpoint.
 
-        vocab = self._bundle.manifest.target.facts.decoder.vocab
-        return GrammarCompiler(self.tokenizer.to_json(), vocab, self._default_stop_token_ids)
+        For 151,000 tokens that takes about a second, in which llguidance holds the GIL: an engine whose bundle follows
+        grammars makes it before requests come, see `prepare`.
+        """
+        tokenizer = self.tokenizer
+        with self._grammars_lock:
+            if self._grammars is None:
+                from dflash_aot.runtime.structured_output.grammar import GrammarCompiler  # noqa: PLC0415  see above
+
+                vocab = self._bundle.manifest.target.facts.decoder.vocab
+                self._grammars = GrammarCompiler(tokenizer.to_json(), vocab, self._default_stop_token_ids)
+            return self._grammars
+
+    def prepare(self) -> bool:
+        """Makes what the first requests would wait for. Returns whether there was something to make.
+
+        An error is left to the request that meets it again.
+        """
+        follows = "constrain" in self._bundle.manifest.sampling and (self._target / "tokenizer.json").exists()
+        if not follows or self._prepared:
+            return False
+        self._prepared = True
+        try:
+            _ = self.grammars
+        except DflashError as error:
+            logger.error(error)
+        return True
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
         # Bytes are a sequence of numbers too, but hardly of tokens.
@@ -151,7 +177,11 @@ class RequestBuilder:
         if params.prompt_logprobs is not None and "prompt_logprobs" not in manifest.sampling:
             raise refuse_sampling(manifest, bundle.path, "prompt_logprobs", ("prompt_logprobs",))
         asked: dict[SamplingMode, Sequence[str]] = {"sample": params.sampled_fields}
-        asked["constrain"] = () if params.structured_outputs is None else ("structured_outputs",)
+        masked = {
+            "structured_outputs": params.structured_outputs is not None,
+            "min_tokens": params.min_tokens > 0 and bool(self._choose_stop_token_ids(params)),
+        }
+        asked["constrain"] = tuple(name for name, is_needed in masked.items() if is_needed)
         for mode, names in asked.items():
             if names and find_serving_mode(mode, manifest.sampling) is None:
                 raise refuse_sampling(manifest, bundle.path, mode, names)
@@ -165,10 +195,10 @@ class RequestBuilder:
             return frozenset(params.stop_token_ids)
         return frozenset() if params.ignore_eos else self._default_stop_token_ids
 
-    def _find_limit(self, prompt_tokens: int, wanted: int | None) -> int:
+    def _find_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""
-        grid = self._bundle.manifest.grid
-        room, least = grid.capacity + 1 - prompt_tokens, max(wanted or 1, 1)
+        grid, wanted = self._bundle.manifest.grid, params.max_tokens
+        room, least = grid.capacity + 1 - prompt_tokens, max(wanted or 1, params.min_tokens)
         if least > room:
             raise refuse_length(self._bundle.manifest, self._bundle.path, prompt_tokens + least - 1)
         return room if wanted is None else wanted
@@ -180,7 +210,7 @@ class RequestBuilder:
         tokenizer = self.tokenizer
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`
 
-        return Detokenizer(tokenizer, params.stop, ids)
+        return Detokenizer(tokenizer, params.stop, ids, params.min_tokens)
 
 
 def _copy_params(params: SamplingParams) -> SamplingParams:

@@ -88,11 +88,13 @@ class SamplingParams:
     The logits are changed in vLLM's order: logit_bias, repetition_penalty (divides positive logits, multiplies negative
     ones), presence_penalty and frequency_penalty, temperature, min_p, top_k, top_p. Log-probabilities are those before
     all of these changes. With a seed, the text depends neither on K nor on other requests. `ignore_eos` disables the
-    target's end tokens, and so does any list of `stop_token_ids`. Rows of one round share K: the largest `k` of these
+    target's end tokens, and so does any list of `stop_token_ids`. For the first `min_tokens` tokens no token is chosen
+    that would end the output, and stop texts are not looked for. Rows of one round share K: the largest `k` of these
     requests.
     """
 
     max_tokens: Annotated[int | None, Parameter("maximum number of new tokens", 0)] = None
+    min_tokens: Annotated[int, Parameter("number of new tokens before the output may end by a stop", 0)] = 0
     temperature: Annotated[float, Sampled("0 for greedy decoding; above 0, tokens are sampled", 0, LARGEST)] = 0.0
     top_k: Annotated[int, Parameter("sample from this many of the likeliest tokens; 0 for all", 0)] = 0
     top_p: Annotated[
@@ -149,6 +151,8 @@ class SamplingParams:
         for name, parameter in PARAMETERS.items():
             if not parameter.accepts(value := getattr(self, name)):
                 raise BadInput(f"{name} is {reprlib.repr(value)}: {parameter.needed} is needed")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadInput(f"min_tokens is {self.min_tokens}, and max_tokens only {self.max_tokens}")
 
     @property
     def is_greedy(self) -> bool:

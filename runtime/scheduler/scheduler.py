@@ -24,7 +24,8 @@ class RunningRequest:
 
     request: what was asked, and the tokens committed so far.
     acceptance: the acceptance estimate of this request's drafts.
-    mode: the simplest verification of the bundle that can choose its tokens.
+    mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
+    masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
     has_sampling_state: the device holds this request's sampling parameters.
     prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
     prefilled_tokens: prompt tokens whose prefill was dispatched.
@@ -37,6 +38,7 @@ class RunningRequest:
     request: Request
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     mode: SamplingMode = "greedy"
+    masked: bool = False
     has_sampling_state: bool = False
     prefill_turn: int = 0
     prefilled_tokens: int = 0
@@ -48,7 +50,12 @@ class RunningRequest:
     @property
     def sampled(self) -> bool:
         """Whether all of its tokens come from rounds: the first one starts at the last token of the prompt."""
-        return self.mode != "greedy" and self.request.limit > 0
+        return (self.masked or self.mode != "greedy") and self.request.limit > 0
+
+    @property
+    def round_mode(self) -> SamplingMode:
+        """The verification that the next round needs."""
+        return "constrain" if self.masked and self.request.needs_mask else self.mode
 
     @property
     def is_prefilled(self) -> bool:
@@ -194,7 +201,7 @@ class RoundBatch:
     @cached_property
     def mode(self) -> SamplingMode:
         """How the round verifies: what one of its requests needs is done for all of them."""
-        return max((running.mode for running in self.requests), key=SAMPLING_MODES.index)
+        return max((running.round_mode for running in self.requests), key=SAMPLING_MODES.index)
 
     @property
     def length_bound(self) -> int:
@@ -268,7 +275,7 @@ class Scheduler:
         while not self.slots.is_full and (request := self._queue.take()):
             mode = find_serving_mode(request.needed_mode, self._modes)
             assert mode is not None, "the request builder refuses what no executable can do"
-            self.slots.add(RunningRequest(request, self._controller.start_request(), mode))
+            self.slots.add(RunningRequest(request, self._controller.start_request(), mode, request.needs_mask))
             started.append(request)
         return started
 

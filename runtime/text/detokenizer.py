@@ -20,14 +20,23 @@ class Detokenizer:
     written form is a stop string, although special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
-        """stops: stop strings. prompt: the token ids before the first pushed one. Raises BadInput for an empty stop."""
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
+        """Starts behind a prompt. Raises BadInput for an empty stop.
+
+        Args:
+            tokenizer: of the target.
+            stops: stop strings.
+            prompt: the token ids before the first pushed one.
+            min_tokens: stops are looked for only behind as many pushed tokens.
+        """
         self._tokenizer = tokenizer
         self._finder = _StopStringFinder(stops)
         self._stop_tokens = tokenizer.find_special_tokens(stops)
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
         self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
-        self._kept = 0
+        self._kept, self._min_tokens = 0, min_tokens
 
     @property
     def finished(self) -> bool:
@@ -60,6 +69,8 @@ class Detokenizer:
         return self._finder.push(self._decoder.flush()) + self._finder.flush()
 
     def _push(self, token_id: int) -> str:
+        if self._kept <= self._min_tokens:
+            return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push(token_id)
         if token_id in self._stop_tokens:
             text = self.flush()
             self._finder.found = True

@@ -13,6 +13,7 @@ NOT_NUMBERS = ("hot", True, None, math.nan, [1.0])
 NOT_WHOLE_NUMBERS = (1.5, 2.0, True, "8", [1])
 # By parameter: values of other types, and values just outside the bounds.
 REFUSED = {
+    "min_tokens": [*NOT_WHOLE_NUMBERS, -1],
     "max_tokens": [*NOT_WHOLE_NUMBERS, -1, -3],
     "temperature": [*NOT_NUMBERS, -0.1, math.inf, 10_001],
     "top_k": [*NOT_WHOLE_NUMBERS, None, -1],
@@ -38,6 +39,7 @@ REFUSED = {
 }
 # By parameter: the smallest and the largest value, and each type.
 ACCEPTED = {
+    "min_tokens": [0, 1],
     "max_tokens": [None, 0, 1, 10**9],
     "temperature": [0, 0.0, 1e-6, 10_000],
     "top_k": [0, 1, 10**9],

@@ -124,3 +124,56 @@ def test_read_mask_finds_the_bits_of_a_devices_part_of_the_vocabulary(first, cou
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(bool)
     tokens = np.arange(first, first + count, dtype=np.int32)
     assert np.array_equal(jax.jit(read_mask)(words, tokens), bits[..., first : first + count])
+
+
+STOPPED = [{}, {"temperature": 0.9, "seed": 3}]
+
+
+@pytest.mark.parametrize("params", STOPPED, ids=str)
+def test_no_token_before_min_tokens_ends_the_answer(engine, params):
+    """A bias against the stop token, as long as there is min_tokens, gives the same text a step at a time."""
+    prompt = engine.tokenizer.encode("import os\n\nclass ")
+    free = engine.generate(prompt, SamplingParams(**params, max_tokens=24, ignore_eos=True)).token_ids
+    stop, least = free[2], 9
+    stopped = {**params, "stop_token_ids": [stop]}
+    assert len(engine.generate(prompt, SamplingParams(**stopped)).token_ids) <= 3
+    begin = engine.generate(prompt, SamplingParams(**stopped, max_tokens=least, logit_bias={stop: -100.0})).token_ids
+    for k in KS:
+        result = engine.generate(prompt, SamplingParams(**stopped, min_tokens=least, max_tokens=40, k=k))
+        assert result.token_ids[:least] == begin and stop not in result.token_ids[:-1]
+        rest = engine.generate([*prompt, *begin], SamplingParams(**stopped, max_tokens=40 - least)).token_ids
+        assert result.token_ids[least:] == rest
+
+
+def test_min_tokens_without_stop_tokens_needs_no_mask(serve):
+    """A bundle of greedy executables serves it: only stop texts are looked for later."""
+    engine = serve("embedded", 7)
+    text = engine.generate("import os", SamplingParams(max_tokens=30, ignore_eos=True)).text
+    early, later = text[3:6], len(engine.tokenizer.encode(text[:8]))
+    params = {"max_tokens": 30, "ignore_eos": True, "stop": [early]}
+    assert engine.generate("import os", SamplingParams(**params)).text == text[: text.index(early)]
+    assert len(engine.generate("import os", SamplingParams(**params, min_tokens=later)).text) > len(text[:6])
+    with pytest.raises(GridMiss, match="min_tokens.*--sampling greedy,constrain"):
+        engine.generate("import os", SamplingParams(min_tokens=2))
+
+
+def test_rows_go_on_without_masks_behind_their_min_tokens(engine):
+    before = _count_greedy_rounds(engine)
+    result = engine.generate("import os", SamplingParams(min_tokens=3, max_tokens=30, k=0))
+    assert _count_greedy_rounds(engine) - before == len(result.token_ids) - 3
+
+
+def _count_greedy_rounds(engine):
+    return sum(rounds for (_, sampled), rounds in engine.stats().bucket_rounds.items() if not sampled)
+
+
+def test_min_tokens_that_cannot_come_are_refused(engine):
+    with pytest.raises(BadInput, match="min_tokens is 5, and max_tokens only 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(GridMiss, match="length=1001"):
+        engine.generate([1, 2], SamplingParams(min_tokens=1000))
+
+
+def test_grammars_are_ready_before_the_first_request(bundle):
+    with Engine.open(bundle("served"), preload=True) as engine:
+        assert engine._builder._grammars is not None
