@@ -299,6 +299,9 @@ def _check_built(model: ServedModel, params: SamplingParams) -> None:
     if params.sampled_fields and not model.can_sample:
         message = f"this server has greedy decoding only; not supported: {', '.join(params.sampled_fields)}"
         raise ApiError(400, message, "not_built", params.sampled_fields[0])
+    if params.min_tokens and not params.ignore_eos and "constrain" not in model.engine.manifest.sampling:
+        message = "min_tokens needs a bundle built with --sampling greedy,sample,constrain, or ignore_eos"
+        raise ApiError(400, message, "not_built", "min_tokens")
     if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
         field = "response_format"  # clients of OpenAI know it; structured_outputs is vLLM's word for the same
         raise ApiError(400, "this server was built without structured output", "not_built", field)

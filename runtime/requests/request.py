@@ -182,30 +182,40 @@ class Request:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
-        """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit."""
+        """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit.
+
+        An answer whose grammar needs the tokens that are left is completed instead, by tokens that no round gave.
+        """
         if self.limit == 0:
             return self.end("length")
         if self.first_token is None:
             self.first_token = time.monotonic()
         kept: list[int] = []
+        chosen = 0  # those of `kept` that rounds gave
         reason: FinishReason | None = None
         shown = ""
         for token in tokens:
             kept.append(token)
+            chosen = len(kept)
             if token in self.stop_token_ids:
                 reason = "stop"  # the token's text is not part of the answer
                 break
-            if self.matcher:
-                self.matcher.accept(token)
+            room = self.limit - len(self.token_ids) - len(kept)
+            if self.matcher and (completion := self.matcher.accept(token, room)) is not None:
+                chosen, kept = chosen - 1, [*kept[:-1], *completion]
+                shown += self.detokenizer.push(completion) if self.detokenizer else ""
+                reason = "length"
+                break
             shown += self.detokenizer.push([token]) if self.detokenizer else ""
             if self.detokenizer and self.detokenizer.finished or self.matcher and self.matcher.is_complete:
                 reason = "stop"
-            elif len(self.token_ids) + len(kept) >= self.limit:
+            elif room <= 0:
                 reason = "length"
             if reason:
                 break
         self.token_ids += kept
-        return self._add(kept, shown, reason, tuple(logprobs[: len(kept)]), _find_used_rounds(rounds, len(kept)))
+        used = _find_used_rounds(rounds, max(chosen, 1))
+        return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends the request with the tokens that it has."""

@@ -5,10 +5,10 @@ import math
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.sampling_state import SamplingMode, find_serving_mode
@@ -19,6 +19,7 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
@@ -107,11 +108,11 @@ class RequestBuilder:
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
-        deadline = options["deadline"]
+        deadline, limit = options["deadline"], self._find_limit(len(ids), params)
         return Request(
             prompt=ids,
             params=params,
-            limit=self._find_limit(len(ids), params),
+            limit=limit,
             stop_token_ids=self._choose_stop_token_ids(params),
             detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
@@ -119,8 +120,18 @@ class RequestBuilder:
             priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             on_cancel=on_cancel,
-            matcher=None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs),
+            matcher=None if params.structured_outputs is None else self._follow(params.structured_outputs, limit),
         )
+
+    def _follow(self, asked: Mapping[str, Any], limit: int) -> "GrammarMatcher":
+        """The matcher of a grammar. Raises BadInput also for one whose shortest answer is longer than the limit."""
+        matcher = self.grammars.compile(asked)
+        if matcher.shortest is not None and len(matcher.shortest) > limit:
+            raise BadInput(
+                f"structured_outputs: the shortest answer found for this form has {len(matcher.shortest)} tokens, and "
+                f"max_tokens allows {limit}"
+            )
+        return matcher
 
     @property
     def grammars(self) -> "GrammarCompiler":

@@ -14,12 +14,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.printable import quote_first_line
+from dflash_aot.runtime.structured_output.completion import CompletionFinder
 from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
 from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES, check_schema
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 1024
 KEPT_GRAMMARS = 64  # the latest, compiled: services send the same schema again and again
+MAX_SHORTEST_TOKENS = 4096  # of the shortest answer, which is searched
 FIELD = "structured_outputs"
 # Steps and sizes at which llguidance gives a grammar up: its defaults, reduced to what takes well under a second.
 LIMITS: Mapping[str, Any] = {
@@ -67,6 +69,7 @@ class GrammarCompiler:
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=sorted(ends) or None)
         self._limits = LLParserLimits(**LIMITS)
         self._vocab = vocab
+        self._finder = CompletionFinder(self._tokenizer, vocab)
         self._compile = lru_cache(maxsize=KEPT_GRAMMARS)(self._compile_grammar)
 
     def compile(self, asked: Mapping[str, Any]) -> GrammarMatcher:
@@ -74,14 +77,15 @@ class GrammarCompiler:
         if flaw := check_structured_outputs(asked):
             raise BadInput(f"{FIELD}: {flaw}")
         ((kind, value),) = asked.items()
-        matcher = self._compile(_WRITERS[kind](value))
+        matcher, shortest = self._compile(_WRITERS[kind](value))
         if matcher.is_error():
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher.deep_copy(), self._vocab)
+        return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest)
 
-    def _compile_grammar(self, grammar: str) -> LLMatcher:
-        """Other threads go on meanwhile: llguidance releases the GIL."""
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+    def _compile_grammar(self, grammar: str) -> tuple[LLMatcher, Sequence[int] | None]:
+        """The grammar, and the shortest answer that is found. Other threads go on: llguidance releases the GIL."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        return matcher, None if matcher.is_error() else self._finder.find(matcher, MAX_SHORTEST_TOKENS)
 
 
 def _check_size(kind: str, text: str) -> str:

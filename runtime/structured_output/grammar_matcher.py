@@ -1,5 +1,6 @@
 """Grammar matcher: where the answer of one request is in its grammar, and which tokens may follow."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,23 +10,53 @@ from llguidance.numpy import fill_next_token_bitmask
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, count_mask_words
+from dflash_aot.runtime.structured_output.completion import CompletionFinder
+
+MAX_SEARCHES = 8  # that find no completion, of one request
+SPARE_TOKENS = (
+    64  # at the end of an answer, beside twice the completion of an empty one: there completions are searched
+)
 
 
 class GrammarMatcher:
     """The state of one request's grammar. One thread at a time uses it."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int):
-        self._matcher, self._words = matcher, count_mask_words(vocab)
+    def __init__(self, matcher: LLMatcher, vocab: int, finder: CompletionFinder, shortest: Sequence[int] | None):
+        """shortest: the shortest answer that was found; None if none was."""
+        self._matcher, self._words, self._finder = matcher, count_mask_words(vocab), finder
+        self.shortest = self._completion = shortest
+        self._watched = 2 * len(shortest or ()) + SPARE_TOKENS
+        self._failures = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow but the end."""
         return self._matcher.is_stopped()
 
-    def accept(self, token: int) -> None:
-        """The answer goes on with `token`. Raises EngineFailed if the grammar does not allow it."""
+    def accept(self, token: int, room: float = math.inf) -> Sequence[int] | None:
+        """The answer goes on with `token`, unless it could not be completed in the `room` tokens behind it.
+
+        Returns None, or the tokens that complete the answer in its place. Towards the end of an answer, where a
+        completion is known, only tokens are accepted behind which another one is. Raises EngineFailed if the grammar
+        does not allow the token.
+        """
+        before, self._completion = self._completion, None
         if not self._matcher.consume_token(token):
             raise EngineFailed(f"the grammar cannot be followed: {quote_first_line(self._matcher.get_error())}")
+        if self.is_complete or room > self._watched:
+            return None
+        self._completion = before[1:] if before and token == before[0] else self._find_completion(int(room))
+        if self._completion is not None or before is None:
+            return None
+        self._matcher.rollback(1)
+        return before
+
+    def _find_completion(self, room: int) -> Sequence[int] | None:
+        if self._failures >= MAX_SEARCHES:
+            return None
+        found = self._finder.find(self._matcher, room)
+        self._failures += found is None
+        return found
 
     def mask_block(self, drafted: Sequence[int]) -> tuple[list[int], np.ndarray]:
         """The drafted tokens to verify, and the tokens that each of the K+1 positions may choose.

@@ -80,9 +80,52 @@ def test_other_requests_of_a_batch_keep_their_text(engine):
         assert engine.generate("The house was", one).token_ids == result.token_ids
 
 
-def test_answer_cut_by_max_tokens_says_so(engine):
-    result = engine.generate("a", SamplingParams(max_tokens=5, structured_outputs=FORMS["json"]))
-    assert (result.finish_reason, len(result.token_ids)) == ("length", 5)
+NESTED = {
+    "$ref": "#/$defs/part",
+    "$defs": {
+        "part": {
+            "type": "object",
+            "properties": {
+                "at": {"type": "string", "format": "date-time"},
+                "mail": {"type": "string", "format": "email"},
+                "size": {"type": "number"},
+                "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}},
+            },
+            "required": ["size", "parts"],
+        }
+    },
+}
+
+
+def is_part(document: Any) -> bool:
+    mail, at = document.get("mail", "a@b.c"), document.get("at", "2000-01-01T00:00:00Z")
+    own = isinstance(document["size"], int | float) and "@" in mail and re.match(r"\d{4}-\d\d-\d\d[Tt]", at)
+    return bool(own) and all(map(is_part, document["parts"]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5, 4.0])
+def test_document_cut_by_max_tokens_follows_its_schema(engine, temperature):
+    """With every budget from the least one on, the same for every K."""
+    form = {"temperature": temperature, "seed": 1, "structured_outputs": {"json": NESTED}}
+    with pytest.raises(BadInput, match=r"the shortest answer found for this form has \d+ tokens") as refused:
+        engine.generate("a", SamplingParams(**form, max_tokens=1))
+    least, cut = int(re.search(r"has (\d+) tokens", str(refused.value))[1]), 0
+    for budget in (least, least + 1, least + 5, least + 14, least + 40):
+        results = [engine.generate("a", SamplingParams(**form, max_tokens=budget, k=k)) for k in KS]
+        assert results[0].token_ids == results[1].token_ids and len(results[0].token_ids) <= budget
+        assert is_part(json.loads(results[0].text))
+        cut += results[0].finish_reason == "length"
+    assert cut >= 2
+
+
+def test_completion_of_a_cut_answer_has_no_logprobs(engine):
+    """The target would never end, because every token with a closing bracket is banned."""
+    banned = {token: -100.0 for token in range(384) if b")" in engine.tokenizer.token_bytes(token)}
+    form = {"regex": "\\([a-z ]*\\)"}
+    result = engine.generate("a", SamplingParams(structured_outputs=form, max_tokens=40, logit_bias=banned, logprobs=0))
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 40) and re.fullmatch(form["regex"], result.text)
+    chosen = [score.token_id for score in result.logprobs]
+    assert 20 < len(chosen) < 40 and chosen == result.token_ids[: len(chosen)]
 
 
 def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
