@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_aot.server.tool_calls import HERMES, LLAMA, ToolCallParser, find_family, format_parts, gather_parts
@@ -57,6 +57,7 @@ def test_calls_are_split_from_the_text(name):
     assert parse(family, text) == expected
 
 
+@example(name="llama text", cuts=[1])
 @given(name=st.sampled_from(sorted(ANSWERS)), cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_pieces_of_an_answer_change_nothing(name, cuts):
     family, text, expected = ANSWERS[name]
