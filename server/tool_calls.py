@@ -153,7 +153,9 @@ class ToolCallParser:
         return [before] if before else [] if found else None
 
     def _find_bare_begin(self) -> list[Part] | None:
-        text = self._held if self._started else self._held.lstrip(BLANK)  # blanks before a call are not part of the text
+        text = (
+            self._held if self._started else self._held.lstrip(BLANK)
+        )  # blanks before a call are not part of the text
         if not text:
             return None
         if text[0] == "{" and not self._started:
