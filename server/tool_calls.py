@@ -146,16 +146,14 @@ class ToolCallParser:
         before, found, after = self._held.partition(marker)
         if not found:
             before = before[: len(before) - _count_overlap(before, marker)]
-        before = before.rstrip(BLANK)  # blanks before a call are not part of the text
+        before = before.rstrip(BLANK)
         if found:
             self._opening, self._state = self._held[len(before) : len(self._held) - len(after)], "head"
         self._held = after if found else self._held[len(before) :]
         return [before] if before else [] if found else None
 
     def _find_bare_begin(self) -> list[Part] | None:
-        text = (
-            self._held if self._started else self._held.lstrip(BLANK)
-        )  # blanks before a call are not part of the text
+        text = self._held if self._started else self._held.lstrip(BLANK)
         if not text:
             return None
         if text[0] == "{" and not self._started:
