@@ -6,6 +6,7 @@ G kv heads · R query heads per kv head · D head width
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 import jax
@@ -86,20 +87,16 @@ class DecoderStack(nnx.Module):
     ):
         decoder, recurrent = target.decoder, target.recurrent
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
-        self.recurrent_layers: nnx.Module | None = None
 
         def build(layer: int) -> DecoderLayer | RecurrentLayer:
             if recurrent is None or layer not in recurrent.layers:
                 return DecoderLayer(decoder, kind, tp, kernels)
             return RecurrentLayer(decoder, recurrent, kind, tp)
 
-        self.layers: nnx.Module
-        if not stacked:
-            self.layers = nnx.List([build(layer) for layer in range(decoder.layers)])
-        else:
-            self.layers = stack_layers(target.attention_layers, lambda: build(target.attention_layers[0]))
-            if recurrent is not None:
-                self.recurrent_layers = stack_layers(recurrent.layers, lambda: build(recurrent.layers[0]))
+        kinds = [target.attention_layers, *([recurrent.layers] if recurrent else [])]
+        stacks = [stack_layers(numbers, partial(build, numbers[0])) for numbers in kinds] if stacked else []
+        layers: nnx.Module = stacks[0] if stacked else nnx.List([build(layer) for layer in range(decoder.layers)])
+        self.layers, self.recurrent_layers = layers, stacks[1] if stacks[1:] else None
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
         self.is_recurrent = tuple(layer not in target.attention_layers for layer in range(decoder.layers))
 
