@@ -90,6 +90,17 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+HYBRID = {
+    **SHAPES,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 ZLAB = {
     **SHAPES,
     "architectures": ["DFlashDraftModel"],
@@ -108,6 +119,7 @@ SPECULATORS = {
     "transformer_layer_config": {**SHAPES, "model_type": "qwen3", "num_hidden_layers": 1},
 }
 MADE_UP = {"dense": (DENSE, ZLAB), "experts": (EXPERTS, ZLAB), "pruned": (DENSE, SPECULATORS)}
+MADE_UP["hybrid"] = (HYBRID, ZLAB)
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ class MadeUp:
 
 @pytest.fixture(scope="session")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]:
-    """ "dense", "experts" or "pruned" → the pair, always the same."""
+    """ "dense", "experts", "pruned" or "hybrid" → the pair, always the same."""
 
     @functools.cache
     def make(kind: str) -> MadeUp:

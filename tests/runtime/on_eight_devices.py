@@ -30,7 +30,7 @@ from tests.quantized_checkpoints import quantize_checkpoint
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
 BURSTS = "batch=1,2 length=64 k=0,7 prefill=16 rounds=2"  # for one pair: the last request runs alone
-KINDS = ("dense", "experts", "pruned")
+KINDS = ("dense", "experts", "pruned", "hybrid")
 INT8 = WeightFormats("int8", "int8")
 PROMPTS = [[1], [5] * 20, [*range(32)], [31, 0, 9, 9], [2, 7, 1, 8, 2, 8]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
@@ -98,8 +98,10 @@ def test_stacked_arguments_equal_the_unrolled_ones(make_up, kind, count):
     for name, array in unrolled.items():
         before, layers, after = name.partition("layers.")
         layer, _, rest = after.partition(".")
-        other = stacked[f"{before}{layers}{rest}"][int(layer)] if layers else stacked[name]
-        np.testing.assert_array_equal(array, other)
+        hybrid = kind == "hybrid" and name.startswith("target")
+        stack = f"{before}{'recurrent_' * (hybrid and layer != '2')}{layers}{rest}"
+        rank = 0 if hybrid and layer == "2" else int(layer or 0)  # the last layer is the only one with attention
+        np.testing.assert_array_equal(array, stacked[stack][rank] if layers else stacked[name])
 
 
 def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
@@ -194,7 +196,16 @@ def answer(build):
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("dense", 2), ("dense int8", 4), ("pruned", 4), ("experts", 8), ("experts int8", 4)]
+    ("kind", "count"),
+    [
+        ("dense", 2),
+        ("dense int8", 4),
+        ("pruned", 4),
+        ("experts", 8),
+        ("experts int8", 4),
+        ("hybrid", 2),
+        ("hybrid", 4),
+    ],
 )
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token."""

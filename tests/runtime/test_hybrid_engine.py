@@ -1,0 +1,85 @@
+"""A hybrid target in an engine: random schedules with slot reuse, cancels and mixed K equal each request alone."""
+
+import random
+
+import pytest
+
+from dflash_aot.compile import precompile
+from dflash_aot.runtime import Engine, SamplingParams
+from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
+
+GRID = "batch=1,3 length=96 k=0,7 prefill=16 rounds=3"
+TOKENS, EACH = 20, 2000 // THREADS
+SPICES = (
+    {},
+    {"logprobs": 2},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "seed": 4, "top_k": 9, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3, "logit_bias": {5: 1.5}},
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid_bundle(make_up, tmp_path_factory):
+    pair, path = make_up("hybrid").places, tmp_path_factory.mktemp("hybrid") / "bundle"
+    modes = ("greedy", "sample")
+    precompile(
+        pair["target"], pair["draft"], path, grid=GRID, platform="cpu", dtype="float32", sampling=modes, self_test=False
+    )
+    return path
+
+
+def make_requests() -> list[tuple[list[int], dict]]:
+    """Prompts of 1 to 50 tokens (up to four chunks), each with sampling parameters."""
+    rng = random.Random(5)
+    lengths = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 50)
+    return [([rng.randrange(31) for _ in range(size)], spice) for size in lengths for spice in SPICES]
+
+
+def generate(engine: Engine, prompt: list[int], spice: dict, **more):
+    params = SamplingParams(max_tokens=TOKENS, stop_token_ids=(), **spice, **more)
+    return engine.generate(prompt, params)
+
+
+@pytest.fixture(scope="module")
+def alone(hybrid_bundle):
+    """What each request gives alone, without a draft."""
+    with Engine.open(hybrid_bundle, k=0) as engine:
+        return [generate(engine, *request).token_ids for request in make_requests()]
+
+
+def test_drafts_change_no_token(hybrid_bundle, alone):
+    with Engine.open(hybrid_bundle, k=7) as engine:
+        results = [generate(engine, *request) for request in make_requests()]
+    assert [result.token_ids for result in results] == alone
+    assert sum(sum(result.accepted) for result in results) > 0
+
+
+@pytest.mark.slow
+def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alone):
+    requests = make_requests()
+
+    def send(engine: Engine, rng: random.Random) -> Tally:
+        tally = Tally()
+        for _ in range(EACH):
+            number = rng.randrange(len(requests))
+            prompt, spice = requests[number]
+            tokens, k = rng.randint(1, TOKENS), rng.choice((None, 0, 7))
+            params = SamplingParams(max_tokens=tokens, stop_token_ids=(), k=k, **spice)
+            stream = engine.stream(prompt, params, wait=True, priority=rng.randrange(3))
+            if leaves := rng.random() < 0.4:
+                for _ in zip(range(rng.randrange(4)), stream, strict=False):
+                    pass
+                stream.close()
+            result = stream.result()
+            tally.note(result)
+            expected = alone[number][:tokens]
+            if result.token_ids != (expected[: len(result.token_ids)] if leaves else expected):
+                tally.wrong.append((number, k, result.token_ids, expected))
+        return tally
+
+    with Engine.open(hybrid_bundle, k="auto") as engine:
+        tally = run_threads(lambda rng: send(engine, rng), seed=2)
+        check_accounts(engine, tally)
+    assert tally.ends.total() == EACH * THREADS
+    assert tally.ends["cancelled"] > 100
