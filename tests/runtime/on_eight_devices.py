@@ -168,7 +168,7 @@ def build(make_up, pytestconfig):
         weights = "int8" if kind.endswith("int8") else "float32"
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
         named |= pair.places
-        if count != 2:  # sampled executables are covered on two devices
+        if count != 2 or kind == "hybrid":  # sampled executables are covered on two devices
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
