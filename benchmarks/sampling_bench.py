@@ -189,7 +189,7 @@ def overlap(
         return jnp.minimum(p[:, own], q).sum(axis=-1)
     tokens, scores = draft.score_candidates(hidden, head, block[:1])
     before = jnp.argmax(tokens[0, :-1] == block[1:K, None], axis=-1)
-    before = jnp.concatenate([jnp.zeros(1, before.dtype), before])
+    before = jnp.concatenate([jnp.full(1, tokens.shape[-1] - 1, before.dtype), before])
     q = jax.nn.softmax(scores[0, jnp.arange(K), before] / temperature)
     return jnp.minimum(jnp.take_along_axis(p, tokens[0], axis=-1), q).sum(axis=-1)
 

@@ -289,10 +289,28 @@ def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     elif instruction.target == KERNEL:
         listed = ", ".join(f"%{operand}" for operand in operands)
         yield Line(name, instruction.type, f"call({listed}), to_apply=%{name}.{KERNEL_ENTRY}")
+    elif instruction.target == "TopK":
+        yield from _largest(instruction, scope)
     elif instruction.target == "AllocateBuffer":
         yield from _fill(name, scope.array(instruction), instruction)
     else:
         raise refuse(instruction, f"the custom call {instruction.target!r} is not known")
+
+
+def _largest(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """The largest values of each row of a matrix, and their places: a stable sort."""
+    name, (operand,), arrays = instruction.name, instruction.operands, _list_arrays(instruction)
+    rows = scope.array(scope.operand(instruction)).dimensions
+    compare = instruction.called("called_computations").strip("{}%")
+    whole = tuple(Buffer(array.dtype, rows, "") for array in arrays)
+    yield Line(f"{name}.places", whole[1], "iota(), iota_dimension=1")
+    sort = f"sort(%{operand}, %{name}.places), dimensions={{1}}, is_stable=true, to_apply=%{compare}"
+    yield Line(f"{name}.sorted", whole, sort)
+    for number, (part, array) in enumerate(zip(whole, arrays, strict=True)):
+        bounds = ", ".join(f"[0:{size}]" for size in array.dimensions)
+        yield Line(f"{name}.{number}.sorted", part, f"get-tuple-element(%{name}.sorted), index={number}")
+        yield Line(f"{name}.{number}", array, f"slice(%{name}.{number}.sorted), slice={{{bounds}}}")
+    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(arrays))]))
 
 
 def _fill(name: str, array: Buffer, instruction: Instruction) -> Iterator[Line]:

@@ -61,7 +61,26 @@ def convolve(x: jax.Array, coefficients: jax.Array) -> jax.Array:
     Coefficients float32 [J, B, T, H] of each tap and row. The sum is float32 and rounded once. Rows before the first
     count as zeros.
     """
-    rows, total = x.astype(jnp.float32), jnp.zeros((), jnp.float32)
-    for tap, coefficient in enumerate(coefficients):
-        total += coefficient * jnp.pad(rows, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
+    total = coefficients[0] * x.astype(jnp.float32)
+    for tap in range(1, coefficients.shape[0]):
+        total += coefficients[tap] * shift_rows(x, tap)
     return round_to(total, x.dtype)
+
+
+def shift_rows(x: jax.Array, count: int) -> jax.Array:
+    """Moves rows [B, T, H] by `count` to later places, float32; zeros take the first places.
+
+    On TPU by a product with zeros and ones, which is exact: it is fused with the operations around it, and moving rows
+    between sublanes is not.
+    """
+
+    def multiply_ones(x: jax.Array) -> jax.Array:
+        place = jnp.arange(x.shape[1])
+        ones = (place[:, None] - place == count).astype(x.dtype)
+        precise = jax.lax.Precision.HIGHEST
+        return jnp.einsum("ts,bsh->bth", ones, x, precision=precise, preferred_element_type=jnp.float32)
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.astype(jnp.float32), ((0, 0), (count, 0), (0, 0)))[:, : x.shape[1]]
+
+    return jax.lax.platform_dependent(x, tpu=multiply_ones, default=pad)

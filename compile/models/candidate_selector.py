@@ -29,8 +29,8 @@ class PathSelector(nnx.Module):
     def scores(self, hidden: jax.Array, logits: jax.Array, candidates: jax.Array, anchors: jax.Array) -> jax.Array:
         """Scores of every candidate after every candidate of the position before it: float32 [B, K, C, C].
 
-        Axis 2 is the token before, axis 3 the token. Before the first position there is only the anchor: its scores are
-        repeated along axis 2.
+        Axis 2 is the token before, axis 3 the token. Before the first position there is only the anchor, the last of
+        axis 2; the others there have no meaning.
 
         Args:
             hidden: [B, K, H], normed.
@@ -40,14 +40,13 @@ class PathSelector(nnx.Module):
         """
         B, K, C = candidates.shape
         following = candidates.reshape(B, -1)
-        before = jnp.concatenate([anchors[:, None], candidates[:, :-1].reshape(B, -1)], axis=1)
+        before = jnp.concatenate([anchors[:, None], following[:, : (K - 1) * C]], axis=1)
         # Each row of a codebook is read once for each place that needs it.
         codes = self.tp.look_up_each(
             (self.predecessor_codebook[...], before), (self.successor_codebook[...], following)
         )
         previous, token = (code.astype(jnp.float32) for code in codes)
-        first = jnp.broadcast_to(previous[:, :1, None], (B, 1, C, previous.shape[-1]))
-        previous = jnp.concatenate([first, previous[:, 1:].reshape(B, K - 1, C, -1)], axis=1)
+        previous = jnp.pad(previous, ((0, 0), (C - 1, 0), (0, 0))).reshape(B, K, C, -1)
         projected = matmul(self.hidden_projection.weight[...], hidden, dtype=jnp.float32)
         transitions = jnp.einsum(
             "BKPR,BKCR->BKPC",
@@ -61,8 +60,8 @@ class PathSelector(nnx.Module):
 def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
     """The chosen candidate of each position, int32 [B, K].
 
-    Position by position, the best after the one chosen before. All choices are tabulated, and the tables of neighbours
-    are composed: log K steps instead of K.
+    Position by position, the best after the one chosen before, and at first after the last of axis 2. All choices are
+    tabulated, and the tables of neighbours are composed: log K steps instead of K.
 
     Args:
         scores: float32 [B, K, C, C], as `PathSelector.scores` returns them; or [B, K, 1, C] if the candidate before
@@ -72,11 +71,13 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
     table = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
     if scores.shape[2] == 1:
         return _pick(candidates, table[..., 0])
-    K = table.shape[1]
+    K, C = table.shape[1:]
+    unchanged = jnp.arange(C, dtype=jnp.int32)
     for step in (1 << bit for bit in range((K - 1).bit_length())):
         # The choice after each candidate that is `step` more positions before.
-        table = jnp.concatenate([table[:, :step], _pick(table[:, step:, None], table[:, :-step])], axis=1)
-    return _pick(candidates, table[..., 0])
+        before = jnp.pad(table, ((0, 0), (step, 0), (0, 0)), constant_values=-1)[:, :K]
+        table = _pick(table[:, :, None], jnp.where(before < 0, unchanged, before))
+    return _pick(candidates, table[..., -1])
 
 
 def _pick(items: jax.Array, indices: jax.Array) -> jax.Array:

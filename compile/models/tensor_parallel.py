@@ -86,7 +86,7 @@ class TensorParallel:
     def look_up_each(self, *asked: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         """`look_up` of several tables of one width, each with its ids [B, n], in one exchange."""
         if self.count == 1:
-            return [table[ids] for table, ids in asked]
+            return [table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False) for table, ids in asked]
         rows = jnp.concatenate([self._own_rows(*one) for one in asked], axis=1)
         ends = np.cumsum([ids.shape[1] for _, ids in asked])[:-1]
         return jnp.split(jax.lax.psum(rows, MESH_AXIS), ends, axis=1)

@@ -149,6 +149,22 @@ def test_published_pairs_are_planned_from_their_configs_alone(command, tmp_path,
     assert gigabytes is None or round(plan["weight_bytes"] / 1e9, 1) == gigabytes
 
 
+def test_draft_of_muse_glimmer_is_planned_and_its_target_refused(command, tmp_path):
+    """The published DFlash2 draft beside a supported target of the same sizes, and beside an unsupported one."""
+    pair = copy_configs(tmp_path, target="Llama-3.1-8B", draft="Muse-Glimmer-DFlash2-b16")
+    path = tmp_path / "Llama-3.1-8B" / "config.json"
+    sizes = {"hidden_size": 6656, "num_hidden_layers": 52, "vocab_size": 202048, "num_attention_heads": 64}
+    config = {**json.loads(path.read_text()), **sizes}
+    path.write_text(json.dumps(config))
+    grid = "batch=1 length=1024 k=0,15 prefill=256"
+    plan = json.loads(command(precompile, *pair, f"--buckets={grid}", "--plan", "--json").out)
+    assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 10)
+    path.write_text(json.dumps({**config, "architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer"}))
+    done = command(precompile, *pair, f"--buckets={grid}", "--plan")
+    assert done.code == 2 and "Llama-3.1-8B/config.json: architectures is ['MuseGlimmerForCausalLM']" in done.err
+    assert "DFlash2" not in done.err
+
+
 def copy_configs(place: Path, **names: str) -> list[str]:
     """Copies published configs of a pair, and returns the flags that name them."""
     for name in names.values():

@@ -94,7 +94,10 @@ def test_first_block_candidates_and_scores_equal_the_reference(reading, models_o
             models_of_reading.features(prompt["prompt_ids"]), prompt["first_token"]
         )
         assert (prompt["name"], tokens.tolist()) == (prompt["name"], expected[0].tolist())
-        before = [0, *(list(row).index(token) for row, token in zip(tokens[:-1], block[1:-1], strict=True))]
+        before = [
+            tokens.shape[1] - 1,
+            *(list(row).index(token) for row, token in zip(tokens[:-1], block[1:-1], strict=True)),
+        ]
         found = scores[np.arange(len(before)), before]
         assert_close(found, reading.arrays[f"{prompt['key']}.cycle_selector_scores"][0], prompt["name"])
 

@@ -118,8 +118,24 @@ SPECULATORS = {
     "aux_hidden_state_layer_ids": [1, 2],
     "transformer_layer_config": {**SHAPES, "model_type": "qwen3", "num_hidden_layers": 1},
 }
-MADE_UP = {"dense": (DENSE, ZLAB), "experts": (EXPERTS, ZLAB), "pruned": (DENSE, SPECULATORS)}
-MADE_UP["hybrid"] = (HYBRID, ZLAB)
+SELECTING = {
+    **ZLAB,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **ZLAB["dflash_config"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 8,
+    },
+}
+MADE_UP = {
+    "dense": (DENSE, ZLAB),
+    "experts": (EXPERTS, ZLAB),
+    "pruned": (DENSE, SPECULATORS),
+    "dflash2": (DENSE, SELECTING),
+    "hybrid": (HYBRID, ZLAB),
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ class MadeUp:
 
 @pytest.fixture(scope="session")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]:
-    """ "dense", "experts", "pruned" or "hybrid" → the pair, always the same."""
+    """ "dense", "experts", "pruned", "dflash2" or "hybrid" → the pair, always the same."""
 
     @functools.cache
     def make(kind: str) -> MadeUp:

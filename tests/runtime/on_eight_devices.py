@@ -205,6 +205,8 @@ def answer(build):
         ("experts int8", 4),
         ("hybrid", 2),
         ("hybrid", 4),
+        ("dflash2", 2),
+        ("dflash2", 4),
     ],
 )
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):

@@ -25,6 +25,7 @@ GRIDS = {
     "swa": "batch=1 length=208 k=0,7 prefill=64",
     "llama": "batch=1 length=208 k=0,9 prefill=64",
     "pruned": "batch=1 length=208 k=0,7 prefill=64",
+    "dflash2": "batch=1 length=208 k=0,7 prefill=64",
 }
 
 
