@@ -95,13 +95,17 @@ def save_target(
 def save_draft(
     path: Path, draft: Draft, target_layers: int, weights: Weights, recipes: tuple[WeightRecipe, ...]
 ) -> None:
-    """Writes a z-lab DFlashDraftModel directory."""
+    """Writes a directory of z-lab's DFlashDraftModel or DFlash2DraftModel."""
     save_weights(path, weights, recipes)
+    inner = {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)}
+    if draft.convolution and draft.selector:
+        inner |= {"conv_kernel_size": draft.convolution.kernel, "conv_group_size": draft.convolution.group}
+        inner |= {"selector_rank": draft.selector.rank, "selector_top_k": draft.selector.candidates}
     config = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [f"{draft.generation}DraftModel"],
         **decoder_config(draft.decoder),
         "block_size": draft.block,
-        "dflash_config": {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)},
+        "dflash_config": inner,
         "num_target_layers": target_layers,
     }
     write_json(path / "config.json", config)

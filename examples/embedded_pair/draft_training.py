@@ -1,7 +1,11 @@
-"""Trains the draft on blocks at random anchors in the target's own text, with most weight on the first positions."""
+"""Trains the draft on blocks at random anchors in the target's own text, with most weight on the first positions.
+
+N sequences · A anchors of a sequence · T tokens of a sequence · F width of the features · H hidden
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +53,12 @@ PHASES = (
 )
 
 
+def plan_phases(steps: int) -> tuple[Phase, ...]:
+    """PHASES with so many steps in all."""
+    total = sum(phase.steps for phase in PHASES)
+    return tuple(replace(phase, steps=max(1, round(phase.steps * steps / total))) for phase in PHASES)
+
+
 def block_loss(
     models: tuple[AbstractModel[CausalLM], AbstractModel[DFlash]],
     phase: Phase,
@@ -61,7 +71,7 @@ def block_loss(
     `batch` holds ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
     """
     ids, features, last, anchors = batch
-    mask_token, (N, T) = models[1].module.draft.mask_token, ids.shape
+    mask_token, (N, T), A = models[1].module.draft.mask_token, ids.shape, anchors.shape[1]
     model, drafter = models[0].bind(target_weights), models[1].bind(weights)
     context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
     context = drafter.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
@@ -74,16 +84,40 @@ def block_loss(
     block = jnp.arange(positions.shape[1]) // phase.block
     together = (block[:, None] == block)[None]
 
+    def join(x: jax.Array) -> jax.Array:
+        """[N · A, .., block, D] → [N, .., A · block, D]."""
+        x = jnp.moveaxis(x.reshape(N, A, *x.shape[1:]), 1, -3)
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
     def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         past_keys, past_values = context[layer]
-        return attend(q, (past_keys, past_values, before), (keys, values, together))
+        mixed = attend(join(q), (past_keys, past_values, before), (join(keys), join(values), together))
+        mixed = mixed.reshape(*mixed.shape[:-2], A, phase.block, mixed.shape[-1])
+        return jnp.moveaxis(mixed, -3, 1).reshape(q.shape)
 
-    logits = model.head(drafter.block_hidden(model.embed(blocks), positions, attend_both))
+    # Each block is a row of its own, because convolutions must not cross blocks.
+    rows = (N * A, phase.block)
+    hidden = drafter.block_hidden(
+        drafter.embed(blocks.reshape(rows), model), positions.reshape(rows), attend_both
+    ).reshape(N, A * phase.block, -1)
+    logits = drafter.logits(hidden, model)
     # The token at a position is chosen from the hidden state before it.
     teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
-    losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(teacher * phase.sharpness))
+    labels = jax.nn.softmax(teacher * phase.sharpness)
+    losses = optax.softmax_cross_entropy(logits, labels)
+    if drafter.draft.selector is not None:
+        # The logits choose the candidates, their sums with the transitions the tokens: both learn.
+        scores = logits + score_transitions(drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1))
+        losses = (losses + optax.softmax_cross_entropy(scores, labels)) / 2
     weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
     return (losses * weight).sum() / (weight.sum() * N)
+
+
+def score_transitions(drafter: DFlash, hidden: jax.Array, previous: jax.Array) -> jax.Array:
+    """Scores of all tokens after given ones: hidden [N, T, H], previous tokens [N, T] → [N, T, V]."""
+    selector = drafter.candidate_selector
+    codes = selector.predecessor_codebook[...][previous] * selector.hidden_projection(hidden)
+    return codes @ selector.successor_codebook[...].T
 
 
 def run_target(
@@ -125,8 +159,10 @@ def train_phase(
     ids: np.ndarray,
     phase: Phase,
     seed: int,
+    checkpoint: Path,
+    every: int,
 ) -> Weights:
-    """The draft's weights, in float32, after one phase of training. The target's weights are fixed."""
+    """The draft's weights, in float32, after one phase of training; see `train`. The target's weights are fixed."""
     features, last = run_target(models[0], target_weights, ids, models[1].module.draft.target_layer_ids)
     embeddings = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
 
@@ -134,4 +170,5 @@ def train_phase(
         return block_loss(models, phase, weights, embeddings, batch)
 
     rows = batches(phase, ids, features, last, seed)
-    return train(f"draft, blocks of {phase.block}", weights, loss, rows, phase.learning_rate, phase.steps)
+    label = f"draft, blocks of {phase.block}"
+    return train(label, weights, loss, rows, phase.learning_rate, phase.steps, checkpoint, every)

@@ -1,26 +1,37 @@
-"""The training loop of both models: initial weights, AdamW with a schedule, steps."""
+"""The training loop of both models: initial weights, AdamW with a schedule, steps, checkpoints."""
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from safetensors.numpy import load_file, save_file
 
 Weights = dict[str, jax.Array]
+PRINTED_STEPS = 100  # the mean loss of so many steps is printed
 
 
 def init_weights(shapes: dict[str, jax.ShapeDtypeStruct], layers: int, seed: int) -> Weights:
     """Initial weights: norms are 1, matrices are normal.
 
-    Matrices that write into the residual stream are scaled down by the depth, as in GPT-2.
+    Matrices that write into the residual stream are scaled down by the depth, as in GPT-2. The parts of DFlash2 change
+    nothing at first: convolutions copy their input, and transitions have a score of zero.
     """
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in sorted(shapes.items()):
         if "norm" in name:
             weights[name] = jnp.ones(shape.shape, jnp.float32)
+            continue
+        if name.endswith("base_kernel"):  # [side, tap, channel]
+            weights[name] = jnp.zeros(shape.shape, jnp.float32).at[:, 0].set(1.0)
+            continue
+        if name.endswith(("kernel_projection.weight", "successor_codebook")):
+            weights[name] = jnp.zeros(shape.shape, jnp.float32)
             continue
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = 0.02 / (2 * layers) ** 0.5 if residual else 0.02
@@ -46,10 +57,16 @@ def train(
     batches: Iterable[tuple],
     learning_rate: tuple[float, float],
     steps: int,
+    checkpoint: Path,
+    every: int,
 ) -> Weights:
-    """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every hundred steps."""
+    """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every PRINTED_STEPS.
+
+    The state is saved in `checkpoint` every `every` steps. If the file is there, training goes on behind its steps,
+    with the numbers of a run that was not interrupted; `batches` must be the same in each run.
+    """
     rule = optimizer(learning_rate, steps)
-    state = rule.init(weights)
+    state, done, recent = rule.init(weights), 0, []
 
     @jax.jit
     def step(weights, state, *batch):
@@ -57,12 +74,33 @@ def train(
         updates, state = rule.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, value
 
-    began, recent = time.monotonic(), []
-    for index, batch in enumerate(batches, 1):
+    if checkpoint.exists():
+        (weights, state), done, recent = load_state(checkpoint, (weights, state))
+        print(f"{label} goes on behind step {done}", flush=True)
+    began = time.monotonic()
+    for index, batch in enumerate(islice(batches, done, None), done + 1):
         weights, state, value = step(weights, state, *batch)
-        recent.append(value)
-        if index % 100 == 0 or index == steps:
-            mean = float(jnp.mean(jnp.stack(recent)))
-            print(f"{label} {index}/{steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s", flush=True)
+        recent.append(float(value))
+        if index % PRINTED_STEPS == 0 or index == steps:
+            print(f"{label} {index}/{steps}  loss {np.mean(recent):.3f}  {time.monotonic() - began:.0f} s", flush=True)
             recent = []
+        if index % every == 0 and index < steps:
+            save_state(checkpoint, (weights, state), index, recent)
+    checkpoint.unlink(missing_ok=True)
     return weights
+
+
+def save_state(path: Path, state: object, done: int, recent: list[float]) -> None:
+    """Writes the arrays of a training state in their order, the steps done and the losses not printed yet."""
+    arrays = {f"{number:05}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state))}
+    new = path.with_suffix(".new")
+    save_file({**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)}, new)
+    new.replace(path)
+
+
+def load_state(path: Path, like: object) -> tuple[object, int, list[float]]:
+    """What `save_state` wrote, in the structure of `like`."""
+    arrays = load_file(path)
+    done, recent = int(arrays.pop("done")), arrays.pop("recent").tolist()
+    leaves = [jnp.asarray(arrays[name]) for name in sorted(arrays)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), done, recent

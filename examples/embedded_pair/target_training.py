@@ -1,6 +1,7 @@
 """Trains the target by next-token prediction on the corpus."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,10 @@ def batches(stream: np.ndarray, steps: int, seed: int) -> Iterator[tuple[np.ndar
             yield (with_copies(windows(stream, rows, width + 1, rng), rng),)
 
 
-def train_target(model: AbstractModel[CausalLM], stream: np.ndarray, steps: int, seed: int) -> Weights:
-    """The trained weights in float32, by the parameter names of `model`."""
+def train_target(
+    model: AbstractModel[CausalLM], stream: np.ndarray, steps: int, seed: int, checkpoint: Path, every: int
+) -> Weights:
+    """The trained weights in float32, by the parameter names of `model`; see `train`."""
     weights = init_weights(model.shapes(), model.module.target.decoder.layers, seed)
     loss = lambda weights, ids: next_token_loss(model, weights, ids)  # noqa: E731
-    return train("target", weights, loss, batches(stream, steps, seed), LEARNING_RATE, steps)
+    return train("target", weights, loss, batches(stream, steps, seed), LEARNING_RATE, steps, checkpoint, every)
