@@ -47,10 +47,10 @@ class WarmUp:
 
     def _time_round(self, controller: AdaptiveK) -> bool:
         """Times one round shape of which all executables were called. Returns whether there was one."""
-        self._unmeasured = [shape for shape in self._unmeasured if not controller.is_measured(shape)]
+        self._unmeasured = [shape for shape in self._unmeasured if not controller.costs.is_measured(shape)]
         for shape in self._unmeasured:
             if self._bundle.has_run(shape, multi_round=False):
-                controller.set_measured_time(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
+                controller.costs.set_measured(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
                 self._timer.clear()
                 return True
         return False

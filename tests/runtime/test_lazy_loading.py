@@ -35,7 +35,7 @@ def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
         wait_until(lambda: all(one.called for one in engine._bundle.executables.list_loaded()))
         manifest = engine.manifest
         kinds = list_round_shapes(manifest.grid, manifest.sampling, engine.k)
-        wait_until(lambda: all(map(engine._controller.is_measured, kinds)))
+        wait_until(lambda: all(map(engine._controller.costs.is_measured, kinds)))
         assert engine.generate(cases["len5"].prompt, limit_tokens(20)).token_ids == cases["len5"].answer[:20]
         assert (engine.stats().failures, engine.stats().compile_events) == (0, 0)
     assert count_loader_threads() == 0
