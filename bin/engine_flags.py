@@ -13,6 +13,7 @@ HINTS = {  # added to the help texts of dflash-run
     "max_tokens": "; default: as many as the grid holds",
     "trace": " (with --json or --input)",
     "logprobs": " (with --json or --input)",
+    "prompt_logprobs": " (with --json or --input)",
 }
 
 

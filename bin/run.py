@@ -3,7 +3,7 @@
 dflash-run --bundle DIR|URL [--target DIR --draft DIR] --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N]
     [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
-    [--logprobs N] [--require_signature PUBLIC.pem]
+    [--logprobs N] [--prompt_logprobs N] [--min_tokens N] [--ignore_eos] [--require_signature PUBLIC.pem]
 dflash-run --bundle DIR --input F.jsonl|- [--output G.jsonl]
 dflash-run --bundle DIR --chat [--thinking]
 echo TEXT | dflash-run --bundle DIR
@@ -85,7 +85,11 @@ def run() -> None:
     if _THINKING.value and not _CHAT.value:
         raise BadInput("--thinking without --chat: only the chat template reads it")
     params = _SAMPLING.read()
-    for flag, given in (("--trace", params.trace), ("--logprobs", params.logprobs is not None)):
+    for flag, given in (
+        ("--trace", params.trace),
+        ("--logprobs", params.logprobs is not None),
+        ("--prompt_logprobs", params.prompt_logprobs is not None),
+    ):
         if given and _INPUT.value is None and not _JSON.value:
             raise BadInput(f"{flag} without --json or --input: plain text cannot show it")
     if _INPUT.value is not None:

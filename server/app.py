@@ -33,6 +33,7 @@ from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
 from dflash_aot.server.response_schema import ERROR_RESPONSES
 from dflash_aot.server.responses import ResponseBuilder
+from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, to_chat
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
 from dflash_aot.server.streaming import ClientDisconnected, EventStream, cancel_on_disconnect, start_generation
@@ -71,6 +72,18 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         return await _respond(state, key_limits, request, body, parse_completion, make_format)
 
     @app.post(
+        "/v1/responses",
+        responses={**ERROR_RESPONSES, 200: {"model": response_schema.ResponsesAnswer, "content": EVENTS}},
+        response_model=None,
+    )
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        def make_format(tokens: TokenFormatter, _: ParsedRequest) -> ResponseFormat:
+            return ChatFormat(tokens, logprobs=False)
+
+        make_builder = partial(ResponsesBuilder, asked=list_asked(body))
+        return await _respond(state, key_limits, request, to_chat(body), parse_chat, make_format, make_builder)
+
+    @app.post(
         "/v1/chat/completions",
         responses={**ERROR_RESPONSES, 200: {"model": response_schema.ChatCompletion, "content": EVENTS}},
         response_model=None,
@@ -89,6 +102,7 @@ async def _respond(
     body: Body,
     parse: Callable[[ServedModel, Body], ParsedRequest],
     make_format: Callable[[TokenFormatter, ParsedRequest], ResponseFormat],
+    make_builder: Callable[..., ResponseBuilder] = ResponseBuilder,
 ) -> Response:
     """Generates all choices of a request: as a stream of events, or one JSON object. Raises ApiError, BadInput."""
     if body.stream_options and not body.stream:
@@ -102,7 +116,7 @@ async def _respond(
     except ClientDisconnected:
         return Response(status_code=CLIENT_DISCONNECTED)
     options = body.stream_options
-    builder = ResponseBuilder(
+    builder = make_builder(
         state=state,
         model=model,
         generation=generation,

@@ -33,7 +33,7 @@ MAX_ENTRIES = 1024  # of lists and maps without another limit
 IGNORED = "accepted and ignored"
 
 
-def _limit_entries(most: int) -> Callable[[Any], Any]:
+def limit_entries(most: int) -> Callable[[Any], Any]:
     """A check of the size of a map before its entries are checked; pydantic's `max_length` checks it afterwards."""
 
     def check(value: Any) -> Any:
@@ -45,7 +45,7 @@ def _limit_entries(most: int) -> Callable[[Any], Any]:
     return check
 
 
-def _say(message: str) -> WrapValidator:
+def say(message: str) -> WrapValidator:
     """One message instead of pydantic's, which has an error for each member of a union, under internal names."""
 
     def check(value: Any, accept: ValidatorFunctionWrapHandler) -> Any:
@@ -68,7 +68,7 @@ Off = Annotated[Literal[False], BeforeValidator(_refuse_zero)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), _say("none are accepted here: leave it out")]
+Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), say("none are accepted here: leave it out")]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]  # also of schemas
 ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; default: the only model")]
 Bias = Annotated[float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)]
@@ -77,19 +77,19 @@ VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Variables = Annotated[
     dict[VariableName, bool | int | float | str],
     Field(json_schema_extra={"additionalProperties": False}),
-    _say("Input should be a map of names to texts, numbers, true or false"),
+    say("Input should be a map of names to texts, numbers, true or false"),
 ]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 Stop = Annotated[
     Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
-    _say(f"Input should be a text, or a list of up to {MAX_STOPS}, none of them empty"),
+    say(f"Input should be a text, or a list of up to {MAX_STOPS}, none of them empty"),
 ]
 
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    _limit_fields = model_validator(mode="before")(_limit_entries(MAX_FIELDS))
+    _limit_fields = model_validator(mode="before")(limit_entries(MAX_FIELDS))
 
 
 class StreamOptions(StrictModel):
@@ -98,7 +98,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: Off | None = None
 
 
-def _declare(name: str, hint: str = "", **more: Any) -> Any:
+def declare(name: str, hint: str = "", **more: Any) -> Any:
     """A sampling parameter as a field that may be absent; `hint` is added to its description."""
     parameter = PARAMETERS[name]
     if parameter.type is float:
@@ -110,7 +110,7 @@ def _declare(name: str, hint: str = "", **more: Any) -> Any:
 
 
 _SCALARS: dict[str, Any] = {
-    name: (parameter.type | None, _declare(name))
+    name: (parameter.type | None, declare(name))
     for name, parameter in PARAMETERS.items()
     if parameter.type in (int, float, bool)
 }
@@ -145,14 +145,14 @@ class SampledRequest(ScalarFields):
     in their default or in their form."""
 
     model: ModelName = None
-    temperature: float | None = _declare("temperature", "; default 1, or 0 if the bundle cannot sample")
+    temperature: float | None = declare("temperature", "; default 1, or 0 if the bundle cannot sample")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="number of choices; the i-th has seed + i")
-    stop: Stop = _declare("stop")
-    logit_bias: Annotated[Biases | None, BeforeValidator(_limit_entries(MAX_ENTRIES))] = _declare(
+    stop: Stop = declare("stop")
+    logit_bias: Annotated[Biases | None, BeforeValidator(limit_entries(MAX_ENTRIES))] = declare(
         "logit_bias", max_length=MAX_ENTRIES
     )
-    stop_token_ids: list[Token] | None = _declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
-    structured_outputs: dict[str, Any] | None = _declare("structured_outputs", max_length=1)
+    stop_token_ids: list[Token] | None = declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
+    structured_outputs: dict[str, Any] | None = declare("structured_outputs", max_length=1)
     response_format: OutputFormat | None = Field(None, description="the form of the output, as in OpenAI's interface")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -165,10 +165,10 @@ class CompletionRequest(SampledRequest):
         | Tokens
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        _say(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
+        say(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
     ] = Field(description="a text, token ids, or a list of either")
-    max_tokens: int | None = _declare("max_tokens", "; default 16, or as many as there is room for")
-    logprobs: int | None = _declare("logprobs")
+    max_tokens: int | None = declare("max_tokens", "; default 16, or as many as there is room for")
+    logprobs: int | None = declare("logprobs")
     echo: bool | None = Field(None, description="begin the answer with the prompt, with logprobs with its own")
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -200,7 +200,7 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Content | None,
-        _say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
+        say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
     ] = Field(None, description="may be absent from an answer that calls tools")
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -242,7 +242,7 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool | None = Field(None, description="also return the text of each token")
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
     add_generation_prompt: Literal[True] | None = None
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA
     )
 
@@ -256,25 +256,25 @@ class Prediction(StrictModel):
     type: Literal["content"]
     content: Annotated[
         Content,
-        _say("Input should be a text, or a list of text parts"),
+        say("Input should be a text, or a list of text parts"),
     ]
 
 
 class ChatRequest(SampledRequest):
     messages: list[Message] = Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
-    max_tokens: int | None = _declare("max_tokens", "; default: as many as there is room for")
-    max_completion_tokens: int | None = _declare("max_tokens", "; the newer name of max_tokens")
+    max_tokens: int | None = declare("max_tokens", "; default: as many as there is room for")
+    max_completion_tokens: int | None = declare("max_tokens", "; the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="report the log-probability of each token")
-    top_logprobs: int | None = _declare("logprobs", "; only with logprobs")
+    top_logprobs: int | None = declare("logprobs", "; only with logprobs")
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ChosenTool | None,
-        _say('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
+        say('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
     ] = Field(None, description="default: auto")
     parallel_tool_calls: bool | None = Field(None, description="default: true")
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA, description=IGNORED
     )
     # Hints of OpenAI's interface that change no text here: drafting needs no prediction, nothing is stored, and a
@@ -285,7 +285,7 @@ class ChatRequest(SampledRequest):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
     prediction: Prediction | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(_limit_entries(MAX_METADATA))] = Field(
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA, description="variables of the chat template, such as enable_thinking of Qwen3"
     )
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.

@@ -164,6 +164,34 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class ResponsesAnswer(BaseModel):
+    """Of /v1/responses; other fields repeat those of the request, or are the same in all responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputMessage]
+    usage: dict[str, Any]
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"]

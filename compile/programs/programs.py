@@ -50,11 +50,11 @@ from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, comm
 from dflash_aot.compile.programs.sampling import (
     SAMPLING_EXCHANGES,
     SCORING_EXCHANGES,
+    apply_mask,
     choose_tokens,
     compute_logprobs,
     count_tokens,
     perturb_draft_scores,
-    read_mask,
     score_tokens,
 )
 
@@ -322,7 +322,7 @@ class Programs:
         drafted = forward.block[:, 1:]
         logits = forward.logits
         if (allowed := arrays.get("allowed")) is not None:
-            logits = jnp.where(read_mask(allowed, self._tp.own_tokens(logits.shape[-1])), logits, -jnp.inf)
+            logits = apply_mask(logits, allowed, self._tp.own_tokens(logits.shape[-1]))
         chosen = choose_tokens(logits, forward.positions + 1, drafted, active, state, self._tp)
         wanted = jnp.any(active & (state["tops"] > 0))
         likelihood, tokens, tops = compute_logprobs(

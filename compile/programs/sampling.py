@@ -63,8 +63,20 @@ def choose_tokens(
     return tp.argmax(jnp.where(greedy[..., None], logits, drawn))
 
 
+def apply_mask(logits: jax.Array, allowed: jax.Array, tokens: jax.Array) -> jax.Array:
+    """float32 logits [B, T, V], -inf for those of `tokens` that `allowed`, int32 [B, T, words], does not have.
+
+    A row of the batch at a time: XLA writes the bits of a mask out as int32, as many bytes as the logits.
+    """
+
+    def mask_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.where(read_mask(row[1], tokens), row[0], -jnp.inf)
+
+    return jax.lax.map(mask_row, (logits, allowed))
+
+
 def read_mask(allowed: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Whether consecutive `tokens`, int32 [V], have their bits in `allowed`, int32 [B, T, words]: bool [B, T, V]."""
+    """Whether consecutive `tokens`, int32 [V], have their bits in `allowed`, int32 [.., words]: bool [.., V]."""
     bits = jnp.repeat(allowed, MASK_BITS, axis=-1)
     own = jax.lax.dynamic_slice_in_dim(bits, tokens[0], tokens.shape[0], axis=-1)
     return (own >> (tokens % MASK_BITS)) & 1 != 0

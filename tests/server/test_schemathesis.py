@@ -46,8 +46,11 @@ def shorten(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def simplify(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without calls and forms of the output: random ones are refused, because a template or grammar lacks."""
-    forms = {"tools", "tool_choice", "structured_outputs", "response_format"}
+    """The body without calls and forms of the output: random ones are refused, because a template or grammar lacks.
+
+    And without `min_tokens`, which is mostly more than `max_tokens`.
+    """
+    forms = {"tools", "tool_choice", "structured_outputs", "response_format", "min_tokens"}
     plain = {name: value for name, value in body.items() if name not in forms}
     if isinstance(messages := body.get("messages"), list):
         plain["messages"] = [

@@ -1,0 +1,65 @@
+"""Flag names of the commands that import JAX, to refuse a misspelt one before that import, which takes seconds.
+
+The commands' modules define the flags; a test compares these names with them.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+
+PAIR = ("bundle", "target", "draft", "require_signature")
+FLAG_NAMES = {
+    "dflash-precompile": frozenset(
+        (
+            *PAIR,
+            *(
+                "buckets",
+                "canaries",
+                "check_reproducible",
+                "draft_weights",
+                "dtype",
+                "exact",
+                "executor",
+                "jobs",
+                "json",
+            ),
+            *("plan", "platform", "ray_address", "rebuild", "sampling", "speculative_config", "store", "tau"),
+            *("tensor_parallel", "topology", "weights"),
+        )
+    ),
+    "dflash-run": frozenset(
+        (
+            *PAIR,
+            *("chat", "frequency_penalty", "ignore_eos", "input", "json", "k", "logprobs", "max_tokens", "min_p"),
+            *("min_tokens", "output", "presence_penalty", "prompt", "prompt_logprobs", "repetition_penalty", "seed"),
+            *("stats", "stop", "temperature", "thinking", "top_k", "top_p", "trace"),
+        )
+    ),
+    "dflash-serve": frozenset(
+        (
+            *PAIR,
+            *("access_log", "api_keys", "drain_seconds", "host", "k", "max_body_bytes", "max_per_key"),
+            *("max_prompt_tokens", "max_waiting", "port", "preload", "request_seconds", "served_model_name"),
+            *("temperature", "tls_certificate", "tls_key"),
+        )
+    ),
+}
+HELP = frozenset({"help", "helpfull", "helpshort", "helpxml", "version", "flagfile", "undefok"})
+
+
+def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str | None:
+    """The message for the first argument that cannot be a flag of the command; None if there is none.
+
+    An argument behind a flag without `=` may be that flag's value, and is left to the command.
+    """
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if argument == "--":
+            return None
+        name = re.match(r"--([^=]+)", argument)
+        if not name or (before.startswith("-") and "=" not in before):
+            continue
+        if name[1] not in names | HELP and name[1].removeprefix("no") not in names:
+            near = difflib.get_close_matches(name[1], names, cutoff=0.8)
+            hint = f". Did you mean: {', '.join(near)} ?" if near else ""
+            return f"Unknown command line flag '{name[1]}'{hint}"
+    return None

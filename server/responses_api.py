@@ -1,0 +1,237 @@
+"""/v1/responses of OpenAI's interface, for text and structured output: a chat by other names, over the same path.
+
+Nothing is stored, so `previous_response_id` is refused; tools are offered by /v1/chat/completions only.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field
+
+from dflash_aot.server.api_errors import NOT_ANSWERED, to_api_error
+from dflash_aot.server.request_schema import (
+    IGNORED,
+    MAX_ENTRIES,
+    MAX_METADATA,
+    ChatRequest,
+    FunctionName,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    ModelName,
+    NamedSchema,
+    Nothing,
+    Off,
+    StrictModel,
+    TextFormat,
+    Variables,
+    declare,
+    limit_entries,
+    say,
+)
+from dflash_aot.server.response_formats import JsonFields
+from dflash_aot.server.responses import ResponseBuilder
+
+
+class InputPart(StrictModel):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Nothing | None = None
+    logprobs: Nothing | None = None
+
+
+class InputMessage(StrictModel):
+    """A message of the conversation; earlier answers may be given as they came."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[
+        str | Annotated[list[InputPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
+        say('Input should be a text, or a list of parts {"type": "input_text", "text": ...}'),
+    ]
+    id: str | None = Field(None, description=IGNORED)
+    status: str | None = Field(None, description=IGNORED)
+    phase: str | None = Field(None, description=IGNORED)
+
+
+class NamedSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    name: FunctionName
+    description: str | None = Field(None, description=IGNORED)
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="accepted and ignored: every schema is followed")
+
+
+class TextOptions(StrictModel):
+    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
+
+
+class ResponsesRequest(StrictModel):
+    model: ModelName = None
+    input: Annotated[
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)],
+        say(f"Input should be a text, or a list of up to {MAX_ENTRIES} messages"),
+    ]
+    instructions: str | None = Field(None, description="a message of the system before the others")
+    max_output_tokens: int | None = declare("max_tokens", "; default: as many as there is room for")
+    temperature: float | None = declare("temperature", "; default 1, or 0 if the bundle cannot sample")
+    top_p: float | None = declare("top_p")
+    text: TextOptions | None = Field(None, description="the form of the output")
+    stream: bool | None = None
+    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
+        None, max_length=MAX_METADATA, description="variables of the chat template"
+    )
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
+        None, max_length=MAX_METADATA, description="returned as given"
+    )
+    user: str | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description="accepted and ignored: nothing is stored")
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
+    # Of OpenAI's interface, not supported: only values that change nothing are accepted.
+    background: Off | None = None
+    include: Nothing | None = None
+    previous_response_id: None = None
+    service_tier: Literal["auto", "default"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: Nothing | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+def to_chat(body: ResponsesRequest) -> ChatRequest:
+    """The chat that gives the same answer."""
+    given = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages = [Message(role=one.role, content=_join_parts(one.content)) for one in given]
+    if body.instructions is not None:
+        messages.insert(0, Message(role="system", content=body.instructions))
+    form = body.text.format if body.text else None
+    if isinstance(form, NamedSchemaFormat):
+        schema = NamedSchema(name=form.name, schema=form.json_schema)
+        form = JsonSchemaFormat(type="json_schema", json_schema=schema)
+    return ChatRequest(
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        response_format=form,
+        stream=body.stream,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _join_parts(content: str | Sequence[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def list_asked(body: ResponsesRequest) -> JsonFields:
+    """The fields of a request that its response repeats."""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "text": {"format": {"type": "text"}, **text},
+    }
+
+
+@dataclass
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the response to a request of /v1/responses. asked: see `list_asked`."""
+
+    asked: JsonFields = field(default_factory=dict)
+    sent: int = 0  # events
+
+    async def build(self) -> bytes:
+        async with aclosing(self.generation.deltas()) as deltas:
+            async for index, delta in deltas:
+                self._add(index, delta)
+        return msgspec.json.encode(self._format_response())
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Named events: one per piece of text, and those around them. An error becomes the last event."""
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        try:
+            for name in ("created", "in_progress"):
+                yield self._make_event(name, response=self._format_response())
+            yield self._make_event("output_item.added", output_index=0, item={**self._format_message(), "content": []})
+            yield self._make_event("content_part.added", **place, part=_format_text(""))
+            async with aclosing(self.generation.deltas()) as deltas:
+                async for index, delta in deltas:
+                    self._add(index, delta)
+                    if delta.text:
+                        yield self._make_event("output_text.delta", **place, delta=delta.text, logprobs=[])
+            text = self.choices[0].text
+            yield self._make_event("output_text.done", **place, text=text, logprobs=[])
+            yield self._make_event("content_part.done", **place, part=_format_text(text))
+            yield self._make_event("output_item.done", output_index=0, item=self._format_message())
+            yield self._make_event(self._status, response=self._format_response())
+        except NOT_ANSWERED:
+            raise
+        except BaseException as error:
+            yield b"event: error\ndata: " + to_api_error(error, self.request_id).body + b"\n\n"
+
+    @property
+    def _item_id(self) -> str:
+        return f"msg_{self.request_id}"
+
+    @property
+    def _status(self) -> str:
+        reason = self.choices[0].finish_reason
+        return "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+
+    def _make_event(self, name: str, **fields: Any) -> bytes:
+        event = {"type": f"response.{name}", "sequence_number": self.sent, **fields}
+        self.sent += 1
+        return f"event: response.{name}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+
+    def _format_message(self) -> JsonFields:
+        content = [_format_text(self.choices[0].text)]
+        return {
+            "id": self._item_id, "type": "message", "role": "assistant", "status": self._status, "content": content
+        }  # fmt: skip
+
+    def _format_response(self) -> JsonFields:
+        status = self._status
+        usage = None if status == "in_progress" else self._format_tokens()
+        return {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model.name,
+            "output": [] if status == "in_progress" else [self._format_message()],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "usage": usage,
+            **self.asked,
+        }
+
+    def _format_tokens(self) -> Mapping[str, Any]:
+        usage = self._format_usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "speculative": usage["speculative"],
+        }
+
+
+def _format_text(text: str) -> JsonFields:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,41 @@
+"""Unknown flags are refused before JAX is imported, by names that are those of the commands."""
+
+import pytest
+
+from dflash_aot.bin import precompile, run, serve
+from dflash_aot.bin.flag_names import FLAG_NAMES, find_unknown_flag
+from tests.bin.test_processes import dflash, finish
+
+MODULES = {"dflash-precompile": precompile, "dflash-run": run, "dflash-serve": serve}
+NAMES = {"bundle", "k", "json"}
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_flag_names_are_those_of_the_command(command):
+    assert set(MODULES[command].FLAGS) == FLAG_NAMES[command]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unknown"),
+    [
+        (["--budle=x"], "budle"),
+        (["--bundle=x", "--k=3", "--kk", "3"], "kk"),
+        (["--jsonn"], "jsonn"),
+        (["--bundle", "x", "--nojson", "--k=-1", "--help"], None),
+        (["--bundle", "--json-is-a-name"], None),  # the value of --bundle
+        (["--", "--budle"], None),
+        (["-budle", "--k"], None),  # one dash may begin a number: the command reads it
+    ],
+)
+def test_unknown_flag_is_found(arguments, unknown):
+    message = find_unknown_flag(arguments, NAMES)
+    assert message is None if unknown is None else message.startswith(f"Unknown command line flag '{unknown}'")
+
+
+@pytest.mark.parametrize("command", ["run", "precompile", "serve"])
+def test_unknown_flag_is_refused_without_importing_jax(command, monkeypatch):
+    """A JAX that cannot be chosen would be reported otherwise."""
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    code, _, told = finish(dflash(command, "--bundel=x"))
+    assert code == 2 and "Unknown command line flag 'bundel'. Did you mean: bundle ?" in told
+    assert "import 'absl.flags'" in told and "import 'jax" not in told

@@ -1,0 +1,81 @@
+"""/v1/responses by OpenAI's client; answers are compared with those of the same chat."""
+
+import json
+
+import openai
+import pytest
+
+MESSAGES = [{"role": "user", "content": "import os"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORM = {"format": {"type": "json_schema", "name": "visit", "schema": SCHEMA, "strict": True}}
+ASKED = {"model": "embedded", "temperature": 0, "max_output_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_response_is_the_answer_of_the_chat(client):
+    system = {"role": "system", "content": "Write Python."}
+    fields = {"model": "embedded", "temperature": 0, "max_tokens": 8}
+    chat = client.chat.completions.create(messages=[system, *MESSAGES], **fields)
+    response = client.responses.create(input="import os", instructions="Write Python.", **ASKED)
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+
+
+def test_earlier_output_may_be_given_as_input(client):
+    first = client.responses.create(input=MESSAGES, **ASKED)
+    conversation = [*MESSAGES, *(item.model_dump(exclude_none=True) for item in first.output), *MESSAGES]
+    second = client.responses.create(input=conversation, **ASKED)
+    told = [MESSAGES[0], {"role": "assistant", "content": first.output_text}, MESSAGES[0]]
+    chat = client.chat.completions.create(model="embedded", messages=told, temperature=0, max_tokens=8)
+    assert second.output_text == chat.choices[0].message.content
+
+
+def test_structured_output_follows_its_schema(client):
+    response = client.responses.create(input="Where to?", text=FORM, model="embedded", max_output_tokens=60)
+    assert response.status == "completed" and json.loads(response.output_text)["city"] in ("Paris", "Rome")
+    assert response.text.format.name == "visit"
+
+
+def test_streamed_events_add_up_to_the_response(client):
+    whole = client.responses.create(input="import os", **ASKED)
+    events = list(client.responses.create(input="import os", stream=True, **ASKED))
+    names = [event.type.removeprefix("response.") for event in events]
+    begin, end = ["created", "in_progress", "output_item.added", "content_part.added"], ["output_text.done"]
+    end += ["content_part.done", "output_item.done", "incomplete"]
+    assert names[:4] == begin and names[-4:] == end and set(names[4:-4]) == {"output_text.delta"}
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(event.delta for event in events[4:-4]) == whole.output_text == events[-1].response.output_text
+
+
+def test_helper_of_the_client_reads_the_stream(client):
+    with client.responses.stream(input="Where to?", model="embedded", text=FORM) as stream:
+        assert json.loads(stream.get_final_response().output_text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input"),
+        ({"extra_body": {"max_tokens": 3}}, "max_tokens is not a known field"),
+        ({"max_output_tokens": 1000}, "maximum context length is 256"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(client, fields, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.responses.create(**{"input": "import os", **ASKED, **fields})
