@@ -1,6 +1,7 @@
 """Clients that others wrote, each in a subprocess of its own environment; clients.txt says how to make it."""
 
 import csv
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -39,7 +40,33 @@ from pydantic_ai.providers.openai import OpenAIProvider
 model = OpenAIChatModel("embedded", provider=OpenAIProvider(base_url=URL))
 print(Agent(model, model_settings={"max_tokens": 4}).run_sync("import os").output)
 """,
+    "instructor": """
+import instructor, openai
+from pydantic import BaseModel, Field
+class Visit(BaseModel):
+    days: int = Field(ge=1, le=9)
+client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key="none"), mode=instructor.Mode.TOOLS)
+messages = [{"role": "user", "content": "Where to?"}]
+print(client.chat.completions.create(model="embedded", messages=messages, response_model=Visit, max_tokens=80))
+""",
+    "openai responses": """
+import openai
+print(openai.OpenAI(base_url=URL, api_key="none").responses.create(model="embedded", input="import os").output_text)
+""",
 }
+TASK = """
+task: tiny
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+QUESTIONS = [("import", [" os", " zebra"], 0), ("def main(", [" apple", "):"], 1), ("for i in", [" range(", " qqq"], 0)]
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,6 +92,38 @@ def call(environment: dict[str, str], *command: str) -> str:
 @pytest.mark.parametrize("client", SCRIPTS)
 def test_client_gets_an_answer(served, environment, client):
     assert call(environment, "python", "-c", f'URL = "{served.url}/v1"\n{SCRIPTS[client]}').strip()
+
+
+def test_llm_answers_and_follows_a_schema(served, environment, tmp_path):
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- {{model_id: embedded, model_name: embedded, api_base: '{served.url}/v1', supports_schema: true}}\n"
+    )
+    environment |= {"LLM_USER_PATH": str(tmp_path)}
+    assert call(environment, "llm", "-m", "embedded", "-o", "max_tokens", "8", "import os").strip()
+    asked = ("--no-stream", "--schema", "city, days int", "-o", "max_tokens", "60", "Where to?")
+    assert json.loads(call(environment, "llm", "-m", "embedded", *asked)).keys() >= {"city", "days"}
+
+
+def test_lm_eval_scores_multiple_choice(served, environment, tmp_path):
+    """By `echo` with `logprobs`. The embedded pair prefers Python to fruit."""
+    lines = [json.dumps(dict(zip(("question", "choices", "answer"), one, strict=True))) for one in QUESTIONS]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "tiny.yaml").write_text(TASK.replace("FILE", str(tmp_path / "data.jsonl")))
+    model = {
+        "model": "embedded",
+        "base_url": f"{served.url}/v1/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": EMBEDDED_TARGET,
+        "max_length": 256,
+    }
+    call(
+        {**environment, "HF_HOME": str(tmp_path / "hf")},
+        *("lm_eval", "run", "--model", "local-completions", "--tasks", "tiny", "--include_path", str(tmp_path)),
+        *("--model_args", ",".join(f"{name}={value}" for name, value in model.items())),
+        *("--output_path", str(tmp_path / "out")),
+    )
+    (report,) = (tmp_path / "out").rglob("results*.json")
+    assert json.loads(report.read_text())["results"]["tiny"]["acc,none"] == 1
 
 
 def test_guidellm_completes_every_request(served, environment, tmp_path):

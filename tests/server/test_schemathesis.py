@@ -41,7 +41,8 @@ def shorten(body: dict[str, Any]) -> dict[str, Any]:
         for field, limit in limits.items()
         if (value := body.get(field)) is not None
     }
-    added = {} if {"max_tokens", "max_completion_tokens"} & body.keys() else {"max_tokens": 2}
+    given = any(body.get(field) is not None for field in ("max_tokens", "max_completion_tokens"))
+    added = {} if given else {"max_tokens": 2}  # without a limit a chat takes all positions
     return {**body, **short, **added}
 
 
