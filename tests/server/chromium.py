@@ -1,6 +1,6 @@
 """Headless Chromium for the tests of the demo page. As a script it takes the page's screenshot from a running server:
 
-python -m tests.server.chromium http://127.0.0.1:8000 docs/page.png
+python -m tests.server.chromium http://127.0.0.1:8000 docs/page.png [light|dark [WIDTH]]
 """
 
 import shutil
@@ -28,13 +28,16 @@ def launch(path: str) -> Iterator[Browser]:
         browser.close()
 
 
-def take_screenshot(url: str, file: str) -> None:
-    """Saves the page after a generation from its default prompt; with a fixed K each run has the same tokens."""
+def take_screenshot(url: str, file: str, scheme: str = "light", width: str = "1280") -> None:
+    """Saves the page after a generation from its default prompt; with a fixed K each run has the same tokens.
+
+    scheme: "light" or "dark". width: of the window, in pixels.
+    """
     path = find_chromium()
     if path is None:
         sys.exit(MISSING)
     with launch(path) as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        page = browser.new_page(viewport={"width": int(width), "height": 800}, color_scheme=scheme)
         page.goto(url)
         for _ in range(2):  # the first run warms up
             page.get_by_label("Max tokens").fill("192")
