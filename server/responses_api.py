@@ -19,10 +19,7 @@ from dflash_aot.server.request_schema import (
     ChatRequest,
     FunctionName,
     JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
     ModelName,
-    NamedSchema,
     Nothing,
     Off,
     StrictModel,
@@ -106,24 +103,32 @@ class ResponsesRequest(StrictModel):
 
 def to_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that gives the same answer."""
-    given = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = [Message(role=one.role, content=_join_parts(one.content)) for one in given]
-    if body.instructions is not None:
-        messages.insert(0, Message(role="system", content=body.instructions))
+    asked = body.input
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    if isinstance(asked, str):
+        messages.append({"role": "user", "content": asked})
+    else:
+        messages += [{"role": message.role, "content": _join_parts(message.content)} for message in asked]
+    return ChatRequest.model_validate(
+        {
+            "model": body.model,
+            "messages": messages,
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "response_format": _find_form(body),
+            "stream": body.stream,
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+    )
+
+
+def _find_form(body: ResponsesRequest) -> JsonFields | None:
+    """The form of the output as chats name it."""
     form = body.text.format if body.text else None
     if isinstance(form, NamedSchemaFormat):
-        schema = NamedSchema(name=form.name, schema=form.json_schema)
-        form = JsonSchemaFormat(type="json_schema", json_schema=schema)
-    return ChatRequest(
-        model=body.model,
-        messages=messages,
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        response_format=form,
-        stream=body.stream,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
+        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
+    return form and form.model_dump()
 
 
 def _join_parts(content: str | Sequence[InputPart]) -> str:
