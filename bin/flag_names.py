@@ -58,7 +58,7 @@ def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str |
         name = re.match(r"--([^=]+)", argument)
         if not name or (before.startswith("-") and "=" not in before):
             continue
-        if name[1] not in names | HELP and name[1].removeprefix("no") not in names:
+        if name[1] not in {*names, *HELP} and name[1].removeprefix("no") not in names:
             near = difflib.get_close_matches(name[1], names, cutoff=0.8)
             hint = f". Did you mean: {', '.join(near)} ?" if near else ""
             return f"Unknown command line flag '{name[1]}'{hint}"

@@ -128,7 +128,7 @@ def _find_form(body: ResponsesRequest) -> JsonFields | None:
     form = body.text.format if body.text else None
     if isinstance(form, NamedSchemaFormat):
         return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
-    return form and form.model_dump()
+    return None if form is None else form.model_dump()
 
 
 def _join_parts(content: str | Sequence[InputPart]) -> str:

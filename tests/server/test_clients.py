@@ -43,7 +43,7 @@ print(Agent(model, model_settings={"max_tokens": 4}).run_sync("import os").outpu
     "instructor": """
 import instructor, openai
 from pydantic import BaseModel, Field
-class Visit(BaseModel):
+class Visit(BaseModel, extra="forbid"):
     days: int = Field(ge=1, le=9)
 client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key="none"), mode=instructor.Mode.TOOLS)
 messages = [{"role": "user", "content": "Where to?"}]
