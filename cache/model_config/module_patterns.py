@@ -11,6 +11,7 @@ import msgspec
 from dflash_aot.cache.model_config.config_file import ConfigFile
 
 PATTERN_PREFIX = "re:"
+HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
 MAX_PATTERNS, MAX_PATTERN_LETTERS = 64, 1024
 
 
@@ -34,6 +35,13 @@ class ModulePatterns(msgspec.Struct, frozen=True):
         return frozenset(
             module for module in modules if self._is_named(module) or any(match(module) for match in matches)
         )
+
+    def names_any(self, modules: Iterable[str]) -> bool:
+        """Whether the list is empty, or names one of a model's modules, a part that holds some, or the head."""
+        modules = set(modules)
+        split = [name.split(".") for name in modules]
+        parents = {".".join(steps[:cut]) for steps in split for cut in range(1, len(steps))}
+        return not (self.names or self.patterns) or bool(self.select(modules | parents | {HEAD}))
 
     def _is_named(self, module: str) -> bool:
         if module in self.names or not self.parts:

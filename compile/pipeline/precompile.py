@@ -13,7 +13,7 @@ from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.environment import jaxlib_version
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
@@ -269,6 +269,7 @@ def _prepare_build(
         deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, change.sampling, build_target, formats)
     if message:
         observer.on_info(message)
+    _check_unquantized(stored, deployment.programs)
     return BuildJob(
         target=TargetModel(_make_absolute(target), target_facts),
         draft=DraftModel(_make_absolute(draft), draft_facts),
@@ -336,6 +337,18 @@ def _choose_weights(
     """The formats that the flags ask for. Without flags, a quantized checkpoint gets int8, another one `dtype`."""
     default = {role: "int8" if role in stored else dtype for role in ("target", "draft")}
     return weights or default["target"], draft_weights or weights or default["draft"]
+
+
+def _check_unquantized(stored: Mapping[CheckpointRole, Quantization], programs: Programs) -> None:
+    """Raises BadCheckpoint for a list of unquantized modules that names none of its model."""
+    for role, quantization in stored.items():
+        own = (recipe for recipe in programs.recipes() if recipe.checkpoint == role)
+        tensors = (placement.tensor for recipe in own for placement in recipe.placements)
+        if not quantization.unquantized.names_any(tensor.removesuffix(".weight") for tensor in tensors):
+            raise BadCheckpoint(
+                f"{quantization.unquantized.key} names no module of the {role}: expected names of layers that are not "
+                "quantized"
+            )
 
 
 def _plan_conversions(

@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.runtime.weights.quantized_tensors import QuantizedTensors
-from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, find_magnitudes
 from dflash_aot.runtime.weights.tensor_slices import (
     TensorSlice,
     find_stored_slice,
@@ -23,8 +23,8 @@ SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 
 def find_scales(rows: np.ndarray) -> np.ndarray:
-    """Returns the scale of each row: finite float32 [n, in] → float32 [n]. The scale of a row of zeros is 0."""
-    scales = np.abs(rows).max(axis=1) / LARGEST
+    """Returns the scale of each row: finite floats [n, in] → float32 [n]. The scale of a row of zeros is 0."""
+    scales = find_magnitudes(rows) / LARGEST
     return np.where(scales < SMALLEST_SCALE, np.float32(0), scales)
 
 
@@ -63,7 +63,7 @@ class Int8Weight:
         if not self.splits_rows:
             self._set_scales(piece, find_scales(rows))
         scales = self.scales[to_numpy_slices(piece[:-1])].reshape(-1)
-        return quantize_rows(rows, scales).reshape(slice_shape(piece))
+        return quantize_rows(rows.astype(np.float32), scales).reshape(slice_shape(piece))
 
     def _is_quantized(self, placement: Placement) -> bool:
         return isinstance(self._tensors, QuantizedTensors) and self._tensors.reads_integers(placement.tensor)
@@ -76,9 +76,9 @@ class Int8Weight:
         return integers.reshape(slice_shape(piece))
 
     def _read_rows(self, placement: Placement, piece: TensorSlice) -> np.ndarray:
-        """Returns rows of a piece as float32 [n, m], a copy."""
+        """Returns rows of a piece as floats [n, m]."""
         stored = find_stored_slice(placement, shift_slice(piece, placement.offset))
-        values = self._tensors.read(placement.tensor, placement.stored, FLOATS, stored).astype(np.float32)
+        values = self._tensors.read(placement.tensor, placement.stored, FLOATS, stored)
         return values.reshape(-1, slice_shape(piece)[-1])
 
     def _set_scales(self, piece: TensorSlice, scales: np.ndarray) -> None:

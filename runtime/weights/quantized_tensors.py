@@ -4,6 +4,7 @@ A quantized matrix is several tensors, such as `q_proj.weight` and `q_proj.weigh
 named as in a checkpoint that is not quantized.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32
 # Of linear layers whose names end so, the config decides which are quantized. Of the head and the routers the tensors
 # do: formats differ in whether these count as linear layers.
 PROJECTIONS = ("_proj", ".fc")
-HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
 FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP8_MAX = 448.0
 NUMBERS_PER_WORD = 4  # of packed int8
@@ -86,7 +86,7 @@ class QuantizedTensors(CheckpointTensors):
         matrix = self._check_shape(name, shape)
         part = cover_tensor(shape) if part is None else part
         integers = self._read_numbers(matrix, part)
-        numbers = np.take(FP8_NUMBERS, integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
+        numbers = _decode_fp8(integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
         return self._scale(matrix, numbers, part)
 
     def reads_integers(self, name: str) -> bool:
@@ -131,9 +131,7 @@ class QuantizedTensors(CheckpointTensors):
     def _select_unquantized(self, modules: set[str]) -> frozenset[str]:
         """Returns the modules that the config's list names. Raises BadCheckpoint if it names none of the model."""
         listed = self._quantization.unquantized
-        split = [name.split(".") for name in modules]
-        parents = {".".join(steps[:cut]) for steps in split for cut in range(1, len(steps))}
-        if (listed.names or listed.patterns) and not listed.select(modules | parents | {HEAD}):
+        if not listed.names_any(modules):
             raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
         return listed.select(modules)
 
@@ -253,6 +251,20 @@ class QuantizedTensors(CheckpointTensors):
                 f"{self.file(matrix.scales)}: {matrix.scales} is 0 where {matrix.values}"
                 f"[{part[0][0] + row}, {part[1][0] + column}] is not"
             )
+
+
+def _decode_fp8(octets: np.ndarray) -> np.ndarray:
+    """Returns the numbers of FP8's bits: uint8 [n, m] → float32 [n, m]. Two are looked up at a time."""
+    if octets.shape[1] % 2:
+        return np.take(FP8_NUMBERS, octets)
+    return np.take(_list_fp8_pairs(), octets.view(np.uint16)).view(np.float32)
+
+
+@functools.cache
+def _list_fp8_pairs() -> np.ndarray:
+    """Two float32 numbers for each pair of octets, as one element each [65536]."""
+    octets = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    return np.take(FP8_NUMBERS, octets).view(np.uint64)
 
 
 def _block_of(side: tuple[int, int], size: int) -> np.ndarray:

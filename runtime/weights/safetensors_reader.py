@@ -15,6 +15,7 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor, to_numpy_slices
 
 FLOATS, INTEGERS, FP8 = ("BF16", "F16", "F32"), ("I32", "I64"), "F8_E4M3"
+BITS_16 = 2  # bytes of such a float
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
@@ -109,6 +110,16 @@ class CheckpointTensors:
         return offsets
 
 
+def find_magnitudes(rows: np.ndarray) -> np.ndarray:
+    """Returns the largest magnitude of each row, floats [n, m] → float32 [n]; infinite or NaN if a number is.
+
+    Without their sign, the bits of floats are ordered as their magnitudes, and NaN is above infinity.
+    """
+    if rows.dtype.itemsize != BITS_16 or not rows.size:
+        return np.abs(rows).max(axis=1, initial=0).astype(np.float32)
+    return (rows.view(np.uint16) & 0x7FFF).max(axis=1).view(rows.dtype).astype(np.float32)
+
+
 def list_some(names: Iterable[str], most: int = 4) -> str:
     """The first `most` names in order, for a message, and how many more there are."""
     names = sorted(names)
@@ -182,8 +193,11 @@ def _are_tokens(offsets: np.ndarray, mask: np.ndarray) -> bool:
 def _is_finite(tensor: np.ndarray) -> bool:
     """Whether no value is NaN or infinite.
 
-    A finite sum proves it in one pass without a temporary mask; a sum that overflows needs a look at each value.
+    A finite sum proves it in one pass without a temporary mask; a sum that overflows needs a look at each value. Of 16
+    bits, the largest magnitude is found in a third of the time.
     """
+    if tensor.dtype.itemsize == BITS_16:
+        return bool(np.isfinite(find_magnitudes(tensor.reshape(1, -1))).all())
     with np.errstate(all="ignore"):
         total = np.sum(tensor, dtype=np.float32)
     return bool(np.isfinite(total)) or bool(np.isfinite(tensor).all())

@@ -50,7 +50,8 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used.
 
-    The host holds one device's slice of one argument at a time, and one part of one tensor.
+    The host makes one device's slice of one argument at a time, part by part, while the slice before is copied to its
+    device: so much faster than slices are made that hardly more than one is in memory.
 
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
@@ -61,13 +62,15 @@ def load_weights(
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
+    copies = _DeviceCopies(devices)
     arrays, by_name = dict[str, jax.Array](), {recipe.name: recipe for recipe in own}
     for recipe in own:
         if recipe.encoding == "int8_values":
             scales = by_name[recipe.name + SCALE_SUFFIX]
-            arrays |= _load_int8(recipe, scales, checkpoints[recipe.checkpoint], devices)
+            arrays |= _load_int8(recipe, scales, checkpoints[recipe.checkpoint], copies)
         elif recipe.encoding != "int8_scales":
-            arrays[recipe.name] = _load(recipe, checkpoints[recipe.checkpoint], devices)
+            arrays[recipe.name] = _load(recipe, checkpoints[recipe.checkpoint], copies)
+    copies.wait()
     arrays = {recipe.name: arrays[recipe.name] for recipe in own}  # in the order of the recipes
     return arrays | {recipe.name: _share(recipe, arrays, checkpoints) for recipe in shared}
 
@@ -126,38 +129,53 @@ def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], ig
         raise BadCheckpoint(f"{tensors.directory}: {unexpected}")
 
 
-def _load(recipe: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]) -> jax.Array:
+class _DeviceCopies:
+    """Copies arguments to the devices, one slice at a time, while the host makes the next slice."""
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        self._devices = devices
+        self._last: jax.Array | None = None  # the slice that may still be on its way
+
+    def place(self, recipe: WeightRecipe, assemble: Callable[[TensorSlice], np.ndarray]) -> jax.Array:
+        """Returns an argument on the devices, from a function that makes any of its slices in host memory.
+
+        A replicated argument is made once, a split one slice by slice. The last slice may still be on its way.
+        """
+        sharding = make_sharding(recipe.sharding, self._devices)
+        if sharding.is_fully_replicated:
+            whole = assemble(cover_tensor(recipe.shape))
+            return self._start(lambda: jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
+        shards = []
+        for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
+            part = assemble(_to_slice(index, recipe.shape))
+            shards.append(self._start(partial(jax.device_put, part, device)))
+        return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+
+    def wait(self) -> None:
+        """Returns when every slice is on its device."""
+        jax.block_until_ready(self._last)
+        self._last = None
+
+    def _start(self, copy: Callable[[], jax.Array]) -> jax.Array:
+        self.wait()
+        self._last = copy()
+        return self._last
+
+
+def _load(recipe: WeightRecipe, tensors: CheckpointTensors, copies: _DeviceCopies) -> jax.Array:
     """Returns one argument on the devices."""
-    return _place(recipe, devices, lambda wanted: _assemble(recipe, tensors, wanted))
-
-
-def _place(
-    recipe: WeightRecipe, devices: Sequence[jax.Device], assemble: Callable[[TensorSlice], np.ndarray]
-) -> jax.Array:
-    """Returns an argument on the devices, from a function that makes any of its slices in host memory.
-
-    A replicated argument is made once. Of a split argument, each slice is on its device before the next one is made.
-    """
-    sharding = make_sharding(recipe.sharding, devices)
-    if sharding.is_fully_replicated:
-        whole = assemble(cover_tensor(recipe.shape))
-        return jax.block_until_ready(jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
-    shards = [
-        jax.block_until_ready(jax.device_put(assemble(_to_slice(index, recipe.shape)), device))
-        for device, index in sharding.addressable_devices_indices_map(recipe.shape).items()
-    ]
-    return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
+    return copies.place(recipe, lambda wanted: _assemble(recipe, tensors, wanted))
 
 
 def _load_int8(
-    values: WeightRecipe, scales: WeightRecipe, tensors: CheckpointTensors, devices: Sequence[jax.Device]
+    values: WeightRecipe, scales: WeightRecipe, tensors: CheckpointTensors, copies: _DeviceCopies
 ) -> dict[str, jax.Array]:
     """Returns the integers and the scales of a quantized weight. The host holds a slice of integers, and all scales."""
     weight = Int8Weight(values, tensors, _allocate(scales.shape, np.dtype(np.float32)))
     if weight.splits_rows:
         _run_pieces(values, cover_tensor(values.shape), weight.find_scales)
-    integers = _place(values, devices, lambda wanted: _collect(values, wanted, weight.read))
-    return {values.name: integers, scales.name: _place(scales, devices, partial(_copy_slice, weight.scales))}
+    integers = copies.place(values, lambda wanted: _collect(values, wanted, weight.read))
+    return {values.name: integers, scales.name: copies.place(scales, partial(_copy_slice, weight.scales))}
 
 
 def _copy_slice(array: np.ndarray, wanted: TensorSlice) -> np.ndarray:

@@ -242,6 +242,17 @@ def test_unsupported_quantization_is_refused_before_anything_is_compiled(command
     assert not (tmp_path / "bundle").exists()
 
 
+def test_list_of_unquantized_modules_that_names_none_is_refused_before_anything_is_compiled(command, tmp_path):
+    target, draft = "Llama-3.1-8B-Instruct-quantized.w8a8", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"
+    pair, path = copy_configs(tmp_path, target=target, draft=draft), tmp_path / target / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["ignore"] = ["model.layers.32.mlp", "re:vision"]
+    path.write_text(json.dumps(config))
+    done = command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}")
+    assert done.code == 2 and "quantization_config.ignore names no module of the target" in done.err
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_default_grid_depends_on_the_drafts_block(command, pair, tmp_path):
     plan = json.loads(command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}", "--plan", "--json").out)
     assert "k=0,3,7" in plan["grid"]  # of a block of 8

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.runtime import Engine, Result
+from dflash_aot.runtime import Engine, Result, SamplingParams
 from tests.conftest import INT8, RUNS
 from tests.runtime.test_golden_runs import generate
 
@@ -64,15 +65,23 @@ def results(rounded, bundle) -> dict[int, list[Result]]:
     return found
 
 
-def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, results):
-    name, target, _ = rounded
-    config = AutoConfig.from_pretrained(target, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=torch.float32).eval()
-    prompts = RUNS[INT8[name]].facts["prompts"]
-    for number, prompt in enumerate(prompts):
-        ids = prompt["prompt_ids"] + results[0][number].token_ids
+@pytest.fixture(scope="session")
+def logits(rounded) -> Callable[[list[int]], torch.Tensor]:
+    """Token ids → logits of transformers' model with rounded weights behind each [T, V]."""
+    config = AutoConfig.from_pretrained(rounded[1], tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(rounded[1], config=config, dtype=torch.float32).eval()
+
+    def compute(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            chosen = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            return model(torch.tensor([ids])).logits[0]
+
+    return compute
+
+
+def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, results, logits):
+    prompts = RUNS[INT8[rounded[0]]].facts["prompts"]
+    for number, prompt in enumerate(prompts):
+        chosen = logits(prompt["prompt_ids"] + results[0][number].token_ids).argmax(-1).tolist()
         assert chosen[len(prompt["prompt_ids"]) - 1 : -1] == results[0][number].token_ids
         for k, found in results.items():
             assert (k, found[number].token_ids) == (k, results[0][number].token_ids)
@@ -80,9 +89,34 @@ def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, r
 
 def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bundle):
     name, target, draft = rounded
-    if name == "int8 tied":
+    config = json.loads((RUNS[INT8[name]].target / "config.json").read_text())
+    if config["tie_word_embeddings"] and "lm_head.weight" not in load_file(draft / "model.safetensors"):
         pytest.skip("no float32 bundle has a head beside a tied embedding")
     with Engine.open(bundle(INT8[name]), k=max(results), target=target, draft=draft) as engine:
         for prompt, found in zip(RUNS[INT8[name]].facts["prompts"], results[max(results)], strict=True):
             expected = generate(engine, prompt)
             assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
+
+
+@pytest.mark.parametrize("rounded", ["int8 tied"], indirect=True)
+def test_sampled_tokens_are_equal_at_every_k_and_batch_and_their_probabilities_those_of_rounded_weights(
+    rounded, logits, bundle
+):
+    run = RUNS[INT8[rounded[0]]]
+    prompts = [prompt["prompt_ids"] for prompt in run.facts["prompts"]]
+    params = SamplingParams(max_tokens=24, stop_token_ids=(), temperature=2.0, seed=3, logprobs=1)
+    found = {}
+    for k in (0, 7):
+        with Engine.open(bundle(rounded[0]), k=k, target=run.target, draft=run.draft) as engine:
+            found[k, 3] = engine.generate_all(prompts, params)
+            found[k, 1] = [engine.generate(prompt, params) for prompt in prompts]
+    for results in found.values():
+        assert [result.token_ids for result in results] == [result.token_ids for result in found[0, 1]]
+        for prompt, result in zip(prompts, results, strict=True):
+            rows = logits(prompt + result.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
+            expected = [float(row[token]) for row, token in zip(rows, result.token_ids, strict=True)]
+            assert [one.logprob for one in result.logprobs] == pytest.approx(expected, abs=2e-4)
+    assert any(
+        result.token_ids != logits(prompt + result.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
+        for prompt, result in zip(prompts, found[0, 1], strict=True)
+    )

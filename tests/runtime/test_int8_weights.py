@@ -1,9 +1,11 @@
 """Int8 quantization of rows: rounding, zeros, and numbers at the ends of float32."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dflash_aot.runtime.weights.int8_weights import find_scales, quantize_rows
+from dflash_aot.runtime.weights.safetensors_reader import find_magnitudes
 
 
 def quantize(*rows: list[float]) -> tuple[list[list[int]], list[float]]:
@@ -45,3 +47,11 @@ def test_part_of_the_columns_gives_the_same_integers():
     whole = quantize_rows(rows.copy(), scales)
     parts = [quantize_rows(rows[:, at : at + 10].copy(), scales) for at in (0, 10, 20)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_largest_magnitude_of_a_row_is_exact_and_shows_what_is_not_finite(dtype):
+    rows = np.array([[-3.5, 2, 0], [-0.0, 0, 1e-7], [1, -np.inf, 2], [np.nan, 1, np.inf], [0, 0, 0]]).astype(dtype)
+    found = find_magnitudes(rows)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([3.5, dtype(1e-7), np.inf, np.nan, 0], np.float32))

@@ -72,11 +72,12 @@ def meant(form) -> np.ndarray:
 # -- numbers
 
 
-def test_every_fp8_code_is_read_as_torch_reads_it(write):
-    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8).reshape(2, 127)
+@pytest.mark.parametrize("shape", [(2, 127), (127, 2)])
+def test_every_fp8_code_is_read_as_torch_reads_it(write, shape):
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8).reshape(shape)
     scale = np.array([[0.3]], np.float32)
     tensors = {WEIGHT: codes.view(ml_dtypes.float8_e4m3fn), SCALE_INV: scale}
-    found = open_checkpoint(write("fp8", tensors, block=(128, 128))).read(WEIGHT, (2, 127), FLOATS)
+    found = open_checkpoint(write("fp8", tensors, block=(128, 128))).read(WEIGHT, shape, FLOATS)
     expected = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(scale)).numpy()
     assert found.tobytes() == expected.tobytes()  # also the sign of zero
     assert {0.0, 448 * np.float32(0.3), np.float32(2**-9) * np.float32(0.3)} <= set(map(float, np.abs(found).ravel()))
