@@ -147,8 +147,8 @@ class _DeviceCopies:
             return self._start(lambda: jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
         shards = []
         for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
-            part = assemble(_to_slice(index, recipe.shape))
-            shards.append(self._start(partial(jax.device_put, part, device)))
+            # No name keeps the host's array while the next slice is made.
+            shards.append(self._start(partial(jax.device_put, assemble(_to_slice(index, recipe.shape)), device)))
         return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
 
     def wait(self) -> None:

@@ -16,6 +16,8 @@ from dflash_aot.runtime import Engine, Result, SamplingParams
 from tests.conftest import INT8, RUNS
 from tests.runtime.test_golden_runs import generate
 
+# Their drafts have heads of their own, and the tied target chooses the same tokens if its head is not rounded.
+SAME_CHOICES = ("int8 pruned", "int8 anchored")
 TIED_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -90,7 +92,7 @@ def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, r
 def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bundle):
     name, target, draft = rounded
     config = json.loads((RUNS[INT8[name]].target / "config.json").read_text())
-    if config["tie_word_embeddings"] and "lm_head.weight" not in load_file(draft / "model.safetensors"):
+    if config["tie_word_embeddings"] and name not in SAME_CHOICES:
         pytest.skip("no float32 bundle has a head beside a tied embedding")
     with Engine.open(bundle(INT8[name]), k=max(results), target=target, draft=draft) as engine:
         for prompt, found in zip(RUNS[INT8[name]].facts["prompts"], results[max(results)], strict=True):
