@@ -24,6 +24,7 @@ from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
+from dflash_aot.compile.models.recurrent_state import read_layer
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
@@ -101,7 +102,12 @@ def read_text(target: CausalLM, text: jax.Array, layer_ids: Sequence[int] = ()) 
     positions = jnp.arange(text.shape[1])[None]
     mask = positions[:, None] <= positions[..., None]
     hidden, features, _ = target.forward(
-        text, positions, layer_ids, None, lambda kv, _, q, k, v: (attend(q, (k, v, mask)), kv)
+        text,
+        positions,
+        layer_ids,
+        None,
+        attend=lambda kv, _, q, k, v: (attend(q, (k, v, mask)), kv),
+        mix=lambda kv, _, mixer, x: (read_layer(mixer, x), kv),
     )
     return target.logits(hidden), features
 

@@ -4,7 +4,7 @@ Token by token a head's state S [I, O] becomes e^g · S, then u = β (v - Sᵀ k
 result is Sᵀ q. In a block all u follow from the state S0 before the block: (I + A) U = β (V - e^G K S0), where G is the
 sum of g so far and A_ts = β_t (k_t · k_s) e^(G_t - G_s) for s < t. Only differences G_t - G_s ≤ 0 are exponentiated.
 
-B rows of a call · T tokens of a block · N blocks · Q key heads · R value heads per key head · I, O key and value width
+B rows of a call · T tokens of a block · N blocks · Q key heads · V value heads, a multiple · I, O key and value width
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class DeltaRows(NamedTuple):
     Attributes:
         queries: [B, Q, T, I], of length I^-½.
         keys: [B, Q, T, I], of length 1.
-        values: [B, Q, R, T, O].
-        strengths: β, [B, Q, R, T]; 0 for padding.
-        decays: g ≤ 0, [B, Q, R, T]; 0 for padding.
+        values: [B, V, T, O].
+        strengths: β, [B, V, T]; 0 for padding.
+        decays: g ≤ 0, [B, V, T]; 0 for padding.
     """
 
     queries: jax.Array
@@ -38,8 +38,8 @@ class BlockUpdates(NamedTuple):
 
     Attributes:
         keys: [B, Q, T, I].
-        updates: U, [B, Q, R, T, O].
-        decays: G, the sum of the decays up to each token, [B, Q, R, T].
+        updates: U, [B, V, T, O].
+        decays: G, the sum of the decays up to each token, [B, V, T].
     """
 
     keys: jax.Array
@@ -50,45 +50,56 @@ class BlockUpdates(NamedTuple):
 class _SolvedBlock(NamedTuple):
     """A block whose equations are solved for any state before it: U = values - factors · S0."""
 
-    queries: jax.Array  # [B, Q, T, I]
     keys: jax.Array  # [B, Q, T, I]
-    values: jax.Array  # [B, Q, R, T, O]
-    factors: jax.Array  # [B, Q, R, T, I]
-    scores: jax.Array  # [B, Q, R, T, T], of the updates in the results
-    decays: jax.Array  # G, [B, Q, R, T]
+    values: jax.Array  # [B, V, T, O]
+    readers: jax.Array  # factors, and behind them the queries that read S0: [B, V, 2T, I]
+    scores: jax.Array  # of the updates in the results, [B, V, T, T]
+    decays: jax.Array  # G, [B, V, T]
 
 
-def run_block(rows: DeltaRows, state: jax.Array) -> tuple[jax.Array, BlockUpdates]:
-    """Results [B, Q, R, T, O] of one block, and its updates. `state` [B, Q, R, I, O] is the one before the block."""
-    return _apply(_solve(rows), state)
+def run_block(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, BlockUpdates]:
+    """Results [B, V, T, O] of one block, and its updates.
+
+    `state` [B, V, I, O] is the one before the block, where `begun` [B] is True; elsewhere it counts as zeros.
+    """
+    return _apply(_solve(rows), state, begun)
 
 
-def run_blocks(rows: DeltaRows, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Results [B, Q, R, T, O] of any number of tokens, in blocks of BLOCK, and the state behind the last one."""
+def run_blocks(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Results [B, V, T, O] of any number of tokens, in blocks of BLOCK, and the state behind the last one.
+
+    Arguments as of `run_block`.
+    """
     tokens = rows.keys.shape[2]
     if tokens <= BLOCK:
-        results, updates = run_block(rows, state)
-        return results, fold(state, updates, jnp.full(state.shape[:1], tokens))
+        results, updates = run_block(rows, state, begun)
+        return results, fold(state, updates, jnp.full(begun.shape, tokens), begun)
     # Everything that does not depend on the state is solved for all blocks at once.
-    solved = jax.vmap(_solve)(DeltaRows(*(_split_blocks(rows[at], axis) for at, axis in enumerate((2, 2, 3, 3, 3)))))
+    solved = jax.vmap(_solve)(DeltaRows(*(_split_blocks(array) for array in rows)))
 
-    def step(state: jax.Array, block: _SolvedBlock) -> tuple[jax.Array, jax.Array]:
-        results, updates = _apply(block, state)
-        return fold(state, updates, jnp.full(state.shape[:1], BLOCK)), results
+    def step(carry: tuple[jax.Array, jax.Array], block: _SolvedBlock) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        state, begun = carry
+        results, updates = _apply(block, state, begun)
+        after = fold(state, updates, jnp.full(begun.shape, BLOCK), begun)
+        return (after, jnp.ones_like(begun)), results
 
-    state, results = jax.lax.scan(step, state, solved)
-    results = jnp.moveaxis(results, 0, 3)
-    return results.reshape(*results.shape[:3], -1, results.shape[-1])[:, :, :, :tokens], state
+    (state, _), results = jax.lax.scan(step, (state, begun), solved)
+    results = jnp.moveaxis(results, 0, 2)
+    return results.reshape(*results.shape[:2], -1, results.shape[-1])[:, :, :tokens], state
 
 
-def fold(state: jax.Array, block: BlockUpdates, counts: jax.Array) -> jax.Array:
-    """The state after the first `counts` tokens of a block: counts int32 [B], 0 … T; states [B, Q, R, I, O]."""
-    index, counts = jnp.arange(block.decays.shape[-1]), counts[:, None, None, None]
-    last = jnp.where(index == counts - 1, block.decays, 0).sum(axis=-1, keepdims=True)
-    taken = index < counts
+def fold(state: jax.Array, block: BlockUpdates, counts: jax.Array, begun: jax.Array) -> jax.Array:
+    """The state after the first `counts` tokens of a block: counts int32 [B], 0 … T; states [B, V, I, O].
+
+    `begun` as of `run_block`. A state with a count of 0 stays as it is, begun or not.
+    """
+    index, count = jnp.arange(block.decays.shape[-1]), counts[:, None, None]
+    last = jnp.where(index == count - 1, block.decays, 0).sum(axis=-1, keepdims=True)
+    taken = index < count
     weights = jnp.where(taken, jnp.exp(jnp.where(taken, last - block.decays, 0)), 0)
-    added = jnp.einsum("BQTI,BQRTO->BQRIO", block.keys, block.updates * weights[..., None])
-    return jnp.exp(last)[..., None] * state + added
+    keys = weights[..., None] * _repeat(block.keys, state)
+    kept = jnp.where((begun | (counts == 0))[:, None, None, None], jnp.exp(last)[..., None] * state, 0)
+    return kept + jnp.einsum("BVTI,BVTO->BVIO", keys, block.updates)
 
 
 def _solve(rows: DeltaRows) -> _SolvedBlock:
@@ -97,24 +108,32 @@ def _solve(rows: DeltaRows) -> _SolvedBlock:
     earlier = index[:, None] >= index
     distance = jnp.where(earlier, total[..., :, None] - total[..., None, :], 0)  # masked before exp: it overflows
     faded = jnp.where(earlier, jnp.exp(distance), 0)
-    products = jnp.einsum("BQTI,BQSI->BQTS", rows.keys, rows.keys)[:, :, None]
+    products = _repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.keys, rows.keys), rows.values)
     inverse = invert_unit_triangular(rows.strengths[..., None] * products * faded)
-    factors = (rows.strengths * jnp.exp(total))[..., None] * rows.keys[:, :, None]
+    fading = jnp.exp(total)[..., None]
+    factors = rows.strengths[..., None] * fading * _repeat(rows.keys, rows.values)
+    readers = (jnp.einsum("BVTS,BVSI->BVTI", inverse, factors), fading * _repeat(rows.queries, rows.values))
     return _SolvedBlock(
-        queries=rows.queries,
         keys=rows.keys,
-        values=jnp.einsum("BQRTS,BQRSO->BQRTO", inverse, rows.strengths[..., None] * rows.values),
-        factors=jnp.einsum("BQRTS,BQRSI->BQRTI", inverse, factors),
-        scores=jnp.einsum("BQTI,BQSI->BQTS", rows.queries, rows.keys)[:, :, None] * faded,
+        values=jnp.einsum("BVTS,BVSO->BVTO", inverse, rows.strengths[..., None] * rows.values),
+        readers=jnp.concatenate(readers, axis=2),
+        scores=_repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.queries, rows.keys), rows.values) * faded,
         decays=total,
     )
 
 
-def _apply(block: _SolvedBlock, state: jax.Array) -> tuple[jax.Array, BlockUpdates]:
-    updates = block.values - jnp.einsum("BQRTI,BQRIO->BQRTO", block.factors, state)
-    carried = jnp.einsum("BQTI,BQRIO->BQRTO", block.queries, state) * jnp.exp(block.decays)[..., None]
-    results = carried + jnp.einsum("BQRTS,BQRSO->BQRTO", block.scores, updates)
+def _apply(block: _SolvedBlock, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, BlockUpdates]:
+    # One product reads the state, as it lies: a state masked before it would be copied.
+    read = jnp.einsum("BVTI,BVIO->BVTO", block.readers, state)
+    removed, carried = jnp.split(jnp.where(begun[:, None, None, None], read, 0), 2, axis=2)
+    updates = block.values - removed
+    results = carried + jnp.einsum("BVTS,BVSO->BVTO", block.scores, updates)
     return results, BlockUpdates(block.keys, updates, block.decays)
+
+
+def _repeat(heads: jax.Array, values: jax.Array) -> jax.Array:
+    """[B, Q, ..] of key heads for each of the value heads that `values` [B, V, ..] has."""
+    return jnp.repeat(heads, values.shape[1] // heads.shape[1], axis=1)
 
 
 def invert_unit_triangular(lower: jax.Array) -> jax.Array:
@@ -135,8 +154,8 @@ def invert_unit_triangular(lower: jax.Array) -> jax.Array:
     return inverse
 
 
-def _split_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the axis of tokens with zeros to whole blocks and splits it: [.., T, ..] → [N, .., BLOCK, ..]."""
-    padding = [(0, -array.shape[axis] % BLOCK if at == axis else 0) for at in range(array.ndim)]
-    padded = jnp.pad(array, padding)
-    return jnp.moveaxis(padded.reshape(*array.shape[:axis], -1, BLOCK, *array.shape[axis + 1 :]), axis, 0)
+def _split_blocks(array: jax.Array) -> jax.Array:
+    """Pads the axis of tokens with zeros to whole blocks and splits it: [B, V, T, ..] → [N, B, V, BLOCK, ..]."""
+    rows, heads, tokens, *rest = array.shape
+    padded = jnp.pad(array, [(0, 0), (0, 0), (0, -tokens % BLOCK), *[(0, 0)] * len(rest)])
+    return jnp.moveaxis(padded.reshape(rows, heads, -1, BLOCK, *rest), 2, 0)

@@ -3,8 +3,8 @@
 Attribute names follow the checkpoint's tensors. The sections of queries, keys and values inside a tensor are regrouped
 by key head, so that devices can share the key heads.
 
-B rows · T tokens of this call · H hidden · Q key heads · R value heads per key head · I key width · O value width
-C channels of the convolution, grouped by key head: Q · (2 I + R O) · J rows of its window
+B rows · T tokens of this call · H hidden · Q key heads · R value heads per key head · V = Q R · I key width
+O value width · C channels of the convolution, grouped by key head: Q · (2 I + R O) · J rows of its window
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class MixerInputs(NamedTuple):
 
     Attributes:
         channels: what the convolution takes, [B, T, C].
-        gates: z, [B, T, H'], H' = Q R O.
-        strengths: β, float32 [B, T, Q, R].
-        decays: g, float32 [B, T, Q, R].
+        gates: z, [B, T, V O].
+        strengths: β, float32 [B, T, V].
+        decays: g, float32 [B, T, V].
     """
 
     channels: jax.Array
@@ -49,9 +49,9 @@ class GatedDeltaMixer(nnx.Module):
             (Q, width, hidden), ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, split=0, sections=sections
         )
         self.in_proj_z = Linear(heads * O, hidden, kind, OUTPUTS)
-        # Small, and sensitive: both decide how fast the state fades. Never int8.
-        pair = ["in_proj_b.weight", "in_proj_a.weight"]
-        self.ba = parameter((heads, 2, hidden), kind.dtype, pair, (heads, hidden), axis=1, split=0)
+        # Small, and sensitive: they decide how fast the state changes. Never int8.
+        self.in_proj_b = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
+        self.in_proj_a = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
         stored = (sizes.channels, 1, sizes.kernel)
         self.conv = parameter(
             (Q, width, sizes.kernel), "float32", ["conv1d.weight"], stored, axis=1, split=0, sections=sections
@@ -65,14 +65,12 @@ class GatedDeltaMixer(nnx.Module):
     def project(self, x: jax.Array) -> MixerInputs:
         """x [B, T, H], normed."""
         channels = matmul(self.qkv[...], x, read(self.qkv_scale))
-        both = matmul(self.ba[...], x, dtype=jnp.float32)
-        decays = -jnp.exp(self.a_log[...]) * jax.nn.softplus(both[..., 1] + self.dt_bias[...])
-        grouped = (*x.shape[:2], -1, self.sizes.value_heads // self.sizes.key_heads)
+        steps = jax.nn.softplus(self.in_proj_a(x, jnp.float32) + self.dt_bias[...])
         return MixerInputs(
             channels=channels.reshape(*x.shape[:2], -1),
             gates=self.in_proj_z(x),
-            strengths=jax.nn.sigmoid(both[..., 0]).reshape(grouped),
-            decays=decays.reshape(grouped),
+            strengths=jax.nn.sigmoid(self.in_proj_b(x, jnp.float32)),
+            decays=-jnp.exp(self.a_log[...]) * steps,
         )
 
     def convolve(self, inputs: MixerInputs, window: jax.Array) -> DeltaRows:
@@ -83,21 +81,20 @@ class GatedDeltaMixer(nnx.Module):
         mixed = sum(kernel[:, tap] * rows[:, tap : tap + T] for tap in range(self.sizes.kernel))
         mixed = round_to(jax.nn.silu(mixed), window.dtype).astype(jnp.float32)
         I, O = self.sizes.key_dim, self.sizes.value_dim  # noqa: E741
-        heads = mixed.reshape(B, T, -1, 2 * I + inputs.strengths.shape[-1] * O)
-        values = heads[..., 2 * I :].reshape(B, T, heads.shape[2], -1, O)
+        heads = mixed.reshape(B, T, -1, 2 * I + self.sizes.value_heads // self.sizes.key_heads * O)
+        values = heads[..., 2 * I :].reshape(B, T, -1, O)
         return DeltaRows(
             queries=_normalize(heads[..., :I]).swapaxes(1, 2) * I**-0.5,
             keys=_normalize(heads[..., I : 2 * I]).swapaxes(1, 2),
-            values=values.transpose(0, 2, 3, 1, 4),
-            strengths=inputs.strengths.transpose(0, 2, 3, 1),
-            decays=inputs.decays.transpose(0, 2, 3, 1),
+            values=values.swapaxes(1, 2),
+            strengths=inputs.strengths.swapaxes(1, 2),
+            decays=inputs.decays.swapaxes(1, 2),
         )
 
     def output(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:
-        """Results of the delta rule [B, Q, R, T, O] → [B, T, H]: normed per head, gated, projected."""
-        B, Q, R, T, O = results.shape  # noqa: E741
-        gates = inputs.gates.reshape(B, T, Q * R, O)
-        heads = results.reshape(B, Q * R, T, O).swapaxes(1, 2)
+        """Results of the delta rule [B, V, T, O] → [B, T, H]: normed per head, gated, projected."""
+        B, V, T, O = results.shape  # noqa: E741
+        gates, heads = inputs.gates.reshape(B, T, V, O), results.swapaxes(1, 2)
         scale = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + self.epsilon)
         gated = heads * scale * self.norm[...] * jax.nn.silu(gates.astype(jnp.float32))
         return self.out_proj(round_to(gated, inputs.gates.dtype).reshape(B, T, -1))

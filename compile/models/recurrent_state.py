@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.models.delta_rule import BlockUpdates, DeltaRows, fold, run_block, run_blocks
+from dflash_aot.compile.models.delta_rule import BlockUpdates, fold, run_block, run_blocks
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
@@ -18,7 +19,7 @@ class RecurrentState(NamedTuple):
     """The state of all slots.
 
     Attributes:
-        states: of the delta rule, float32 [L, N, Q R, I, O].
+        states: of the delta rule, float32 [L, N, V, I, O].
         windows: the last inputs of the convolution, oldest first, [L, N, J, C].
     """
 
@@ -31,8 +32,8 @@ class PendingUpdates(NamedTuple):
 
     Attributes:
         keys: [L, B, Q, T, I].
-        updates: [L, B, Q, R, T, O].
-        decays: [L, B, Q, R, T].
+        updates: [L, B, V, T, O].
+        decays: [L, B, V, T].
         channels: inputs of the convolution, [L, B, T, C].
     """
 
@@ -55,27 +56,37 @@ def prefill_layer(
 
     A prompt begins, at `start` 0, with zeros, whatever the slot held. Results behind `count` are undefined.
     """
-    before, window = _clear_new(_read(state, layer, slot, 1), start[None])
+    begun = start[None] > 0
+    before, window = _read(state, layer, slot, 1, begun)
     inputs = mixer.project(x)
     rows = mixer.convolve(inputs, window)
     valid = jnp.arange(x.shape[1]) < count
     rows = rows._replace(strengths=jnp.where(valid, rows.strengths, 0), decays=jnp.where(valid, rows.decays, 0))
-    results, after = run_blocks(rows, _group_heads(before, rows))
+    results, after = run_blocks(rows, before, begun)
     return mixer.output(results, inputs), RecurrentState(
-        _write(state.states, layer, slot, after.reshape(before.shape)),
+        _write(state.states, layer, slot, after),
         _write(state.windows, layer, slot, _advance(window, inputs.channels, count[None])),
     )
+
+
+def read_layer(mixer: GatedDeltaMixer, x: jax.Array) -> jax.Array:
+    """Runs whole texts x [B, T, H] from their beginning, without a state: [B, T, H]."""
+    inputs = mixer.project(x)
+    channels = inputs.channels
+    window = jnp.zeros((x.shape[0], mixer.sizes.kernel - 1, channels.shape[-1]), channels.dtype)
+    rows = mixer.convolve(inputs, window)
+    state = jnp.zeros((*rows.values.shape[:2], mixer.sizes.key_dim, mixer.sizes.value_dim), jnp.float32)
+    return mixer.output(run_blocks(rows, state, jnp.ones(x.shape[:1], jnp.bool_))[0], inputs)
 
 
 def make_pending(state: RecurrentState, sizes: GatedDeltaNet, batch: int, tokens: int) -> PendingUpdates:
     """Room for the updates of blocks of `tokens` tokens, all zeros."""
     layers, _, heads, I, O = state.states.shape  # noqa: E741
-    R = sizes.value_heads // sizes.key_heads
-    grouped = (layers, batch, heads // R)
+    key_heads = heads * sizes.key_heads // sizes.value_heads
     return PendingUpdates(
-        keys=jnp.zeros((*grouped, tokens, I), state.states.dtype),
-        updates=jnp.zeros((*grouped, R, tokens, O), state.states.dtype),
-        decays=jnp.zeros((*grouped, R, tokens), state.states.dtype),
+        keys=jnp.zeros((layers, batch, key_heads, tokens, I), state.states.dtype),
+        updates=jnp.zeros((layers, batch, heads, tokens, O), state.states.dtype),
+        decays=jnp.zeros((layers, batch, heads, tokens), state.states.dtype),
         channels=jnp.zeros((layers, batch, tokens, state.windows.shape[-1]), state.windows.dtype),
     )
 
@@ -89,10 +100,11 @@ def verify_layer(
     lengths: jax.Array,
 ) -> tuple[jax.Array, PendingUpdates]:
     """Runs a block x [B, T, H] of the first B slots. The state stays; what the block adds to it is pending."""
-    before, window = _clear_new(_read(state, layer, 0, x.shape[0]), lengths)
+    begun = lengths > 0
+    before, window = _read(state, layer, 0, x.shape[0], begun)
     inputs = mixer.project(x)
     rows = mixer.convolve(inputs, window)
-    results, updates = run_block(rows, _group_heads(before, rows))
+    results, updates = run_block(rows, before, begun)
     added = zip(pending, (*updates, inputs.channels), strict=True)
     return mixer.output(results, inputs), PendingUpdates(
         *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in added)
@@ -109,14 +121,12 @@ def commit_updates(
 
     def commit_layer(layer: jax.Array, state: RecurrentState) -> RecurrentState:
         keys, updates, decays, channels = (jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in pending)
-        stored = _read(state, layer, 0, counts.shape[0])
-        before, window = _clear_new(stored, lengths)
-        grouped = before.reshape(*updates.shape[:3], *before.shape[2:])
-        after = fold(grouped, BlockUpdates(keys, updates, decays), counts).reshape(before.shape)
-        advances = (counts > 0)[:, None, None]
+        begun = lengths > 0
+        before, window = _read(state, layer, 0, counts.shape[0], begun | (counts == 0))
+        after = fold(before, BlockUpdates(keys, updates, decays), counts, begun)
         return RecurrentState(
-            _write(state.states, layer, 0, jnp.where(advances[..., None], after, stored[0])),
-            _write(state.windows, layer, 0, jnp.where(advances, _advance(window, channels, counts), stored[1])),
+            _write(state.states, layer, 0, after),
+            _write(state.windows, layer, 0, _advance(window, channels, counts)),
         )
 
     return jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state)
@@ -131,30 +141,30 @@ def copy_recurrent_slot(array: jax.Array, source: jax.Array, destination: jax.Ar
     return jax.lax.fori_loop(0, array.shape[0], copy_layer, array)
 
 
-def _read(state: RecurrentState, layer: LayerIndex, slot: jax.Array | int, batch: int) -> tuple[jax.Array, jax.Array]:
-    """State [B, Q R, I, O] and window [B, J, C] of neighbouring slots in one layer."""
-    return _take(state.states, layer, slot, batch), _take(state.windows, layer, slot, batch)
+def _read(
+    state: RecurrentState, layer: LayerIndex, slot: jax.Array | int, batch: int, begun: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """State [B, V, I, O] as stored, and window [B, J, C] of neighbouring slots in one layer.
+
+    A slot holds what its last request left: the window is zeros unless the new one has `begun` [B]. The delta rule
+    clears the state, because it reads the state in place.
+    """
+    window = _take(state.windows, layer, slot, batch)
+    return _take(state.states, layer, slot, batch), jnp.where(begun[:, None, None], window, 0)
 
 
 def _take(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, batch: int) -> jax.Array:
     at = (layer, slot, *(0,) * (array.ndim - 2))
-    return jax.lax.dynamic_slice(array, at, (1, batch, *array.shape[2:]))[0]
+    return jax.lax.dynamic_slice(_keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
 
 
 def _write(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(array, rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
+    return jax.lax.dynamic_update_slice(_keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
 
 
-def _clear_new(stored: tuple[jax.Array, jax.Array], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """State and window of slots, zeros for requests of length 0: a slot holds what its last request left."""
-    state, window = stored
-    begun = (lengths > 0)[:, None, None]
-    return jnp.where(begun[..., None], state, 0), jnp.where(begun, window, 0)
-
-
-def _group_heads(state: jax.Array, rows: DeltaRows) -> jax.Array:
-    """[B, Q R, I, O] → [B, Q, R, I, O]."""
-    return state.reshape(*rows.values.shape[:3], *state.shape[2:])
+def _keep_layout(array: jax.Array) -> jax.Array:
+    """Constrains the array to the layout of the arguments, as the kv arrays: XLA would copy it to another one."""
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
 def _advance(window: jax.Array, channels: jax.Array, counts: jax.Array) -> jax.Array:

@@ -179,7 +179,7 @@ def test_gated_delta_net_equals_the_reference(debug, models):
         heads = found[theirs][:, ::repeats]
         normed = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6) * scale
         assert_close(ours[0].swapaxes(0, 1), normed)
-    assert_close(rows.values[0].reshape(sizes.value_heads, -1, sizes.value_dim).swapaxes(0, 1), found["value"])
+    assert_close(rows.values[0].swapaxes(0, 1), found["value"])
     state = RecurrentState(jnp.zeros((1, 1, sizes.value_heads, sizes.key_dim, sizes.value_dim)), window[None])
     run = jit_quickly(lambda state, x: prefill_layer(state, 0, mixer, x, jnp.int32(0), jnp.int32(0), jnp.int32(8)))
     assert x.shape[1] == 8
