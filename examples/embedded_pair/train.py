@@ -1,7 +1,7 @@
 """Trains a target and its draft on the sources of the standard library, in stages, and writes both checkpoints.
 
 python examples/embedded_pair/train.py --out build/pair                  # the embedded pair
-python examples/embedded_pair/train.py --out build/pair2 --draft_kind dflash2 --vocab 1024 --hidden 448 --layers 8 \\
+python examples/embedded_pair/train.py --out build/pair2 --draft_kind dflash2 --vocab 1024 --hidden 512 --layers 8 \\
     --draft_layers 2
 
 A finished stage is not repeated. A stage that was interrupted goes on behind its last checkpoint, with the numbers of a
@@ -42,10 +42,9 @@ OUT = flags.DEFINE_string("out", "build/pair", "directory to write target/ and d
 DRAFT_KIND = flags.DEFINE_enum("draft_kind", "dflash", ["dflash", "dflash2"], "kind of the draft")
 # With so small a vocabulary a token is about two characters, so that many tokens are easy to predict for the draft.
 VOCAB = flags.DEFINE_integer("vocab", 384, "tokens of the vocabulary")
-HIDDEN = flags.DEFINE_integer(
-    "hidden", 256, "hidden width of both models, a multiple of 64; their MLPs have twice as much"
-)
-LAYERS = flags.DEFINE_integer("layers", 8, "layers of the target", lower_bound=4)
+HIDDEN = flags.DEFINE_integer("hidden", 256, "hidden width of both models, whose MLPs have twice as much")
+flags.register_validator("hidden", lambda width: width > 0 and width % 128 == 0, "it must be a multiple of 128")
+LAYERS = flags.DEFINE_integer("layers", 8, "layers of the target", lower_bound=5)
 DRAFT_LAYERS = flags.DEFINE_integer("draft_layers", 3, "layers of the draft", lower_bound=1)
 TARGET_STEPS = flags.DEFINE_integer("target_steps", 2200, "training steps of the target, of 2048 tokens each")
 DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 5700, "training steps of the draft")
@@ -59,7 +58,7 @@ CONVOLUTION, SELECTOR = BlockConvolution(kernel=2, group=16), CandidateSelector(
 
 
 def decoder(layers: int) -> Decoder:
-    attention = AttentionShape(heads=HIDDEN.value // 64, kv_heads=max(1, HIDDEN.value // 128), head_dim=64)
+    attention = AttentionShape(heads=HIDDEN.value // 64, kv_heads=HIDDEN.value // 128, head_dim=64)
     rope = Rope(10000.0, attention.head_dim)
     mlp = DenseMlp(2 * HIDDEN.value)
     return Decoder(layers, HIDDEN.value, mlp, attention, rope, 1e-6, VOCAB.value, POSITIONS)
