@@ -227,3 +227,12 @@ def test_share_of_tokens_that_rounding_may_change(tokens, allowed):
     assert judge(allowed) == ""
     assert judge(allowed + 1) == f"K = 3: {allowed + 1} of {tokens} tokens differ, more than rounding explains"
     assert judge(1, exact=True) == f"K = 3: 1 of {tokens} tokens differ, in the same arithmetic"
+
+
+def test_golden_is_not_recorded_over_what_the_check_reads(bundle, verify, golden, tmp_path):
+    """Also under another name of the same file."""
+    before, link = golden.read_bytes(), tmp_path / "same.json"
+    os.link(golden, link)
+    for path in (golden, link):
+        expect_refusal(verify, bundle("tiny"), "is the same file as --golden", golden=golden, record_golden=path)
+    assert golden.read_bytes() == before

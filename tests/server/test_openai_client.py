@@ -493,3 +493,9 @@ def test_curl_gets_the_same_text(served, expected):
         timeout=PATIENCE,
     ).stdout
     assert streamed.startswith("data: {") and streamed.endswith("data: [DONE]\n\n")
+
+
+def test_overflow_of_a_chat_names_its_messages(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="embedded", messages=[{"role": "user", "content": "import os " * 300}])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
