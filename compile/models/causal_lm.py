@@ -168,7 +168,8 @@ class CausalLM(nnx.Module):
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
         stacks = (self.model.layers, self.model.recurrent_layers)
         x, kv, aux = run_mixed_layers(*stacks, self.model.is_recurrent, run, (x, kv, aux))
-        return x, jnp.concatenate(list(aux[:-1]), axis=-1), kv
+        features = [*aux[:-1]] if target_layer_ids else [x[..., :0]]
+        return x, jnp.concatenate(features, axis=-1), kv
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states before the final norm [.., H] → float32 logits [.., V]."""

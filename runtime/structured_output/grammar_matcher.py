@@ -13,9 +13,7 @@ from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, count_mask_w
 from dflash_aot.runtime.structured_output.completion import CompletionFinder
 
 MAX_SEARCHES = 8  # that find no completion, of one request
-SPARE_TOKENS = (
-    64  # at the end of an answer, beside twice the completion of an empty one: there completions are searched
-)
+SPARE_TOKENS = 64  # completions are searched in the last tokens: so many, and twice the shortest answer
 
 
 class GrammarMatcher:

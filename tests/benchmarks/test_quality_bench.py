@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_aot.benchmarks import quality_bench
+from dflash_aot.benchmarks import contenders, quality_bench
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 
 
@@ -25,3 +25,11 @@ def test_tables_count_positions_and_tokens_per_round():
     logits, taus = quality_bench.make_findings(record).tables
     assert logits.rows == (("200", "98.50%", "0.20000"),)
     assert taus.rows == (("plain", "4.000", "1.000"), ("int8", "3.700", "0.925"))
+
+
+def test_logits_of_a_text_choose_the_golden_answer(bundle, tied):
+    """Each token of the greedy answer is the likeliest behind the tokens before it."""
+    pair = contenders.BenchmarkPair("tied", tied.target, tied.draft)
+    prompt, answer = (tied.facts["prompts"][0][name] for name in ("prompt_ids", "new_token_ids"))
+    (logits,) = quality_bench.read_logits(bundle("tiny"), pair, [[*prompt, *answer]])
+    assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == answer
