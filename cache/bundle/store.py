@@ -19,7 +19,15 @@ import msgspec
 from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
-from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest, encode_manifest, rebuild_command
+from dflash_aot.cache.bundle.manifest import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    Blob,
+    Entry,
+    Manifest,
+    encode_manifest,
+    rebuild_command,
+)
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
@@ -38,12 +46,26 @@ class Store:
         self._programs = bundle / "programs"
         self._entries = bundle / "entries"
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this process may read a bundle that is there, and write nothing to its directory."""
+        return (self.bundle / MANIFEST_FILE).exists() and not os.access(self.bundle, os.W_OK, effective_ids=True)
+
+    def check_writable(self) -> None:
+        """Raises BadInput for a read-only bundle, before an executable is compiled that could not be stored."""
+        if self.is_read_only:
+            raise BadInput(f"it is missing, and {self.bundle} is read-only")
+
     @contextmanager
     def open_for_building(self) -> Iterator[None]:
         """Creates the directories, holds the build lock and removes temporary files of killed builds.
 
-        Raises BadInput if the bundle cannot be written, BuildFailed if another process holds the lock.
+        Does nothing of this for a read-only bundle, which may be complete. Raises BadInput if the bundle cannot be
+        written, BuildFailed if another process holds the lock.
         """
+        if self.is_read_only:
+            yield
+            return
         with self._writing(self.bundle):
             self.bundle.mkdir(parents=True, exist_ok=True)
         with self.hold_lock():
@@ -214,8 +236,15 @@ class Store:
                     self.write_record(entry)
 
     def publish(self, manifest: Manifest) -> None:
-        """Replaces the manifest, and removes signatures over an older one."""
+        """Replaces the manifest, and removes signatures over an older one.
+
+        Raises BadInput for a read-only bundle with another manifest.
+        """
         content = encode_manifest(manifest)
+        if self.is_read_only:
+            if read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES) != content:
+                raise BadInput(f"{self.bundle} is read-only, and its manifest would change: name another bundle")
+            return
         write_atomically(self.bundle / MANIFEST_FILE, content)
         remove_outdated(self.bundle, content)  # last: if the write fails, the old manifest stays signed
 

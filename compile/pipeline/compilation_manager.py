@@ -68,6 +68,7 @@ class _CompilationRun:
                 if entry := self._store.find(job.key, job.signature, job.program) or self._find_shared(job):
                     self._finish(signature.label, entry)
                 else:
+                    self._store.check_writable()
                     pending[pool.start(job)] = signature.label
             except Exception as error:
                 self._failures[signature.label] = error

@@ -356,6 +356,26 @@ def test_directory_without_write_permission_is_refused_before_a_build(store, roo
             pytest.fail("a builder that will not be able to keep what it compiles")
 
 
+def test_complete_bundle_is_built_again_where_nothing_can_be_written(bundle):
+    with tempfile.TemporaryDirectory() as place:  # pytest's own is for nobody else
+        os.chmod(place, 0o755)
+        store = Store(Path(shutil.copytree(bundle("tiny"), Path(place) / "bundle")))
+        manifest = read_manifest(store.bundle)
+        (entry, *_), before = manifest.entries, sorted(store.bundle.rglob("*"))
+        program = store.read_program(entry)
+        store.bundle.chmod(0o555)
+        with without_rights():
+            with store.open_for_building():
+                assert store.find(entry.key, entry.signature, program) == entry
+                store.publish(manifest)
+            with pytest.raises(BadInput, match=f"it is missing, and {store.bundle} is read-only"):
+                store.check_writable()
+            with pytest.raises(BadInput, match="is read-only, and its manifest would change: name another bundle"):
+                store.publish(structs.replace(manifest, dtype="bfloat16"))
+        assert sorted(store.bundle.rglob("*")) == before
+        store.check_writable()
+
+
 @pytest.mark.parametrize("own", ["executables", "programs", "entries", "set-aside", ".lock"])
 @pytest.mark.parametrize("there", [True, False], ids=["something", "nothing"])
 @pytest.mark.parametrize("write", [Store.open_for_building, Store.hold_lock])
