@@ -8,6 +8,7 @@ from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
+from dflash_aot.cache.tensor_names import list_unconverted
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template
 
@@ -38,7 +39,8 @@ def diagnose_weights(manifest: Manifest, directories: Mapping[CheckpointRole, Pa
     for role, directory in directories.items():
         if quantization := read_quantization(read_config(directory)):
             weights = manifest.dtype if formats[role] == "plain" else formats[role]
-            conversion = plan_conversion(quantization, weights)
+            unconverted = list_unconverted(manifest.weights, role)
+            conversion = plan_conversion(quantization, weights, manifest.dtype, unconverted)
             if not conversion.exact:
                 yield f"{directory}: {conversion.summary}"
 

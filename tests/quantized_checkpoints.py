@@ -1,6 +1,7 @@
 """Writes quantized checkpoints of the published formats, and what their weights are in float32."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 Format = Literal["fp8", "int8", "packed"]
 Tensors = dict[str, np.ndarray]
 FILE = "model.safetensors"
+LINEAR_LAYERS = re.compile(r"(_proj|\.in_proj_\w+|\bfc)$")
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 
@@ -98,7 +100,7 @@ def quantize_checkpoint(
         (directory / file.name).unlink()
         for name, tensor in load_file(file).items():
             module = name.removesuffix(".weight")
-            if not module.endswith(("_proj", ".fc")) and module != "fc" or module in unquantized:
+            if not LINEAR_LAYERS.search(module) or module in unquantized:
                 stored[name] = meant[name] = tensor
             elif form == "fp8":
                 new = store_fp8(module, tensor, block)

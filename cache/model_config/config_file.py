@@ -11,6 +11,7 @@ from dflash_aot.cache.checkpoint_files import CONFIG_FILE, read_checkpoint_objec
 from dflash_aot.cache.errors import BadCheckpoint
 
 Value = TypeVar("Value")
+TEXT_SECTION = "text_config"  # of multimodal models: the text model's keys
 MAX_INTEGER = 1 << 31  # no count, width or token of a model reaches it
 TYPE_NAMES = {
     bool: "true or false",

@@ -6,7 +6,7 @@ from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 from dflash_aot.cache.model_config.dflash2 import ARCHITECTURE, CONVOLUTION_KEYS, SELECTOR_KEYS, is_dflash2
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
-from dflash_aot.cache.model_config.target import FAMILIES
+from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
 from dflash_aot.cache.model_config.zlab_draft import read_zlab
 
 # Keys of draft models of other kinds, some of which use DFlash's name.
@@ -52,7 +52,8 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
     found = config.optional("architectures", list) or []
     names = [name for name in found if isinstance(name, str)]
     if not (config.has("dflash_config") or any("DFlash" in name for name in names)):
-        hint = " This is a target: are --target and --draft swapped?" * any(name in FAMILIES for name in names)
+        is_target = any(name in (*FAMILIES, *HYBRIDS) for name in names)
+        hint = " This is a target: are --target and --draft swapped?" * is_target
         raise BadCheckpoint(
             f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
             f"DFlashDraftModel and {ARCHITECTURE}, in z-lab's format (dflash_config) and in speculators' "

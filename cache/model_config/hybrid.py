@@ -4,10 +4,9 @@ from functools import partial
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet, Target, read_decoder, read_dense_mlp
-from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
 from dflash_aot.cache.model_config.rope import read_partial_rope
 
-TEXT_SECTION = "text_config"
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 DEFAULT_ROTARY_FACTOR = 0.25

@@ -5,13 +5,15 @@ compressed-tensors library. Everything else is refused with the key, the value a
 matter here: activations stay in the bundle's dtype, also where the checkpoint suggests to quantize them as well.
 """
 
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
 from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
+from dflash_aot.cache.tensor_names import nest_name
 
 SECTION, OLD_SECTION = "quantization_config", "compression_config"
 MAX_BLOCK = 1 << 16
@@ -65,6 +67,12 @@ class Quantization(msgspec.Struct, frozen=True):
         """Whether a bundle with int8 weights holds the stored numbers and scales as they are."""
         return self.encoding != "fp8-blocks"
 
+    def find_quantized(self, modules: Iterable[str]) -> set[str]:
+        """Returns those of a model's linear layers that the list of unquantized modules does not name."""
+        nested = {nest_name(module): module for module in modules}
+        unquantized = self.unquantized.select({*nested, *nested.values()})
+        return {module for name, module in nested.items() if not {name, module} & unquantized}
+
     @property
     def title(self) -> str:
         """The format's name for messages."""
@@ -88,27 +96,43 @@ class WeightConversion(msgspec.Struct, frozen=True):
     summary: str
 
 
-def plan_conversion(quantization: Quantization, weights: str) -> WeightConversion:
-    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint."""
+def plan_conversion(
+    quantization: Quantization, weights: str, dtype: str, unconverted: Collection[str]
+) -> WeightConversion:
+    """Returns what a bundle whose linear layers are `weights` makes of a checkpoint.
+
+    unconverted: linear layers that have `dtype` in the bundle, also where the others are int8.
+    """
     exact = weights in (("float32", "int8") if quantization.exact else ("float32",))
     action = f"are multiplied out to {weights}"
     if weights == "int8":
         action = "are kept" if quantization.exact else "become int8 with a scale per output channel"
-    rounding = "" if exact else ", rounded"
-    summary = f"weights stored as {quantization.title} {action}{rounding}"
+    action += "" if exact else ", rounded"
+    if weights == "int8" and (stored := quantization.find_quantized(unconverted)):
+        rounded = dtype != "float32"
+        exact = exact and not rounded
+        names = " and ".join(sorted({module.rpartition(".")[2] for module in stored}))
+        action += f"; those of {names} are multiplied out to {dtype}" + ", rounded" * rounded
+    summary = f"weights stored as {quantization.title} {action}"
     return WeightConversion(quantization.encoding, weights, exact, summary)
 
 
 def read_quantization(config: ConfigFile) -> Quantization | None:
-    """Returns how the weights are quantized, None if they are not. Raises BadCheckpoint for unsupported formats."""
-    keys = [key for key in (SECTION, OLD_SECTION) if config.has(key)]
-    if len(keys) == 2:
-        raise config.refusal(OLD_SECTION, config.values[OLD_SECTION], f"there is a {SECTION} too: which is meant?")
-    if not keys:
+    """Returns how the weights are quantized, None if they are not. Raises BadCheckpoint for unsupported formats.
+
+    The section stands at the top, or among the text model's keys.
+    """
+    places = [config, config.section(TEXT_SECTION)] if isinstance(config.values.get(TEXT_SECTION), dict) else [config]
+    found = [(place, key) for place in places for key in (SECTION, OLD_SECTION) if place.has(key)]
+    if len(found) > 1:
+        (first, key), (place, other) = found[:2]
+        raise place.refusal(other, place.values[other], f"there is a {first.prefix}{key} too: which is meant?")
+    if not found:
         _refuse_other_files(config)
         return None
-    config.require(keys[0], dict)
-    section = config.section(keys[0])
+    place, key = found[0]
+    place.require(key, dict)
+    section = place.section(key)
     match method := section.require("quant_method", str):
         case "fp8":
             return _read_fp8(section)

@@ -173,7 +173,7 @@ class Attention(nnx.Module):
         self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), pair, (G * D, hidden), axis=1, split=0)
         self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
         if shape.biased:
-            self.q_bias = parameter((G, R, D), dtype, ["q_proj.bias"], (G * R * D,), split=0)
+            self.q_bias = parameter((G, R, width), dtype, ["q_proj.bias"], (G * R * width,), split=0)
             self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
             self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
         if shape.normed:

@@ -30,6 +30,7 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kinds
+from dflash_aot.cache.tensor_names import list_modules, list_unconverted, names_any
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
@@ -342,9 +343,8 @@ def _choose_weights(
 def _check_unquantized(stored: Mapping[CheckpointRole, Quantization], programs: Programs) -> None:
     """Raises BadCheckpoint for a list of unquantized modules that names none of its model."""
     for role, quantization in stored.items():
-        own = (recipe for recipe in programs.recipes() if recipe.checkpoint == role)
-        tensors = (placement.tensor for recipe in own for placement in recipe.placements)
-        if not quantization.unquantized.names_any(tensor.removesuffix(".weight") for tensor in tensors):
+        modules = list_modules(recipe for recipe in programs.recipes() if recipe.checkpoint == role)
+        if not names_any(quantization.unquantized, modules, role):
             raise BadCheckpoint(
                 f"{quantization.unquantized.key} names no module of the {role}: expected names of layers that are not "
                 "quantized"
@@ -356,8 +356,14 @@ def _plan_conversions(
 ) -> dict[CheckpointRole, WeightConversion]:
     """What the bundle makes of the weights of quantized checkpoints."""
     formats: dict[CheckpointRole, str] = {"target": programs.formats.target, "draft": programs.formats.draft}
+    dtype, recipes = programs.pair.dtype, programs.recipes()
     return {
-        role: plan_conversion(quantization, programs.pair.dtype if formats[role] == "plain" else formats[role])
+        role: plan_conversion(
+            quantization,
+            dtype if formats[role] == "plain" else formats[role],
+            dtype,
+            list_unconverted(recipes, role),
+        )
         for role, quantization in stored.items()
     }
 

@@ -12,19 +12,18 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.checkpoint_files import CONFIG_FILE
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import Quantization, read_quantization
+from dflash_aot.cache.tensor_names import WEIGHT, is_ignored, is_linear_layer, names_any
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, FP8, INTEGERS, CheckpointTensors
 from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor
 
-WEIGHT, PACKED, PACKED_SHAPE = ".weight", ".weight_packed", ".weight_shape"
+PACKED, PACKED_SHAPE = ".weight_packed", ".weight_shape"
 SCALES = {"fp8-blocks": ".weight_scale_inv", "int8-channels": ".weight_scale", "int8-channels-packed": ".weight_scale"}
 VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32"}
-# Of linear layers whose names end so, the config decides which are quantized. Of the head and the routers the tensors
-# do: formats differ in whether these count as linear layers.
-PROJECTIONS = ("_proj", ".fc")
 FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP8_MAX = 448.0
 NUMBERS_PER_WORD = 4  # of packed int8
@@ -49,19 +48,19 @@ class QuantizedMatrix:
     block: tuple[int, int]
 
 
-def open_checkpoint(directory: Path) -> CheckpointTensors:
+def open_checkpoint(directory: Path, role: CheckpointRole) -> CheckpointTensors:
     """Opens the tensors of a checkpoint directory, quantized or not. Raises BadCheckpoint."""
     quantization = read_quantization(read_config(directory)) if (directory / CONFIG_FILE).exists() else None
-    return CheckpointTensors(directory) if quantization is None else QuantizedTensors(directory, quantization)
+    return CheckpointTensors(directory) if quantization is None else QuantizedTensors(directory, quantization, role)
 
 
 class QuantizedTensors(CheckpointTensors):
-    """The tensors of a quantized checkpoint directory."""
+    """The tensors of a quantized checkpoint directory. Those of ignored modules appear as they are stored."""
 
-    def __init__(self, directory: Path, quantization: Quantization):
+    def __init__(self, directory: Path, quantization: Quantization, role: CheckpointRole):
         """Raises BadCheckpoint for tensors that contradict each other or the config, besides `CheckpointTensors`."""
         super().__init__(directory)
-        self._quantization = quantization
+        self._quantization, self._role = quantization, role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
         packed = quantization.encoding == "int8-channels-packed"
         self._hidden = {matrix.scales for matrix in self._matrices.values()}
@@ -114,7 +113,7 @@ class QuantizedTensors(CheckpointTensors):
         endings = {WEIGHT, suffix, SCALES[quantization.encoding]}
         modules = {name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)}
         unquantized = self._select_unquantized(modules)
-        for module in sorted(modules):
+        for module in sorted(module for module in modules if not is_ignored(module, self._role)):
             values, scales = module + suffix, module + SCALES[quantization.encoding]
             is_quantized = scales in names or (suffix == PACKED and values in names)
             if module in unquantized and is_quantized:
@@ -123,7 +122,7 @@ class QuantizedTensors(CheckpointTensors):
                     f"{self.file(found)}: {found} is there, but {quantization.unquantized.key} says that {module} is "
                     "not quantized"
                 )
-            if module not in unquantized and not is_quantized and module.endswith(PROJECTIONS):
+            if module not in unquantized and not is_quantized and is_linear_layer(module):
                 self._refuse_plain(module, values, scales)
             if is_quantized:
                 yield module + WEIGHT, self._describe(values, scales)
@@ -131,7 +130,7 @@ class QuantizedTensors(CheckpointTensors):
     def _select_unquantized(self, modules: set[str]) -> frozenset[str]:
         """Returns the modules that the config's list names. Raises BadCheckpoint if it names none of the model."""
         listed = self._quantization.unquantized
-        if not listed.names_any(modules):
+        if not names_any(listed, modules, self._role):
             raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
         return listed.select(modules)
 

@@ -7,7 +7,6 @@ an int8 bundle are quantized while they are read.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import numpy as np
 from dflash_aot.cache.bundle.weight_recipe import SCALE_SUFFIX, CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.tensor_names import is_ignored, nest_name
 from dflash_aot.runtime.weights.int8_weights import Int8Weight
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
@@ -35,14 +35,7 @@ from dflash_aot.runtime.weights.tensor_slices import (
 MOST_READ_NUMBERS = 1 << 18  # read and converted at a time: small enough for a processor's cache
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
-# Tensors that a checkpoint may hold beside the used ones: the head of a target with tied embeddings, a multimodal
-# target's vision tower, its head for multi-token prediction, and what speculators stores of the target in a draft.
-IGNORED_TENSORS: dict[CheckpointRole, tuple[str, ...]] = {
-    "target": ("lm_head.weight", "model.visual.*", "mtp.*"),
-    "draft": ("verifier_*",),
-}
-# Multimodal checkpoints name the text model's tensors so.
-TEXT_PREFIX, NESTED_TEXT_PREFIX = "model.", "model.language_model."
+TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
 
 
 def load_weights(
@@ -51,17 +44,17 @@ def load_weights(
     """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used.
 
     The host makes one device's slice of one argument at a time, part by part, while the slice before is copied to its
-    device: so much faster than slices are made that hardly more than one is in memory.
+    device: at most two slices are in host memory.
 
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
-    checkpoints = {role: open_checkpoint(directory) for role, directory in directories.items()}
+    checkpoints = {role: open_checkpoint(directory, role) for role, directory in directories.items()}
     names = {role: tensors.names() for role, tensors in checkpoints.items()}
     recipes = [_adopt_spelling(recipe, names[recipe.checkpoint]) for recipe in recipes]
     shared = [recipe for recipe in recipes if _is_shared(recipe, checkpoints[recipe.checkpoint])]
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
-        _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], IGNORED_TENSORS[role])
+        _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], role)
     copies = _DeviceCopies(devices)
     arrays, by_name = dict[str, jax.Array](), {recipe.name: recipe for recipe in own}
     for recipe in own:
@@ -83,8 +76,7 @@ def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
     """
 
     def spell(tensor: str) -> str:
-        nested = tensor.replace(TEXT_PREFIX, NESTED_TEXT_PREFIX, 1) if tensor.startswith(TEXT_PREFIX) else tensor
-        return next((name for name in (tensor, f"{tensor}.weight", nested) if name in names), tensor)
+        return next((name for name in (tensor, f"{tensor}.weight", nest_name(tensor)) if name in names), tensor)
 
     placements = tuple(msgspec.structs.replace(one, tensor=spell(one.tensor)) for one in recipe.placements)
     return msgspec.structs.replace(recipe, placements=placements)
@@ -113,11 +105,11 @@ def _share(
     return other
 
 
-def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], ignored: Sequence[str]) -> None:
-    """Raises BadCheckpoint for missing tensors, and for unexpected ones that match no pattern of `ignored`."""
+def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], role: CheckpointRole) -> None:
+    """Raises BadCheckpoint for missing tensors, and for unexpected ones of modules that are not ignored."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
     expected |= {recipe.mapped.mask for recipe in recipes if recipe.mapped}
-    found = {name for name in tensors.names() if name in expected or not any(fnmatch(name, one) for one in ignored)}
+    found = {name for name in tensors.names() if name in expected or not _may_be_unused(name, role)}
     if fused := [name for name in found - expected if "qkv_proj" in name]:
         raise BadCheckpoint(f"{tensors.directory}: {list_some(fused)}: fused q, k and v projections are not supported")
     missing, extra = expected - found, found - expected
@@ -127,6 +119,10 @@ def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], ig
         raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {list_some(missing)}{renamed}")
     if extra:
         raise BadCheckpoint(f"{tensors.directory}: {unexpected}")
+
+
+def _may_be_unused(name: str, role: CheckpointRole) -> bool:
+    return is_ignored(name, role) or (role == "target" and name == TIED_HEAD)
 
 
 class _DeviceCopies:

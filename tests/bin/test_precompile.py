@@ -14,7 +14,7 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine
-from tests.quantized_checkpoints import quantize_checkpoint
+from tests.quantized_checkpoints import make_section, quantize_checkpoint
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -251,6 +251,21 @@ def test_list_of_unquantized_modules_that_names_none_is_refused_before_anything_
     done = command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}")
     assert done.code == 2 and "quantization_config.ignore names no module of the target" in done.err
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    "unquantized",
+    ["model.language_model.layers.0.linear_attn.in_proj_b", "model.visual.blocks.5.attn.qkv", "re:mtp.*"],
+)
+def test_list_may_name_modules_as_a_multimodal_checkpoint_does(command, tmp_path, unquantized):
+    pair = copy_configs(tmp_path, target="Qwen3.5-4B", draft="Qwen3.5-4B-DFlash")
+    path = tmp_path / "Qwen3.5-4B" / "config.json"
+    section = make_section("int8", [unquantized])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+    flags = ["--dtype=bfloat16", "--buckets=batch=1 length=256 k=0,7 prefill=64", "--plan"]
+    done = command(precompile, *pair, *flags)
+    assert done.code == 0
+    assert "those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded" in done.err
 
 
 def test_default_grid_depends_on_the_drafts_block(command, pair, tmp_path):

@@ -57,6 +57,11 @@ def test_draft_with_only_the_architecture_is_read(read_changed_draft):
             "['LlamaForCausalLM']",
             " This is a target: are --target and --draft swapped?",
         ),
+        (
+            ["Qwen3_5ForCausalLM"],
+            "['Qwen3_5ForCausalLM']",
+            " This is a target: are --target and --draft swapped?",
+        ),
     ],
 )
 def test_other_architectures_are_refused(read_changed_draft, refusal, architectures, found, hint):

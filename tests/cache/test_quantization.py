@@ -244,9 +244,49 @@ def test_format_of_the_group_precedes(read_section):
     ],
 )
 def test_conversion_says_whether_numbers_are_rounded(read_section, section, weights, exact, summary):
-    conversion = plan_conversion(read_section(section), weights)
+    conversion = plan_conversion(read_section(section), weights, "bfloat16", [])
     assert conversion.exact == exact
     assert conversion.summary.endswith(summary)
+
+
+@pytest.mark.parametrize(
+    ("unquantized", "dtype", "exact", "summary"),
+    [
+        ([], "bfloat16", False, "are kept; those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded"),
+        ([], "float32", True, "are kept; those of in_proj_a and in_proj_b are multiplied out to float32"),
+        (
+            ["re:.*in_proj_a$"],
+            "bfloat16",
+            False,
+            "are kept; those of in_proj_b are multiplied out to bfloat16, rounded",
+        ),
+        (
+            ["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"],
+            "bfloat16",
+            True,
+            "output channel are kept",
+        ),
+    ],
+)
+def test_conversion_names_layers_that_stay_floats_in_the_bundle(read_section, unquantized, dtype, exact, summary):
+    """Which the checkpoint holds in int8, unless its list names them."""
+    section = change(COMPRESSED, "ignore", unquantized)
+    layers = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ab"]
+    conversion = plan_conversion(read_section(section), "int8", dtype, layers)
+    assert conversion.exact == exact
+    assert conversion.summary.endswith(summary)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_section_among_the_keys_of_the_text_model_is_read(published, key):
+    config = published("Qwen3.5-4B")
+    config["text_config"] = {**config["text_config"], key: FP8}
+    assert read_quantization(ConfigFile(PATH, config)).encoding == "fp8-blocks"
+    config["text_config"][key] = {"quant_method": "awq"}
+    with pytest.raises(BadCheckpoint, match=rf"{PATH}: text_config.{key}.quant_method is 'awq': AWQ is not supported"):
+        read_target(ConfigFile(PATH, config))
+    with pytest.raises(BadCheckpoint, match=rf"text_config.{key} is .*: there is a quantization_config too"):
+        read_quantization(ConfigFile(PATH, {**config, "quantization_config": FP8}))
 
 
 # -- lists of modules

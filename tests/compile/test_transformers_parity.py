@@ -51,13 +51,26 @@ MODELS = {
     "moe normalized": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": True}),
     "moe": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": False}),
 }
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+# Their recurrent state is kept by programs only.
+HYBRIDS = {"hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_bias": True})}
+CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def theirs(request):
     """A transformers model with random weights, norms and biases."""
-    family, rope, special = MODELS[request.param]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, "rope_parameters": rope, **special})
+    family, rope, special = (MODELS | HYBRIDS)[request.param]
+    config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(
+        **{**SHAPE, "rope_parameters": rope, **special}
+    )
     torch.manual_seed(3)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -114,6 +127,7 @@ def rig(ours, make_rig):
     return make_rig(ours.paired(draft), f"batch=1 length=64 k=0 prefill={CHUNK}")
 
 
+@pytest.mark.parametrize("theirs", [*MODELS, *HYBRIDS], indirect=True)
 def test_decoding_token_by_token_equals_transformers(rig, tokens, expected):
     """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected

@@ -59,7 +59,7 @@ def write(tmp_path):
 
 def refusal(place: Path, name=WEIGHT, shape=MATRIX.shape) -> str:
     with pytest.raises(BadCheckpoint) as error:
-        open_checkpoint(place).read(name, shape, FLOATS)
+        open_checkpoint(place, "target").read(name, shape, FLOATS)
     return str(error.value)
 
 
@@ -77,7 +77,7 @@ def test_every_fp8_code_is_read_as_torch_reads_it(write, shape):
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8).reshape(shape)
     scale = np.array([[0.3]], np.float32)
     tensors = {WEIGHT: codes.view(ml_dtypes.float8_e4m3fn), SCALE_INV: scale}
-    found = open_checkpoint(write("fp8", tensors, block=(128, 128))).read(WEIGHT, shape, FLOATS)
+    found = open_checkpoint(write("fp8", tensors, block=(128, 128)), "target").read(WEIGHT, shape, FLOATS)
     expected = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(scale)).numpy()
     assert found.tobytes() == expected.tobytes()  # also the sign of zero
     assert {0.0, 448 * np.float32(0.3), np.float32(2**-9) * np.float32(0.3)} <= set(map(float, np.abs(found).ravel()))
@@ -92,7 +92,7 @@ def test_nan_among_fp8_numbers_is_refused(write, code):
 
 @pytest.mark.parametrize("form", STORED)
 def test_any_slice_is_the_slice_of_the_whole(write, form):
-    tensors = open_checkpoint(write(form, STORED[form]))
+    tensors = open_checkpoint(write(form, STORED[form]), "target")
     assert tensors.names() == {WEIGHT}
     whole = tensors.read(WEIGHT, MATRIX.shape, FLOATS)
     assert whole.dtype == np.float32
@@ -111,7 +111,7 @@ def test_any_slice_is_the_slice_of_the_whole(write, form):
 @pytest.mark.parametrize("flat", [False, True])
 def test_int8_scales_of_any_dtype_and_shape_are_read(write, dtype, flat):
     stored = store_int8(NAME, MATRIX, dtype, flat)
-    found = open_checkpoint(write("int8", stored)).read(WEIGHT, MATRIX.shape, FLOATS)
+    found = open_checkpoint(write("int8", stored), "target").read(WEIGHT, MATRIX.shape, FLOATS)
     scales = stored[SCALE].astype(np.float32).reshape(-1, 1)
     np.testing.assert_array_equal(found, stored[WEIGHT].astype(np.float32) * scales)
 
@@ -120,14 +120,14 @@ def test_int8_scales_of_any_dtype_and_shape_are_read(write, dtype, flat):
 def test_integers_and_scales_are_read_as_stored(write, form):
     values = np.arange(-128, 128).astype(np.int8).reshape(16, 16)
     stored = {WEIGHT: values, SCALE: np.linspace(1, 2, 16, dtype=np.float32)[:, None]}
-    tensors = open_checkpoint(write(form, pack(NAME, stored) if form == "packed" else stored))
+    tensors = open_checkpoint(write(form, pack(NAME, stored) if form == "packed" else stored), "target")
     assert tensors.reads_integers(WEIGHT)
     np.testing.assert_array_equal(tensors.read_integers(WEIGHT, (16, 16), ((3, 9), (5, 12))), values[3:9, 5:12])
     np.testing.assert_array_equal(tensors.read_scales(WEIGHT, (16, 16), (3, 9)), stored[SCALE][3:9, 0])
 
 
 def test_fp8_has_no_integers(write):
-    assert not open_checkpoint(write("fp8", FP8)).reads_integers(WEIGHT)
+    assert not open_checkpoint(write("fp8", FP8), "target").reads_integers(WEIGHT)
 
 
 def test_block_of_zeros_may_have_a_scale_of_zero(write):
@@ -135,7 +135,7 @@ def test_block_of_zeros_may_have_a_scale_of_zero(write):
     weight[:4, :6] = 0
     stored = store_fp8(NAME, np.where(weight == 0, 1, weight), BLOCK)
     stored[WEIGHT][:4, :6], stored[SCALE_INV][0, 0] = 0, 0
-    assert not open_checkpoint(write("fp8", stored)).read(WEIGHT, MATRIX.shape, FLOATS)[:4, :6].any()
+    assert not open_checkpoint(write("fp8", stored), "target").read(WEIGHT, MATRIX.shape, FLOATS)[:4, :6].any()
 
 
 # -- hostile tensors
@@ -162,7 +162,7 @@ def test_scale_of_zero_for_other_numbers_is_refused(write, form, name, row):
     assert f"{name} is 0 where {values}[{row}, 0] is not" in refusal(place)
     if form != "fp8":
         with pytest.raises(BadCheckpoint, match="is 0 where"):
-            open_checkpoint(place).read_scales(WEIGHT, MATRIX.shape, (0, 11))
+            open_checkpoint(place, "target").read_scales(WEIGHT, MATRIX.shape, (0, 11))
 
 
 @pytest.mark.parametrize(
@@ -232,24 +232,30 @@ def test_list_that_names_no_module_is_refused(write, form, entries):
 @pytest.mark.parametrize("form", STORED)
 def test_head_and_router_may_be_either(write, form):
     plain = {"lm_head.weight": MATRIX, f"{NAME[:-7]}gate.weight": MATRIX}
-    tensors = open_checkpoint(write(form, {**STORED[form], **plain}, ["lm_head"]))
+    tensors = open_checkpoint(write(form, {**STORED[form], **plain}, ["lm_head"]), "target")
     assert tensors.names() == {WEIGHT, *plain}
     for name in plain:
         np.testing.assert_array_equal(tensors.read(name, MATRIX.shape, FLOATS), MATRIX)
 
 
 def test_list_may_name_the_head_of_a_checkpoint_without_one(write):
-    assert open_checkpoint(write("int8", INT8, ["lm_head"])).names() == {WEIGHT}
+    assert open_checkpoint(write("int8", INT8, ["lm_head"]), "target").names() == {WEIGHT}
 
 
 # -- whole pairs
 
 
 @pytest.mark.parametrize("form", STORED)
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, form):
+@pytest.mark.parametrize(
+    ("kind", "unquantized"),
+    [
+        ("dense", ["model.layers.1.self_attn.o_proj"]),
+        ("experts", ["model.layers.1.mlp.gate"]),
+        ("hybrid", ["model.layers.1.linear_attn.in_proj_b"]),
+    ],
+)
+def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, unquantized, form):
     pair = make_up(kind)
-    unquantized = ["model.layers.1.mlp.gate"] if kind == "experts" else ["model.layers.1.self_attn.o_proj"]
     places = {}
     for role, lists in (("target", unquantized), ("draft", [])):
         made = quantize_checkpoint(pair.places[role], tmp_path / f"{role}-quantized", form, lists)
@@ -267,8 +273,9 @@ def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, fo
 
 @pytest.mark.parametrize("form", ["int8", "packed"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, form, stacked):
-    pair = make_up("dense")
+@pytest.mark.parametrize(("kind", "layers"), [("dense", 3 * 7), ("hybrid", 7 + 2 * (5 + 3))])  # 3 sections of a tensor
+def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, form, stacked, kind, layers):
+    pair = make_up(kind)
     made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "int8", [])
     stored = made.stored
     if form == "packed":
@@ -278,17 +285,38 @@ def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, fo
     arguments = load_weights(recipes, places, [CPU])
     compared = 0
     for recipe in recipes:
-        kind = {"int8_values": "weight", "int8_scales": "weight_scale"}.get(recipe.encoding)
-        for placement in recipe.placements if kind else ():
-            name = f"{placement.tensor.removesuffix('weight')}{kind}"
+        half = {"int8_values": "weight", "int8_scales": "weight_scale"}.get(recipe.encoding)
+        for placement in recipe.placements if half else ():
+            name = f"{placement.tensor.removesuffix('weight')}{half}"
             if recipe.checkpoint == "target" and f"{placement.tensor}_scale" in stored:
                 place = tuple(slice(at, at + size) for at, size in zip(placement.offset, placement.extent, strict=True))
                 found = np.asarray(arguments[recipe.name])[place]
-                expected = stored[name] if kind == "weight" else stored[name].astype(np.float32)
+                rows = slice(*placement.rows) if placement.rows else slice(None)
+                expected = (stored[name] if half == "weight" else stored[name].astype(np.float32))[rows]
                 assert found.dtype == expected.dtype
                 np.testing.assert_array_equal(found.ravel(), expected.ravel())
                 compared += 1
-    assert compared == 2 * 3 * 7
+    assert compared == 2 * layers
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, form):
+    """Of a multimodal checkpoint: the config lists neither its vision tower nor its head for multi-token prediction."""
+    pair = make_up("hybrid")
+    made = quantize_checkpoint(
+        pair.places["target"], tmp_path / "target", form, ["model.layers.1.linear_attn.in_proj_b"]
+    )
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in made.stored.items()}
+    ignored = ("mtp.fc", "mtp.layers.0.mlp.up_proj", "model.visual.blocks.0.mlp.up_proj")
+    integers = {"model.visual.blocks.0.mlp.down_proj.weight": np.ones((3, 5), np.int8)}  # without scales
+    save_file({**stored, **{f"{name}.weight": MATRIX for name in ignored}, **integers}, nested / FILE)
+    set_section(nested, make_section(form, ["model.language_model.layers.1.linear_attn.in_proj_b"], (16, 24)))
+    recipes = [recipe for recipe in pair.programs().recipes() if recipe.checkpoint == "target"]
+    expected = load_weights(recipes, {"target": made.directory}, [CPU])
+    for name, array in load_weights(recipes, {"target": nested}, [CPU]).items():
+        np.testing.assert_array_equal(array, expected[name], name)
 
 
 @dataclass(frozen=True)
