@@ -1,8 +1,12 @@
 """The embedded pair: format and size of its checkpoints, and its acceptance."""
 
+import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
@@ -11,6 +15,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime import Engine, SamplingParams
 
+TRAINING = Path(__file__).parents[1] / "examples/embedded_pair"
 # In the style of the standard library, but in none of its files.
 PROMPTS = (
     "class Counter:\n    def __init__(self, start=0):\n        self.value = start\n\n    def increment(self):\n",
@@ -47,3 +52,50 @@ def test_speculation_keeps_the_text_and_saves_rounds(bundle):
     assert texts[0] == texts[7]
     assert all(text.isprintable() or "\n" in text for text in texts[0])
     assert rounds[7] < rounds[0] / 2.5
+
+
+# -- the training script
+
+
+def train(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TRAINING / "train.py", *flags], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--rollouts=100", "--rollouts=0", "--target_steps=1", "--draft_steps=5", "--vocab=259"]
+)
+def test_size_that_cannot_be_trained_is_refused_by_its_flag(tmp_path, flag):
+    done = train(f"--out={tmp_path / 'pair'}", flag)
+    assert done.returncode == 1
+    assert f"flag {flag}: " in done.stderr
+    assert not (tmp_path / "pair").exists()
+
+
+def test_other_settings_than_those_of_the_first_run_are_refused(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"hidden": 256, "seed": 3}))
+    done = train(f"--out={tmp_path}", "--seed=4")
+    assert done.returncode == 1
+    assert done.stderr.endswith("have other settings: --seed 4 instead of 3. Choose another --out\n")
+
+
+@pytest.fixture
+def run_stage(monkeypatch):
+    monkeypatch.syspath_prepend(str(TRAINING))
+    return importlib.import_module("optimize").run_stage
+
+
+def test_stage_keeps_its_checkpoint_until_its_file_is_written(tmp_path, run_stage, full_disk):
+    file, checkpoints = tmp_path / "target.safetensors", []
+
+    def compute(checkpoint):
+        checkpoints.append(checkpoint.exists() and checkpoint.read_text())
+        checkpoint.write_text("step 200")
+        return {"weight": np.arange(1000.0)}
+
+    with full_disk(500), pytest.raises(Exception, match="File too large"):
+        run_stage(file, compute)
+    assert not file.exists()
+    for _ in range(2):
+        np.testing.assert_array_equal(run_stage(file, compute)["weight"], np.arange(1000.0))
+    assert checkpoints == [False, "step 200"]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -356,13 +356,13 @@ def _plan_conversions(
 ) -> dict[CheckpointRole, WeightConversion]:
     """What the bundle makes of the weights of quantized checkpoints."""
     formats: dict[CheckpointRole, str] = {"target": programs.formats.target, "draft": programs.formats.draft}
-    dtype, recipes = programs.pair.dtype, programs.recipes()
+    dtype = programs.pair.dtype
     return {
         role: plan_conversion(
             quantization,
             dtype if formats[role] == "plain" else formats[role],
             dtype,
-            list_unconverted(recipes, role),
+            list_unconverted(programs.recipes(), role),
         )
         for role, quantization in stored.items()
     }

@@ -51,12 +51,13 @@ PHASES = (
     Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=3900),
     Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=1800),
 )
+LEAST_STEPS = 6  # two in each phase
 
 
 def plan_phases(steps: int) -> tuple[Phase, ...]:
-    """PHASES with so many steps in all."""
+    """PHASES with so many steps in all, at least LEAST_STEPS."""
     total = sum(phase.steps for phase in PHASES)
-    return tuple(replace(phase, steps=max(1, round(phase.steps * steps / total))) for phase in PHASES)
+    return tuple(replace(phase, steps=round(phase.steps * steps / total)) for phase in PHASES)
 
 
 def block_loss(

@@ -1,7 +1,7 @@
-"""The training loop of both models: initial weights, AdamW with a schedule, steps, checkpoints."""
+"""The training loop of both models: initial weights, AdamW with a schedule, steps, checkpoints, files of stages."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -62,8 +62,9 @@ def train(
 ) -> Weights:
     """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every PRINTED_STEPS.
 
-    The state is saved in `checkpoint` every `every` steps. If the file is there, training goes on behind its steps,
-    with the numbers of a run that was not interrupted; `batches` must be the same in each run.
+    The state is saved in `checkpoint` every `every` steps, and stays there. If the file is there, training goes on
+    behind its steps, with the numbers of a run that was not interrupted; `batches` must be the same in each run. At
+    least 2 steps: the first warms up.
     """
     rule = optimizer(learning_rate, steps)
     state, done, recent = rule.init(weights), 0, []
@@ -86,16 +87,32 @@ def train(
             recent = []
         if index % every == 0 and index < steps:
             save_state(checkpoint, (weights, state), index, recent)
-    checkpoint.unlink(missing_ok=True)
     return weights
+
+
+def run_stage(file: Path, compute: Callable[[Path], Mapping[str, jax.Array | np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of a stage: those of its file if it is there, otherwise computed and written to it.
+
+    compute: gets the file for the stage's own checkpoint, which is deleted once the stage's file is there.
+    """
+    checkpoint = file.with_suffix(".unfinished")
+    if not file.exists():
+        write_arrays(file, compute(checkpoint))
+    checkpoint.unlink(missing_ok=True)
+    return load_file(file)
+
+
+def write_arrays(file: Path, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Writes a whole file or none."""
+    new = file.with_suffix(".new")
+    save_file({name: np.asarray(array) for name, array in arrays.items()}, new)
+    new.replace(file)
 
 
 def save_state(path: Path, state: object, done: int, recent: list[float]) -> None:
     """Writes the arrays of a training state in their order, the steps done and the losses not printed yet."""
     arrays = {f"{number:05}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state))}
-    new = path.with_suffix(".new")
-    save_file({**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)}, new)
-    new.replace(path)
+    write_arrays(path, {**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)})
 
 
 def load_state(path: Path, like: object) -> tuple[object, int, list[float]]:

@@ -30,7 +30,10 @@ def _attend_from(start: jax.Array):
 def roll_out(
     target: AbstractModel[CausalLM], weights: Weights, stream: np.ndarray, count: int, seed: int
 ) -> np.ndarray:
-    """`count` sequences of PROMPT corpus tokens and GENERATED greedy tokens: int32 [count, WIDTH]."""
+    """`count` sequences of PROMPT corpus tokens and GENERATED greedy tokens: int32 [count, WIDTH].
+
+    `count` is a multiple of BATCH.
+    """
     decoder = target.module.target.decoder
     shape = (BATCH, decoder.attention.kv_heads, WIDTH, decoder.attention.head_dim)
 
