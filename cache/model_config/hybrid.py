@@ -11,7 +11,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 DEFAULT_ROTARY_FACTOR = 0.25
 MAX_KERNEL = 64  # far beyond any model
-MAX_HEADS = 1 << 16
+MAX_HEADS, MAX_HEAD_DIM = 1 << 16, 1 << 16
 
 
 def read_hybrid(config: ConfigFile, nested: bool) -> Target:
@@ -46,8 +46,8 @@ def _read_gated_delta(text: ConfigFile, layers: int) -> GatedDeltaNet:
     sizes = GatedDeltaNet(
         key_heads=text.positive("linear_num_key_heads", most=MAX_HEADS),
         value_heads=text.positive("linear_num_value_heads", most=MAX_HEADS),
-        key_dim=text.positive("linear_key_head_dim", most=MAX_HEADS),
-        value_dim=text.positive("linear_value_head_dim", most=MAX_HEADS),
+        key_dim=text.positive("linear_key_head_dim", most=MAX_HEAD_DIM),
+        value_dim=text.positive("linear_value_head_dim", most=MAX_HEAD_DIM),
         kernel=text.positive("linear_conv_kernel_dim", most=MAX_KERNEL),
         layers=tuple(layer for layer, kind in enumerate(_read_layer_types(text, layers)) if kind == LINEAR),
     )

@@ -17,7 +17,7 @@ def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.
 
     One slice update per row, because a scatter copies.
     """
-    array = _keep_layout(array)
+    array = keep_layout(array)
     for row in range(rows.shape[0]):
         at = (layer, slots[row], 0, starts[row], 0)
         array = jax.lax.dynamic_update_slice(array, rows[None, row : row + 1], at)
@@ -29,14 +29,14 @@ def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> ja
     layers, _, *shape = array.shape
 
     def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
-        array = _keep_layout(array)
+        array = keep_layout(array)
         row = jax.lax.dynamic_slice(array, (layer, source, 0, 0, 0), (1, 1, *shape))
         return jax.lax.dynamic_update_slice(array, row, (layer, destination, 0, 0, 0))
 
     return jax.lax.fori_loop(0, layers, copy_layer, array)
 
 
-def _keep_layout(array: jax.Array) -> jax.Array:
+def keep_layout(array: jax.Array) -> jax.Array:
     """Constrains the array to the memory layout of the arguments: major to minor. The API is experimental in JAX.
 
     Without it XLA gives an array that a loop carries the layout that suits the loop's body, and copies the whole array

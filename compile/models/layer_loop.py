@@ -57,36 +57,38 @@ def run_layers(
 
 def run_mixed_layers(
     layers: nnx.Module,
-    others: nnx.Module | None,
-    is_other: Sequence[bool],
+    recurrent_layers: nnx.Module | None,
+    is_recurrent: Sequence[bool],
     body: Callable[[LayerPlace, nnx.Module, Carry], Carry],
     carry: Carry,
 ) -> Carry:
     """Applies body(place, layer, carry) → carry to all layers in order, of two kinds.
 
-    Stacked, each kind has a stack: `layers`, and `others` for the layers where `is_other`. The loop runs over the
-    smallest group of layers that repeats. Otherwise `layers` is the list of all layers.
+    Stacked, each kind has a stack: `layers`, and `recurrent_layers` for the layers where `is_recurrent`. The loop runs
+    over the smallest group of layers that repeats. Otherwise `layers` is the list of all layers.
     """
-    ranks = [sum(is_other[number] == kind for number in range(at)) for at, kind in enumerate(is_other)]
+    ranks = [sum(is_recurrent[number] == kind for number in range(at)) for at, kind in enumerate(is_recurrent)]
     if isinstance(layers, nnx.List):
         for number, layer in enumerate(layers):
             carry = body(LayerPlace(number, ranks[number]), layer, carry)
         return carry
-    if others is None:
-        return run_layers(layers, len(is_other), lambda at, layer, carry: body(LayerPlace(at, at), layer, carry), carry)
-    stacks = {False: LayerStack(layers), True: LayerStack(others)}
-    period = find_period(is_other)
-    sizes = {kind: sum(one == kind for one in is_other[:period]) for kind in stacks}
+    if recurrent_layers is None:
+        return run_layers(
+            layers, len(is_recurrent), lambda at, layer, carry: body(LayerPlace(at, at), layer, carry), carry
+        )
+    stacks = {False: LayerStack(layers), True: LayerStack(recurrent_layers)}
+    period = find_period(is_recurrent)
+    sizes = {kind: sum(one == kind for one in is_recurrent[:period]) for kind in stacks}
 
     def run_group(group: LayerIndex, carry: Carry) -> Carry:
-        for at, kind in enumerate(is_other[:period]):
+        for at, kind in enumerate(is_recurrent[:period]):
             index = group * sizes[kind] + ranks[at]
             carry = body(LayerPlace(group * period + at, index), stacks[kind].layer(index), carry)
         return carry
 
-    if period == len(is_other):
+    if period == len(is_recurrent):
         return run_group(0, carry)
-    return jax.lax.fori_loop(0, len(is_other) // period, run_group, carry)
+    return jax.lax.fori_loop(0, len(is_recurrent) // period, run_group, carry)
 
 
 def find_period(kinds: Sequence[bool]) -> int:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.models.delta_rule import BlockUpdates, fold, run_block, run_blocks
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.kv_cache import keep_layout
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
@@ -155,16 +155,11 @@ def _read(
 
 def _take(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, batch: int) -> jax.Array:
     at = (layer, slot, *(0,) * (array.ndim - 2))
-    return jax.lax.dynamic_slice(_keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
+    return jax.lax.dynamic_slice(keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
 
 
 def _write(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(_keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
-
-
-def _keep_layout(array: jax.Array) -> jax.Array:
-    """Constrains the array to the layout of the arguments, as the kv arrays: XLA would copy it to another one."""
-    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+    return jax.lax.dynamic_update_slice(keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
 
 
 def _advance(window: jax.Array, channels: jax.Array, counts: jax.Array) -> jax.Array:

@@ -222,7 +222,7 @@ def test_copies_of_kv_are_found_in_bad_programs(bad, program):
 
 
 def test_verify_without_layout_constraint_copies_the_targets_keys(bad, pair):
-    """Shows why `kv_cache._keep_layout` is needed."""
+    """Shows why `kv_cache.keep_layout` is needed."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
     (signature,) = (one for one in programs.list_signatures(grid) if one.label == "verify batch=8 length=1024 k=0")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
