@@ -163,7 +163,8 @@ class Dispatcher:
                 tokens, masks[slot] = matcher.mask_block(blocks[0][slot, 1:].tolist() if blocks else [])
                 for block in blocks:
                     block[slot, 1:] = tokens
-            forbid_tokens(masks[slot, : running.request.tokens_to_stop], running.request.stop_token_ids)
+            if count := running.request.tokens_to_stop:
+                forbid_tokens(masks[slot, :count], running.request.ending_token_ids)
         return [*map(self._to_device, blocks)], [self._to_device(masks)]
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:

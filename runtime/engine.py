@@ -227,6 +227,11 @@ class Engine:
         return len(self._bundle.executables.order)
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The target's end tokens, which end the answers to requests that name none."""
+        return self._builder.default_stop_token_ids
+
+    @property
     def target(self) -> Path:
         """The target's checkpoint directory."""
         return self._target
@@ -287,7 +292,7 @@ class Engine:
         """Loads, warms up and times executables until a request comes. False where the queue was closed instead."""
         self._bundle.executables.resume(self._queue.wake)
         while not self._queue and self._queue.closed is None:
-            if not (self._warm_up.step() or self._builder.prepare()):
+            if not (self._warm_up.step() or self._bundle.executables.has_ended and self._builder.prepare()):
                 self._queue.wait()
         self._bundle.executables.pause()
         return bool(self._queue)

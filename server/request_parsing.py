@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflash_aot.runtime.requests.request_builder import masks_min_tokens
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
 from dflash_aot.runtime.structured_output.json_schema import check_schema
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
@@ -299,8 +300,9 @@ def _check_built(model: ServedModel, params: SamplingParams) -> None:
     if params.sampled_fields and not model.can_sample:
         message = f"this server has greedy decoding only; not supported: {', '.join(params.sampled_fields)}"
         raise ApiError(400, message, "not_built", params.sampled_fields[0])
-    if params.min_tokens and not params.ignore_eos and "constrain" not in model.engine.manifest.sampling:
-        message = "min_tokens needs a bundle built with --sampling greedy,sample,constrain, or ignore_eos"
+    masked = masks_min_tokens(params, model.engine.end_token_ids)
+    if masked and "constrain" not in model.engine.manifest.sampling:
+        message = "min_tokens needs a bundle built with --sampling greedy,sample,constrain, unless no token is a stop"
         raise ApiError(400, message, "not_built", "min_tokens")
     if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
         field = "response_format"  # clients of OpenAI know it; structured_outputs is vLLM's word for the same

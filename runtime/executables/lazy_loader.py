@@ -38,6 +38,7 @@ class LazyLoader:
         self._changed = threading.Condition()
         self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
         self._paused, self._closed = False, False
+        self.has_ended = False  # whether the thread has nothing left to load
         self._on_loaded: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="dflash-loader", daemon=True)
 
@@ -92,6 +93,8 @@ class LazyLoader:
             except (DflashError, MemoryError) as error:
                 logger.error(error)
             self._on_loaded()
+        self.has_ended = True
+        self._on_loaded()
 
     def _wait_for_next(self) -> ExecutableId | None:
         """Returns what the thread loads next; None once everything is loaded or the loader is closed."""

@@ -153,7 +153,12 @@ class Request:
     @property
     def tokens_to_stop(self) -> int:
         """How many tokens must come, none of which may end the answer; 0 where no token does."""
-        return max(0, self.params.min_tokens - len(self.token_ids)) if self.stop_token_ids else 0
+        return max(0, self.params.min_tokens - len(self.token_ids)) if self.ending_token_ids else 0
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """The tokens that end the answer: those of the request, and those that end its grammar."""
+        return self.stop_token_ids | self.matcher.ends if self.matcher else self.stop_token_ids
 
     @property
     def accepted(self) -> list[int]:
@@ -202,9 +207,13 @@ class Request:
                 break
             room = self.limit - len(self.token_ids) - len(kept)
             if self.matcher and (completion := self.matcher.accept(token, room)) is not None:
-                chosen, kept = chosen - 1, [*kept[:-1], *completion]
-                shown += self.detokenizer.push(completion) if self.detokenizer else ""
-                reason = "length"
+                chosen, kept, reason = chosen - 1, kept[:-1], "length"
+                for forced in completion:
+                    kept.append(forced)
+                    shown += self.detokenizer.push([forced]) if self.detokenizer else ""
+                    if self.detokenizer and self.detokenizer.finished:
+                        reason = "stop"
+                        break
                 break
             shown += self.detokenizer.push([token]) if self.detokenizer else ""
             if self.detokenizer and self.detokenizer.finished or self.matcher and self.matcher.is_complete:

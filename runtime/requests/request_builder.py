@@ -75,10 +75,11 @@ class RequestBuilder:
 
     def __init__(self, bundle: LoadedBundle, target: Path, default_stop_token_ids: frozenset[int]):
         """target: the checkpoint directory, for its tokenizer. default_stop_token_ids: of requests that name none."""
-        self._bundle, self._target, self._default_stop_token_ids = bundle, target, default_stop_token_ids
+        self._bundle, self._target, self.default_stop_token_ids = bundle, target, default_stop_token_ids
         self._prepared = False
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarCompiler | None = None
+        self._no_grammars: tuple[str, ...] = ()  # why no compiler can be made
         self._tokenizer_lock, self._grammars_lock = threading.Lock(), threading.Lock()
 
     @property
@@ -124,9 +125,9 @@ class RequestBuilder:
         )
 
     def _follow(self, asked: Mapping[str, Any], limit: int) -> "GrammarMatcher":
-        """The matcher of a grammar. Raises BadInput also for one whose shortest answer is longer than the limit."""
+        """The matcher of a grammar. Raises BadInput also where every answer is longer than the limit, if that shows."""
         matcher = self.grammars.compile(asked)
-        if matcher.shortest is not None and len(matcher.shortest) > limit:
+        if matcher.shortest is not None and matcher.needs_more(limit):
             raise BadInput(
                 f"structured_outputs: the shortest answer found for this form has {len(matcher.shortest)} tokens, and "
                 f"max_tokens allows {limit}"
@@ -135,18 +136,24 @@ class RequestBuilder:
 
     @property
     def grammars(self) -> "GrammarCompiler":
-        """The compiler of grammars, made at its first use. Raises BadCheckpoint.
+        """The compiler of grammars, made at its first use. Raises BadCheckpoint; BadInput for another tokenizer.
 
         For 151,000 tokens that takes about a second, in which llguidance holds the GIL: an engine whose bundle follows
         grammars makes it before requests come, see `prepare`.
         """
         tokenizer = self.tokenizer
         with self._grammars_lock:
+            if self._no_grammars:
+                raise BadInput(*self._no_grammars)
             if self._grammars is None:
                 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler  # noqa: PLC0415  see above
 
                 vocab = self._bundle.manifest.target.facts.decoder.vocab
-                self._grammars = GrammarCompiler(tokenizer.to_json(), vocab, self._default_stop_token_ids)
+                try:
+                    self._grammars = GrammarCompiler(tokenizer.to_json(), vocab, self.default_stop_token_ids)
+                except BadInput as error:
+                    self._no_grammars = error.args
+                    raise
             return self._grammars
 
     def prepare(self) -> bool:
@@ -157,11 +164,11 @@ class RequestBuilder:
         follows = "constrain" in self._bundle.manifest.sampling and (self._target / "tokenizer.json").exists()
         if not follows or self._prepared:
             return False
-        self._prepared = True
         try:
             _ = self.grammars
-        except DflashError as error:
-            logger.error(error)
+        except (DflashError, MemoryError) as error:
+            logger.error("no grammars can be compiled: %s", error)
+        self._prepared = True
         return True
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
@@ -190,7 +197,7 @@ class RequestBuilder:
         asked: dict[SamplingMode, Sequence[str]] = {"sample": params.sampled_fields}
         masked = {
             "structured_outputs": params.structured_outputs is not None,
-            "min_tokens": params.min_tokens > 0 and bool(self._choose_stop_token_ids(params)),
+            "min_tokens": masks_min_tokens(params, self.default_stop_token_ids),
         }
         asked["constrain"] = tuple(name for name, is_needed in masked.items() if is_needed)
         for mode, names in asked.items():
@@ -202,9 +209,7 @@ class RequestBuilder:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
 
     def _choose_stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.stop_token_ids is not None:
-            return frozenset(params.stop_token_ids)
-        return frozenset() if params.ignore_eos else self._default_stop_token_ids
+        return choose_stop_token_ids(params, self.default_stop_token_ids)
 
     def _find_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""
@@ -222,6 +227,18 @@ class RequestBuilder:
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`
 
         return Detokenizer(tokenizer, params.stop, ids, params.min_tokens)
+
+
+def choose_stop_token_ids(params: SamplingParams, defaults: frozenset[int]) -> frozenset[int]:
+    """The tokens that end the answer. defaults: the target's."""
+    if params.stop_token_ids is not None:
+        return frozenset(params.stop_token_ids)
+    return frozenset() if params.ignore_eos else defaults
+
+
+def masks_min_tokens(params: SamplingParams, defaults: frozenset[int]) -> bool:
+    """Whether `min_tokens` takes masks: some token would end the answer before. defaults: the target's end tokens."""
+    return params.min_tokens > 0 and bool(choose_stop_token_ids(params, defaults))
 
 
 def _copy_params(params: SamplingParams) -> SamplingParams:

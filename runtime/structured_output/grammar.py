@@ -17,11 +17,11 @@ from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.runtime.structured_output.completion import CompletionFinder
 from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
 from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES, check_schema
+from dflash_aot.runtime.text.tokenizer import PANIC
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 1024
 KEPT_GRAMMARS = 64  # the latest, compiled: services send the same schema again and again
-MAX_SHORTEST_TOKENS = 4096  # of the shortest answer, which is searched
 FIELD = "structured_outputs"
 # Steps and sizes at which llguidance gives a grammar up: its defaults, reduced to what takes well under a second.
 LIMITS: Mapping[str, Any] = {
@@ -66,9 +66,10 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer_json: str, vocab: int, ends: Collection[int]):
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=sorted(ends) or None)
+        """Raises BadInput for a tokenizer that llguidance cannot read."""
+        self._tokenizer = _read_tokenizer(tokenizer_json, vocab, ends)
         self._limits = LLParserLimits(**LIMITS)
-        self._vocab = vocab
+        self._vocab, self._ends = vocab, frozenset(self._tokenizer.eos_tokens)
         self._finder = CompletionFinder(self._tokenizer, vocab)
         self._compile = lru_cache(maxsize=KEPT_GRAMMARS)(self._compile_grammar)
 
@@ -77,15 +78,27 @@ class GrammarCompiler:
         if flaw := check_structured_outputs(asked):
             raise BadInput(f"{FIELD}: {flaw}")
         ((kind, value),) = asked.items()
-        matcher, shortest = self._compile(_WRITERS[kind](value))
+        matcher, shortest = self._compile(_WRITERS[kind](value), tuple(value) if kind == "choice" else ())
         if matcher.is_error():
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest)
+        return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest, self._ends)
 
-    def _compile_grammar(self, grammar: str) -> tuple[LLMatcher, Sequence[int] | None]:
+    def _compile_grammar(self, grammar: str, choices: Sequence[str]) -> tuple[LLMatcher, Sequence[int] | None]:
         """The grammar, and the shortest answer that is found. Other threads go on: llguidance releases the GIL."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        return matcher, None if matcher.is_error() else self._finder.find(matcher, MAX_SHORTEST_TOKENS)
+        return matcher, None if matcher.is_error() else self._finder.find_shortest(matcher, choices)
+
+
+def _read_tokenizer(tokenizer_json: str, vocab: int, ends: Collection[int]) -> LLTokenizer:
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=sorted(ends) or None)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+            raise
+        reason = quote_first_line(str(error))
+        raise BadInput(f"{FIELD}: llguidance cannot read the tokenizer of this target: {reason}") from error
 
 
 def _check_size(kind: str, text: str) -> str:

@@ -10,19 +10,28 @@ from llguidance.numpy import fill_next_token_bitmask
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, count_mask_words
-from dflash_aot.runtime.structured_output.completion import CompletionFinder
+from dflash_aot.runtime.structured_output.completion import CompletionFinder, StepBudget
 
 MAX_SEARCHES = 8  # that find no completion, of one request
+MAX_REQUEST_STEPS = 8192  # of all searches of one request
 SPARE_TOKENS = 64  # completions are searched in the last tokens: so many, and twice the shortest answer
 
 
 class GrammarMatcher:
     """The state of one request's grammar. One thread at a time uses it."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int, finder: CompletionFinder, shortest: Sequence[int] | None):
-        """shortest: the shortest answer that was found; None if none was."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab: int,
+        finder: CompletionFinder,
+        shortest: Sequence[int] | None,
+        ends: frozenset[int],
+    ):
+        """shortest: the shortest answer that was found; None if none was. ends: tokens that end any grammar."""
         self._matcher, self._words, self._finder = matcher, count_mask_words(vocab), finder
         self.shortest = self._completion = shortest
+        self.ends, self._steps = ends, StepBudget(MAX_REQUEST_STEPS)
         self._watched = 2 * len(shortest or ()) + SPARE_TOKENS
         self._failures = 0
 
@@ -31,14 +40,20 @@ class GrammarMatcher:
         """Whether nothing can follow but the end."""
         return self._matcher.is_stopped()
 
+    def needs_more(self, most: int) -> bool:
+        """Whether it is proven that every answer has more than `most` tokens."""
+        return len(self.shortest or ()) > most and self._finder.needs_more(self._matcher, most)
+
     def accept(self, token: int, room: float = math.inf) -> Sequence[int] | None:
         """The answer goes on with `token`, unless it could not be completed in the `room` tokens behind it.
 
         Returns None, or the tokens that complete the answer in its place. Towards the end of an answer, where a
-        completion is known, only tokens are accepted behind which another one is. Raises EngineFailed if the grammar
-        does not allow the token.
+        completion is known, only tokens are accepted behind which another one is found; the searches of one request
+        take at most `MAX_REQUEST_STEPS`. Raises EngineFailed if the grammar does not allow the token.
         """
         before, self._completion = self._completion, None
+        if before is not None and len(before) > room + 1:
+            before = None
         if not self._matcher.consume_token(token):
             raise EngineFailed(f"the grammar cannot be followed: {quote_first_line(self._matcher.get_error())}")
         if self.is_complete or room > self._watched:
@@ -52,7 +67,7 @@ class GrammarMatcher:
     def _find_completion(self, room: int) -> Sequence[int] | None:
         if self._failures >= MAX_SEARCHES:
             return None
-        found = self._finder.find(self._matcher, room)
+        found = self._finder.find(self._matcher, room, self._steps)
         self._failures += found is None
         return found
 

@@ -8,8 +8,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.runtime.structured_output.completion import MAX_STEPS, CompletionFinder
 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS
 from dflash_aot.runtime.structured_output.json_schema import MAX_DEPTH, MAX_GRAMMAR_BYTES
+from tests.runtime.tokenizer_kinds import metaspace, word_pieces
 
 END, YES = 0, 1  # tokens with a meaning of their own
 VOCAB = 300  # of the head: some of its rows have no token
@@ -175,6 +178,66 @@ def test_hostile_grammars_are_refused_or_followed_within_limits(compiler, encode
             matcher.accept(max(tokens))
     except (BadInput, EngineFailed) as error:
         assert "structured_outputs" in str(error) or "the grammar cannot be followed" in str(error)
+
+
+class CountingFinder(CompletionFinder):
+    """Counts the choices of its searches."""
+
+    choices, most = 0, 0
+
+    def find(self, matcher, most, budget):
+        before = self.choices
+        found = super().find(matcher, most, budget)
+        self.most = max(self.most, self.choices - before)
+        return found
+
+    def _choose(self, matcher, chance, steps):
+        self.choices += 1
+        return super()._choose(matcher, chance, steps)
+
+
+@pytest.mark.parametrize("regex", ["[a-z]{3000}", "[a-z]{200}", "[а-я]{100}", "[а-я]{500}"])
+def test_searches_of_a_request_are_bounded_for_any_grammar(compiler, encode, regex, monkeypatch):
+    """An answer that never takes the token of its completion, with room for several hundred tokens."""
+    finder = CountingFinder(compiler._tokenizer, VOCAB)
+    monkeypatch.setattr(compiler, "_finder", finder)
+    compiler._compile.cache_clear()
+    matcher, letters = compiler.compile({"regex": regex}), encode("zyxw" if "z" in regex else "я")
+    for taken in range(500):
+        if matcher.is_complete or matcher.accept(letters[taken % len(letters)], 500 - taken) is not None:
+            break
+    assert finder.choices <= MAX_REQUEST_STEPS + 2 * MAX_STEPS and finder.most <= MAX_STEPS
+
+
+@pytest.mark.parametrize(
+    ("asked", "shortest"),
+    [({"choice": ["no", "yes"]}, "yes"), ({"choice": ["yak", "no"]}, "no"), ({"regex": "yes"}, "yes")],
+)
+def test_shortest_answer_counts_tokens_not_characters(compiler, encode, asked, shortest):
+    expected = [YES] if shortest == "yes" else encode(shortest)
+    matcher = compiler.compile(asked)
+    assert matcher.shortest == expected
+    assert not matcher.needs_more(len(expected)) and matcher.needs_more(len(expected) - 1)
+
+
+def test_limit_is_called_too_small_only_where_that_is_proven(compiler):
+    digits = compiler.compile({"regex": "yes{1,5}|[0-9]{3,9}[a-z]{60}"})
+    assert not digits.needs_more(1), "yes is one token"
+    letters = compiler.compile({"regex": "[a-z0-9]{9}"})
+    assert len(letters.shortest) == 9 and letters.needs_more(0) and letters.needs_more(1)
+    assert not letters.needs_more(8), "too many beginnings to try"
+
+
+@pytest.mark.parametrize("kind", [metaspace, word_pieces])
+def test_tokenizer_that_cannot_be_followed_is_refused(kind):
+    backend = kind()
+    with pytest.raises(BadInput, match="llguidance cannot read the tokenizer of this target: can't determine decoder"):
+        GrammarCompiler(backend.to_str(), backend.get_vocab_size(), [])
+
+
+def test_head_smaller_than_the_tokenizer_is_refused(tokenizer):
+    with pytest.raises(BadInput, match="cannot read the tokenizer of this target: vocab size too small"):
+        GrammarCompiler(tokenizer.to_str(), 100, [END])
 
 
 def test_schema_text_and_object_are_the_same(compiler, encode):

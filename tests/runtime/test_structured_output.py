@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.compile.programs.sampling import read_mask
 from dflash_aot.runtime import Engine, SamplingParams
+from tests.runtime.tokenizer_kinds import metaspace
 
 KS = (0, 7)
 PERSON = {
@@ -215,6 +217,30 @@ def test_min_tokens_that_cannot_come_are_refused(engine):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(GridMiss, match="length=1001"):
         engine.generate([1, 2], SamplingParams(min_tokens=1000))
+
+
+@pytest.mark.parametrize("stop", [{"ignore_eos": True}, {"stop_token_ids": [383]}], ids=str)
+def test_no_end_token_before_min_tokens_ends_a_grammar(engine, stop):
+    """The target's end token would: where the answer may end, the grammar allows it whatever the request says."""
+    ends = engine.end_token_ids
+    asked = {"structured_outputs": {"regex": "[a-z ]*"}, "logit_bias": dict.fromkeys(ends, 100.0), "max_tokens": 12}
+    assert len(engine.generate("a", SamplingParams(**asked, **stop)).token_ids) < 8
+    result = engine.generate("a", SamplingParams(**asked, **stop, min_tokens=8))
+    assert len(result.token_ids) >= 8 and not ends & {*result.token_ids[:8]}
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tmp_path, preload):
+    """Whether the compiler of grammars is made while the engine opens, or at the first request."""
+    target = tmp_path / "target"
+    shutil.copytree(engine.target, target)
+    metaspace().save(str(target / "tokenizer.json"))
+    with Engine.open(bundle("served"), target=target, preload=preload) as other:
+        for _ in range(2):
+            with pytest.raises(BadInput, match="structured_outputs: llguidance cannot read the tokenizer"):
+                other.generate([1, 2], SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4))
+            assert other.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True)).finish_reason == "length"
+        assert other.failure is None
 
 
 def test_grammars_are_ready_before_the_first_request(bundle):
