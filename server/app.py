@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from dflash_aot.cache.errors import DflashError, EngineFailed
+from dflash_aot.cache.errors import BadInput, DflashError, EngineFailed
 from dflash_aot.server import response_schema
 from dflash_aot.server.api_errors import (
     ApiError,
@@ -33,7 +33,7 @@ from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
 from dflash_aot.server.response_schema import ERROR_RESPONSES
 from dflash_aot.server.responses import ResponseBuilder
-from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, to_chat
+from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, rename_fields, to_chat
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
 from dflash_aot.server.streaming import ClientDisconnected, EventStream, cancel_on_disconnect, start_generation
@@ -81,7 +81,11 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
             return ChatFormat(tokens, logprobs=False)
 
         make_builder = partial(ResponsesBuilder, asked=list_asked(body))
-        return await _respond(state, key_limits, request, to_chat(body), parse_chat, make_format, make_builder)
+        chat = to_chat(body)
+        try:
+            return await _respond(state, key_limits, request, chat, parse_chat, make_format, make_builder)
+        except (ApiError, BadInput) as error:
+            raise rename_fields(to_api_error(error, request.state.request_id)) from error
 
     @app.post(
         "/v1/chat/completions",

@@ -10,7 +10,7 @@ from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, Sampl
 from dflash_aot.runtime.structured_output.json_schema import check_schema
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import ApiError
-from dflash_aot.server.limits import MAX_CHOICES
+from dflash_aot.server.limits import MAX_CHOICES, MAX_PROMPT_SCORES
 from dflash_aot.server.request_schema import (
     ChatRequest,
     ChosenTool,
@@ -36,6 +36,7 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
+    echoed_tokens: tuple[range, ...] = ()  # the places of the tokens that those texts have, in each prompt
     tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
 
     @property
@@ -75,7 +76,7 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
     _check_room(model, room, max_tokens)
     params = _make_params(model, body, max_tokens, body.logprobs)
     if not body.echo:
-        return ParsedRequest(prompts, body.n or 1, params)
+        return check_scores(ParsedRequest(prompts, body.n or 1, params), "prompt_logprobs")
     if body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         _check_built(model, params)
@@ -83,7 +84,11 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
         given if isinstance(given, str) else model.token_formatter.join_texts(given)
         for given in _list_prompts(body.prompt)
     )
-    return ParsedRequest(prompts, body.n or 1, params, echoes)
+    places = tuple(
+        find_written(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
+        for given, prompt in zip(_list_prompts(body.prompt), prompts, strict=True)
+    )
+    return check_scores(ParsedRequest(prompts, body.n or 1, params, echoes, places), "logprobs")
 
 
 def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
@@ -103,7 +108,7 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forced = _write_forced_calls(body, family) if family else None
     params = _make_params(model, body, max_tokens, logprobs, forced)
-    return ParsedRequest((prompt,), body.n or 1, params, tool_family=family)
+    return check_scores(ParsedRequest((prompt,), body.n or 1, params, tool_family=family), "prompt_logprobs")
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
@@ -119,6 +124,28 @@ def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
 
 def _encode_prompt(model: ServedModel, prompt: str | list[int]) -> list[int]:
     return encode_text(model, prompt) if isinstance(prompt, str) else prompt
+
+
+def find_written(prompt: Sequence[int], written: Sequence[int]) -> range:
+    """The places in a prompt of the tokens that its text has, not of those that the tokenizer puts around it.
+
+    written: the tokens of the text alone. All places where the prompt does not have them in a row.
+    """
+    begins = (at for at in range(len(prompt) - len(written) + 1) if prompt[at : at + len(written)] == written)
+    first = next(begins, None)
+    return range(len(prompt)) if first is None else range(first, first + len(written))
+
+
+def check_scores(request: ParsedRequest, field: str) -> ParsedRequest:
+    """Raises ApiError, which names `field`, for more log-probabilities of prompts than one answer may have."""
+    tops = request.params.prompt_logprobs
+    if tops is not None and (count := request.prompt_tokens * request.n * (tops + 1)) > MAX_PROMPT_SCORES:
+        message = (
+            f"{request.prompt_tokens} prompt tokens x n = {request.n} x ({tops} likeliest tokens + 1) are {count} "
+            f"log-probabilities of prompts: no more than {MAX_PROMPT_SCORES} are allowed"
+        )
+        raise ApiError(400, message, "invalid_value", field)
+    return request
 
 
 def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.request_parsing import ParsedRequest
-from dflash_aot.server.token_formatting import TokenFormatter
+from dflash_aot.server.token_formatting import TextOffsets, TokenFormatter
 from dflash_aot.server.tool_calls import Part, ToolCallParser, ToolFamily, format_parts, gather_parts
 
 JsonFields = Mapping[str, Any]
@@ -36,6 +36,11 @@ class ChoiceOutput:
     @property
     def logprobs(self) -> list[TokenLogprob]:
         return [logprob for delta in self.deltas for logprob in delta.logprobs]
+
+    def count_scores(self) -> int:
+        """Log-probabilities of tokens, including the likeliest ones in their places."""
+        scores = (*self.logprobs, *self.prompt_logprobs)
+        return sum(1 + len(score.top) for score in scores if score)
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprob | None]:
@@ -70,7 +75,7 @@ class CompletionFormat:
     request: ParsedRequest
     logprobs: bool
     prompt_logprobs: bool = False  # vLLM's field
-    offsets: dict[int, int] = field(default_factory=dict)  # characters so far, by index of the choice
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "cmpl"
     object_name: ClassVar[str] = "text_completion"
     chunk_object_name: ClassVar[str] = "text_completion"
@@ -105,13 +110,15 @@ class CompletionFormat:
         """echo: the prompt, where the answer begins with it. scores: of its tokens."""
         formatted = None
         if self.logprobs:
-            offset = self.offsets.get(index, 0)
-            first = None if echo is None else self.request.prompts[self.request.find_prompt(index)][0]
-            shown = [*(score for score in scores if score and echo is not None), *logprobs]
-            formatted = self.tokens.format_completion_logprobs(shown, offset, first)
-            begin = 0 if first is None else len(self.tokens.to_text(first))
-            lengths = (len(self.tokens.to_text(chosen.token_id)) for chosen in shown)
-            self.offsets[index] = offset + begin + sum(lengths)
+            counted, to_bytes = self.offsets.setdefault(index, TextOffsets()), self.tokens.to_bytes
+            at = self.request.find_prompt(index)
+            prompt = () if echo is None else self.request.prompts[at]
+            shown = self.request.echoed_tokens[at] if prompt else range(0)
+            texts = [to_bytes(token) if place in shown else b"" for place, token in enumerate(prompt)]
+            texts += [self.tokens.to_shown_bytes(chosen.token_id) for chosen in logprobs]
+            ids = [*prompt, *(chosen.token_id for chosen in logprobs)]
+            scored = [*(scores if prompt else ()), *logprobs]
+            formatted = self.tokens.format_completion_logprobs(scored, ids, [*map(counted.push, texts)])
         return {"index": index, "text": (echo or "") + text, "logprobs": formatted, "finish_reason": reason}
 
 

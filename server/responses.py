@@ -1,5 +1,6 @@
 """Response building: one JSON object or server-sent events, from the deltas of a generation."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, internal_error, shutting_down, to_api_error
 from dflash_aot.server.response_formats import ChoiceOutput, JsonFields, ResponseFormat, format_usage
@@ -17,6 +19,7 @@ from dflash_aot.server.server_state import ServerState
 from dflash_aot.server.streaming import Generation
 
 logger = logging.getLogger(__name__)
+MAX_SCORES_AT_ONCE = 4096  # log-probabilities that are formatted on the event loop: some milliseconds
 END = b"data: [DONE]\n\n"
 
 
@@ -45,6 +48,11 @@ class ResponseBuilder:
             async for index, delta in deltas:
                 self._add(index, delta)
                 traces[index] += self._format_rounds(delta)
+        if sum(choice.count_scores() for choice in self.choices) > MAX_SCORES_AT_ONCE:
+            return await asyncio.to_thread(self._format_choices, traces)
+        return self._format_choices(traces)
+
+    def _format_choices(self, traces: Sequence[Sequence[Any]]) -> bytes:
         formatted = [
             {**self.format.format_choice(index, choice), **self._format_trace(trace)}
             for index, (choice, trace) in enumerate(zip(self.choices, traces, strict=True))
@@ -60,9 +68,12 @@ class ResponseBuilder:
             async with aclosing(self.generation.deltas()) as deltas:
                 async for index, delta in deltas:
                     self._add(index, delta)
-                    if self._is_shown(delta):
-                        trace = self._format_trace(self._format_rounds(delta))
-                        yield self._make_chunk([{**self.format.format_chunk(index, delta), **trace}])
+                    if not self._is_shown(delta):
+                        continue
+                    if len(delta.prompt_logprobs) > MAX_SCORES_AT_ONCE // (MAX_TOP_LOGPROBS + 1):
+                        yield await asyncio.to_thread(self._format_delta, index, delta)
+                    else:
+                        yield self._format_delta(index, delta)
             if self.include_usage:
                 yield self._make_chunk([], self._format_usage())
         except NOT_ANSWERED:
@@ -70,6 +81,10 @@ class ResponseBuilder:
         except BaseException as error:
             yield _make_event(to_api_error(error, self.request_id).body)
         yield END
+
+    def _format_delta(self, index: int, delta: Delta) -> bytes:
+        trace = self._format_trace(self._format_rounds(delta))
+        return self._make_chunk([{**self.format.format_chunk(index, delta), **trace}])
 
     def _add(self, index: int, delta: Delta) -> None:
         """Raises ApiError for a choice that was cancelled or failed."""

@@ -3,15 +3,16 @@
 Nothing is stored, so `previous_response_id` is refused; tools are offered by /v1/chat/completions only.
 """
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
-from dflash_aot.server.api_errors import NOT_ANSWERED, to_api_error
+from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, from_validation_errors, to_api_error
 from dflash_aot.server.request_schema import (
     IGNORED,
     MAX_ENTRIES,
@@ -67,6 +68,15 @@ class TextOptions(StrictModel):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
 
 
+class Reasoning(StrictModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(None, description=IGNORED)
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description=IGNORED)
+
+
+class ResponsesStreamOptions(StrictModel):
+    include_obfuscation: Off | None = None
+
+
 class ResponsesRequest(StrictModel):
     model: ModelName = None
     input: Annotated[
@@ -80,6 +90,8 @@ class ResponsesRequest(StrictModel):
     top_p: float | None = declare("top_p")
     text: TextOptions | None = Field(None, description="the form of the output")
     stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    reasoning: Reasoning | None = Field(None, description=IGNORED)
     chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
         None, max_length=MAX_METADATA, description="variables of the chat template"
     )
@@ -98,11 +110,44 @@ class ResponsesRequest(StrictModel):
     service_tier: Literal["auto", "default"] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     tools: Nothing | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     truncation: Literal["disabled"] | None = None
 
 
+# Fields of chats, as their messages begin with or quote them, by other names.
+RENAMED = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "structured_outputs.json": "text.format",
+    "structured_outputs": "text.format",
+}
+NAMES = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in RENAMED))
+
+
+def rename_fields(error: ApiError) -> ApiError:
+    """A refusal of the chat, with the fields as /v1/responses names them."""
+    param = None if error.param is None else NAMES.sub(_rename, error.param, count=1)
+    if param is None and error.message.startswith("structured_outputs"):
+        param = "text.format"
+    message = NAMES.sub(_rename, error.message, count=1)
+    return ApiError(error.status, message, error.code, param, error.retry)
+
+
+def _rename(found: re.Match[str]) -> str:
+    return RENAMED[found[0]]
+
+
 def to_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat that gives the same answer."""
+    """The chat that gives the same answer. Raises ApiError for one that is too long."""
+    try:
+        return _to_chat(body)
+    except ValidationError as error:
+        raise rename_fields(from_validation_errors(error.errors())) from error
+
+
+def _to_chat(body: ResponsesRequest) -> ChatRequest:
     asked = body.input
     messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
     if isinstance(asked, str):
@@ -182,7 +227,7 @@ class ResponsesBuilder(ResponseBuilder):
         except NOT_ANSWERED:
             raise
         except BaseException as error:
-            yield b"event: error\ndata: " + to_api_error(error, self.request_id).body + b"\n\n"
+            yield self._make_error(to_api_error(error, self.request_id))
 
     @property
     def _item_id(self) -> str:
@@ -197,6 +242,14 @@ class ResponsesBuilder(ResponseBuilder):
         event = {"type": f"response.{name}", "sequence_number": self.sent, **fields}
         self.sent += 1
         return f"event: response.{name}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+
+    def _make_error(self, error: ApiError) -> bytes:
+        """OpenAI's event; its client looks for a field `error`."""
+        nested = msgspec.json.decode(error.body)["error"]
+        flat = {"code": error.code, "message": nested["message"], "param": nested["param"]}
+        event = {"type": "error", "sequence_number": self.sent, **flat, "error": nested}
+        self.sent += 1
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
     def _format_message(self) -> JsonFields:
         content = [_format_text(self.choices[0].text)]

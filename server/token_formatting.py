@@ -1,33 +1,63 @@
 """Token formatting: tokens as text and bytes in log-probabilities and in the trace of rounds."""
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, islice
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
+KEPT_TEXTS = 1 << 16
+
+
+class TextOffsets:
+    """Counts where the tokens of one text begin, in characters. Parts of a character begin where it does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def push(self, data: bytes) -> int:
+        """Returns where the next token begins. data: what the token adds to the text, b"" for nothing."""
+        continues = bool(data) and 0x80 <= data[0] < 0xC0
+        if data and not continues:  # what is incomplete before it stays so
+            self._characters += len(self._decoder.decode(b"", final=True))
+        begin = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return begin
+
 
 class TokenFormatter:
-    """Formats the tokens of a target; without a tokenizer by their ids."""
+    """Formats the tokens of a target; without a tokenizer by their ids. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer | None = None):
         self._tokenizer = tokenizer
+        self._read = lru_cache(maxsize=KEPT_TEXTS)(self._read_token)
 
     def to_bytes(self, token: int) -> bytes:
-        return self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
+        return self._read(token)[0]
 
     def to_text(self, token: int) -> str:
         """The token's text, with U+FFFD for incomplete characters."""
-        return self.to_bytes(token).decode(errors="replace")
+        return self._read(token)[1]
 
     def to_unique_text(self, token: int) -> str:
         """The token's text; its bytes in hexadecimal where characters are incomplete, so that texts stay distinct."""
-        data = self.to_bytes(token)
+        return self._read(token)[2]
+
+    def to_shown_bytes(self, token: int) -> bytes:
+        """What the token adds to an answer, in which special tokens have no text."""
+        return b"" if self._tokenizer and self._tokenizer.is_skipped(token) else self.to_bytes(token)
+
+    def _read_token(self, token: int) -> tuple[bytes, str, str]:
+        data = self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
+        text = data.decode(errors="replace")
         try:
-            return data.decode()
+            return data, text, data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            return data, text, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def join_texts(self, tokens: Iterable[int]) -> str:
         """The text of tokens, with U+FFFD for incomplete characters."""
@@ -49,25 +79,21 @@ class TokenFormatter:
         }
 
     def format_completion_logprobs(
-        self, logprobs: Sequence[TokenLogprob], offset: int, first: int | None = None
+        self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offsets: Sequence[int]
     ) -> Mapping[str, Any]:
         """`logprobs` of a choice of /v1/completions; the likeliest tokens include the chosen token.
 
-        offset: of the first token's text, in characters. first: a token before all others, which has no
-        log-probability: the first one of an echoed prompt.
+        logprobs: of each of `tokens`; None for the first one of an echoed prompt. offsets: where their texts begin.
         """
-        begin = [] if first is None else [first]
-        tokens = [*begin, *(chosen.token_id for chosen in logprobs)]
-        lengths = accumulate((len(self.to_text(token)) for token in tokens), initial=offset)
-        nothing = [None] * len(begin)
+        texts = self.to_unique_text
         return {
-            "tokens": [*map(self.to_unique_text, tokens)],
-            "token_logprobs": [*nothing, *(chosen.logprob for chosen in logprobs)],
+            "tokens": [*map(texts, tokens)],
+            "token_logprobs": [None if one is None else one.logprob for one in logprobs],
             "top_logprobs": [
-                *nothing,
-                *({self.to_unique_text(token): value for token, value in _list_candidates(one)} for one in logprobs),
+                None if one is None else {texts(token): value for token, value in _list_candidates(one)}
+                for one in logprobs
             ],
-            "text_offset": list(lengths)[:-1],
+            "text_offset": list(offsets),
         }
 
     def format_prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Mapping[str, Any] | None]:

@@ -261,13 +261,37 @@ def test_top_logprobs_include_the_chosen_token(client):
     assert max(map(len, tops)) == 2
 
 
+def find_misplaced(logprobs, text: str) -> list[str]:
+    """The tokens of whole characters that the text does not have at their offset."""
+    pairs = zip(logprobs.tokens, logprobs.text_offset, strict=True)
+    return [token for token, at in pairs if not token.startswith("bytes:") and text[at : at + len(token)] != token]
+
+
 def test_text_offsets_count_shown_characters(client):
     """At this temperature some tokens are incomplete characters."""
     fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 48, "temperature": 9, "seed": 2, "logprobs": 0}
-    logprobs = client.completions.create(**fields).choices[0].logprobs
-    assert any(token.startswith("bytes:") for token in logprobs.tokens)
-    lengths = [1 if token.startswith("bytes:") else len(token) for token in logprobs.tokens]
-    assert logprobs.text_offset == [sum(lengths[:index]) for index in range(len(lengths))]
+    choice = client.completions.create(**fields).choices[0]
+    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)
+    assert find_misplaced(choice.logprobs, choice.text) == []
+
+
+def test_parts_of_a_character_have_its_text_offset(client, engine):
+    """In a prompt whose characters have several tokens, and in the answer behind it."""
+    prompt = "naïve 東京 🎉 x = "
+    choice = client.completions.create(**ECHOED, prompt=prompt, max_tokens=6, logprobs=0).choices[0]
+    ids = engine.tokenizer.encode(prompt)
+    assert len(ids) > len(prompt) and choice.text.startswith(prompt)
+    assert find_misplaced(choice.logprobs, choice.text) == []
+    begins = [
+        len(b"".join(map(engine.tokenizer.token_bytes, ids[:at])).decode(errors="ignore")) for at in range(len(ids))
+    ]
+    assert choice.logprobs.text_offset[: len(ids)] == begins
+
+
+def test_scores_of_prompts_have_a_limit_and_large_answers_are_complete(client):
+    fields = {**ECHOED, "prompt": ["a" * 200] * 16, "max_tokens": 0}
+    choices = client.completions.create(**fields, logprobs=20).choices
+    assert len(choices) == 16 and all(len(choice.logprobs.tokens) == 200 for choice in choices)
 
 
 def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):

@@ -75,7 +75,12 @@ def test_bundle_without_structured_output_refuses_it(start_server):
     server = start_server(name="one row").wait_until_ready()
     with server.client() as http:
         response = http.post("/v1/chat/completions", json={"messages": MESSAGES, "response_format": STRICT})
+        least = {"prompt": [5, 6], "max_tokens": 4, "min_tokens": 2}
+        stopped = http.post("/v1/completions", json={**least, "ignore_eos": True, "stop_token_ids": [5]})
+        free = http.post("/v1/completions", json={**least, "stop_token_ids": []})
     assert response.status_code == 400 and response.json()["error"]["code"] == "not_built"
+    assert stopped.status_code == 400 and stopped.json()["error"]["param"] == "min_tokens"
+    assert free.status_code == 200 and free.json()["usage"]["completion_tokens"] == 4
 
 
 WEATHER = {
