@@ -227,7 +227,7 @@ class ResponsesBuilder(ResponseBuilder):
         except NOT_ANSWERED:
             raise
         except BaseException as error:
-            yield self._make_error(to_api_error(error, self.request_id))
+            yield format_error_event(to_api_error(error, self.request_id), self.sent)
 
     @property
     def _item_id(self) -> str:
@@ -242,14 +242,6 @@ class ResponsesBuilder(ResponseBuilder):
         event = {"type": f"response.{name}", "sequence_number": self.sent, **fields}
         self.sent += 1
         return f"event: response.{name}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
-
-    def _make_error(self, error: ApiError) -> bytes:
-        """OpenAI's event; its client looks for a field `error`."""
-        nested = msgspec.json.decode(error.body)["error"]
-        flat = {"code": error.code, "message": nested["message"], "param": nested["param"]}
-        event = {"type": "error", "sequence_number": self.sent, **flat, "error": nested}
-        self.sent += 1
-        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
     def _format_message(self) -> JsonFields:
         content = [_format_text(self.choices[0].text)]
@@ -289,6 +281,14 @@ class ResponsesBuilder(ResponseBuilder):
             "total_tokens": usage["total_tokens"],
             "speculative": usage["speculative"],
         }
+
+
+def format_error_event(error: ApiError, number: int) -> bytes:
+    """OpenAI's event, with a field `error` beside, for which its client looks. number: of events sent before."""
+    nested = msgspec.json.decode(error.body)["error"]
+    flat = {"code": error.code, "message": nested["message"], "param": nested["param"]}
+    event = {"type": "error", "sequence_number": number, **flat, "error": nested}
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def _format_text(text: str) -> JsonFields:

@@ -5,6 +5,9 @@ import json
 import openai
 import pytest
 
+from dflash_aot.server.api_errors import ApiError
+from dflash_aot.server.responses_api import format_error_event
+
 MESSAGES = [{"role": "user", "content": "import os"}]
 SCHEMA = {
     "type": "object",
@@ -90,3 +93,11 @@ def test_fields_that_change_no_text_are_accepted(client):
     fields = {"reasoning": {"effort": "low"}, "top_logprobs": 0, "stream_options": {"include_obfuscation": False}}
     plain = client.responses.create(input="import os", **ASKED)
     assert client.responses.create(input="import os", **ASKED, **fields).output_text == plain.output_text
+
+
+def test_error_event_has_openais_flat_form_and_the_field_that_its_client_reads():
+    event = format_error_event(ApiError(504, "too long", "timeout", "input"), 7)
+    name, data = event.decode().rstrip().split("\n")
+    fields = {"code": "timeout", "message": "too long", "param": "input"}
+    expected = {"type": "error", "sequence_number": 7, **fields, "error": {**fields, "type": "server_error"}}
+    assert name == "event: error" and json.loads(data.removeprefix("data: ")) == expected
