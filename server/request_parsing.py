@@ -36,7 +36,7 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
-    echoed_tokens: tuple[range, ...] = ()  # the places of the tokens that those texts have, in each prompt
+    echoed_tokens: tuple[range, ...] = ()  # their tokens' places in each prompt, where these are scored
     tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
 
     @property
@@ -77,16 +77,17 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
     params = _make_params(model, body, max_tokens, body.logprobs)
     if not body.echo:
         return check_scores(ParsedRequest(prompts, body.n or 1, params), "prompt_logprobs")
+    places: tuple[range, ...] = ()
     if body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         _check_built(model, params)
+        places = tuple(
+            find_written(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
+            for given, prompt in zip(_list_prompts(body.prompt), prompts, strict=True)
+        )
     echoes = tuple(
         given if isinstance(given, str) else model.token_formatter.join_texts(given)
         for given in _list_prompts(body.prompt)
-    )
-    places = tuple(
-        find_written(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
-        for given, prompt in zip(_list_prompts(body.prompt), prompts, strict=True)
     )
     return check_scores(ParsedRequest(prompts, body.n or 1, params, echoes, places), "logprobs")
 
