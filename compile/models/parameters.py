@@ -22,7 +22,7 @@ from dflash_aot.cache.bundle.weight_recipe import (
 )
 from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
-STACK = re.compile(r"\w*layers\.")  # the place of a stack of layers in a parameter's name
+STACK = re.compile(r"\b\w*layers\.")  # the place of a stack of layers in a parameter's name
 Model = TypeVar("Model", bound=nnx.Module)
 
 

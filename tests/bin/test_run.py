@@ -263,7 +263,7 @@ def test_results_go_to_standard_output_without_output_flag(command, served, tmp_
         (["--prompt=a", "--output=b"], "--output without --input"),
         (["--prompt="], "prompt is empty"),
         ([], "prompt is empty"),
-        (["--prompt=a", "--max_tokens=0"], "max_tokens"),
+        (["--prompt=a", "--max_tokens=-1"], "max_tokens"),
         (["--prompt=a", "--max_tokens=x"], "max_tokens"),
         (["--prompt=a", "--temperature=-1"], "temperature is -1.0"),
         (["--prompt=a", "--top_p=2"], "top_p"),

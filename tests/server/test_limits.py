@@ -290,7 +290,7 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
         ({"prompt": [[17]] * 2, "n": 9, "stream": True}, "n"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
     ],
