@@ -7,42 +7,23 @@ import difflib
 import re
 from collections.abc import Collection, Sequence
 
-PAIR = ("bundle", "target", "draft", "require_signature")
+PAIR = "bundle target draft require_signature"
 FLAG_NAMES = {
-    "dflash-precompile": frozenset(
-        (
-            *PAIR,
-            *(
-                "buckets",
-                "canaries",
-                "check_reproducible",
-                "draft_weights",
-                "dtype",
-                "exact",
-                "executor",
-                "jobs",
-                "json",
-            ),
-            *("plan", "platform", "ray_address", "rebuild", "sampling", "speculative_config", "store", "tau"),
-            *("tensor_parallel", "topology", "weights"),
-        )
-    ),
-    "dflash-run": frozenset(
-        (
-            *PAIR,
-            *("chat", "frequency_penalty", "ignore_eos", "input", "json", "k", "logprobs", "max_tokens", "min_p"),
-            *("min_tokens", "output", "presence_penalty", "prompt", "prompt_logprobs", "repetition_penalty", "seed"),
-            *("stats", "stop", "temperature", "thinking", "top_k", "top_p", "trace"),
-        )
-    ),
-    "dflash-serve": frozenset(
-        (
-            *PAIR,
-            *("access_log", "api_keys", "drain_seconds", "host", "k", "max_body_bytes", "max_per_key"),
-            *("max_prompt_tokens", "max_waiting", "port", "preload", "request_seconds", "served_model_name"),
-            *("temperature", "tls_certificate", "tls_key"),
-        )
-    ),
+    command: frozenset(f"{PAIR} {names}".split())
+    for command, names in {
+        "dflash-precompile": """
+            buckets canaries check_reproducible draft_weights dtype exact executor jobs json plan platform ray_address
+            rebuild sampling speculative_config store tau tensor_parallel topology weights
+        """,
+        "dflash-run": """
+            chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output presence_penalty
+            prompt prompt_logprobs repetition_penalty seed stats stop temperature thinking top_k top_p trace
+        """,
+        "dflash-serve": """
+            access_log api_keys drain_seconds host k max_body_bytes max_per_key max_prompt_tokens max_waiting port
+            preload request_seconds served_model_name temperature tls_certificate tls_key
+        """,
+    }.items()
 }
 HELP = frozenset({"help", "helpfull", "helpshort", "helpxml", "version", "flagfile", "undefok"})
 

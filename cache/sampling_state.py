@@ -11,7 +11,7 @@ from dflash_aot.cache.errors import BadInput
 SamplingMode = Literal["greedy", "sample", "constrain"]
 SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 # What `--sampling` builds: modes of verification, and prefill chunks that score the tokens of a prompt.
-SamplingKind = Literal["greedy", "sample", "constrain", "prompt_logprobs"]
+SamplingKind = Literal[SamplingMode, "prompt_logprobs"]
 SAMPLING_KINDS: tuple[SamplingKind, ...] = get_args(SamplingKind)
 DEFAULT_SAMPLING: tuple[SamplingKind, ...] = ("greedy", "sample")
 MASK_BITS = 32  # tokens per word of a mask of allowed tokens

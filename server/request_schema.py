@@ -45,7 +45,7 @@ def limit_entries(most: int) -> Callable[[Any], Any]:
     return check
 
 
-def say(message: str) -> WrapValidator:
+def explain(message: str) -> WrapValidator:
     """One message instead of pydantic's, which has an error for each member of a union, under internal names."""
 
     def check(value: Any, accept: ValidatorFunctionWrapHandler) -> Any:
@@ -68,7 +68,7 @@ Off = Annotated[Literal[False], BeforeValidator(_refuse_zero)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), say("none are accepted here: leave it out")]
+Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), explain("none are accepted here: leave it out")]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]  # also of schemas
 ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; default: the only model")]
 Bias = Annotated[float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)]
@@ -77,12 +77,12 @@ VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Variables = Annotated[
     dict[VariableName, bool | int | float | str],
     Field(json_schema_extra={"additionalProperties": False}),
-    say("Input should be a map of names to texts, numbers, true or false"),
+    explain("Input should be a map of names to texts, numbers, true or false"),
 ]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 Stop = Annotated[
     Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
-    say(f"Input should be a text, or a list of up to {MAX_STOPS}, none of them empty"),
+    explain(f"Input should be a text, or a list of up to {MAX_STOPS}, none of them empty"),
 ]
 
 
@@ -165,7 +165,7 @@ class CompletionRequest(SampledRequest):
         | Tokens
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        say(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
+        explain(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
     ] = Field(description="a text, token ids, or a list of either")
     max_tokens: int | None = declare("max_tokens", "; default 16, or as many as there is room for")
     logprobs: int | None = declare("logprobs")
@@ -200,7 +200,7 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Content | None,
-        say(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
+        explain(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
     ] = Field(None, description="may be absent from an answer that calls tools")
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -256,7 +256,7 @@ class Prediction(StrictModel):
     type: Literal["content"]
     content: Annotated[
         Content,
-        say("Input should be a text, or a list of text parts"),
+        explain("Input should be a text, or a list of text parts"),
     ]
 
 
@@ -269,7 +269,7 @@ class ChatRequest(SampledRequest):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ChosenTool | None,
-        say('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
+        explain('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
     ] = Field(None, description="default: auto")
     parallel_tool_calls: bool | None = Field(None, description="default: true")
     prompt_cache_key: str | None = Field(None, description=IGNORED)

@@ -27,8 +27,8 @@ from dflash_aot.server.request_schema import (
     TextFormat,
     Variables,
     declare,
+    explain,
     limit_entries,
-    say,
 )
 from dflash_aot.server.response_formats import JsonFields
 from dflash_aot.server.responses import ResponseBuilder
@@ -48,7 +48,7 @@ class InputMessage(StrictModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
         str | Annotated[list[InputPart], Field(max_length=MAX_ENTRIES, fail_fast=True)],
-        say('Input should be a text, or a list of parts {"type": "input_text", "text": ...}'),
+        explain('Input should be a text, or a list of parts {"type": "input_text", "text": ...}'),
     ]
     id: str | None = Field(None, description=IGNORED)
     status: str | None = Field(None, description=IGNORED)
@@ -82,7 +82,7 @@ class ResponsesRequest(StrictModel):
     input: Annotated[
         Annotated[str, Field(min_length=1)]
         | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)],
-        say(f"Input should be a text, or a list of up to {MAX_ENTRIES} messages"),
+        explain(f"Input should be a text, or a list of up to {MAX_ENTRIES} messages"),
     ]
     instructions: str | None = Field(None, description="a message of the system before the others")
     max_output_tokens: int | None = declare("max_tokens", "; default: as many as there is room for")

@@ -25,13 +25,17 @@ def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copies one slot over another, one layer at a time, so that only one layer is held besides the array."""
+    """Copies one slot of an array [L, N, ..] over another.
+
+    One layer at a time, so that only one layer is held besides the array.
+    """
     layers, _, *shape = array.shape
+    origin = (0,) * len(shape)
 
     def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
         array = keep_layout(array)
-        row = jax.lax.dynamic_slice(array, (layer, source, 0, 0, 0), (1, 1, *shape))
-        return jax.lax.dynamic_update_slice(array, row, (layer, destination, 0, 0, 0))
+        row = jax.lax.dynamic_slice(array, (layer, source, *origin), (1, 1, *shape))
+        return jax.lax.dynamic_update_slice(array, row, (layer, destination, *origin))
 
     return jax.lax.fori_loop(0, layers, copy_layer, array)
 

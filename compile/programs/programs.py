@@ -39,7 +39,6 @@ from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.recurrent_state import (
     RecurrentState,
-    copy_recurrent_slot,
     make_pending,
     prefill_layer,
     verify_layer,
@@ -456,11 +455,8 @@ class Programs:
         """Copies the state of slot `source` over slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
         kv = ("target_k", "target_v", "draft_k", "draft_v")
-        copied = {name: copy_slot(arrays[name], source, destination) for name in kv}
-        copied |= {
-            name: copy_recurrent_slot(arrays[name], source, destination)
-            for name in (RECURRENT_STATE if self.pair.recurrent else ())
-        }
+        large = (*kv, *(RECURRENT_STATE if self.pair.recurrent else ()))
+        copied = {name: copy_slot(arrays[name], source, destination) for name in large}
         small = ("lengths", "anchors", *(SAMPLING_STATE if self.pair.samples else ()))
         return {**copied, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
 

@@ -1,7 +1,7 @@
 """The training loop of both models: initial weights, AdamW with a schedule, steps, checkpoints, files of stages."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -81,9 +81,10 @@ def train(
     began = time.monotonic()
     for index, batch in enumerate(islice(batches, done, None), done + 1):
         weights, state, value = step(weights, state, *batch)
-        recent.append(float(value))
+        recent.append(value)  # read later: otherwise the device waits for the host in every step
         if index % PRINTED_STEPS == 0 or index == steps:
-            print(f"{label} {index}/{steps}  loss {np.mean(recent):.3f}  {time.monotonic() - began:.0f} s", flush=True)
+            loss, seconds = np.mean(np.asarray(recent, np.float64)), time.monotonic() - began
+            print(f"{label} {index}/{steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
             recent = []
         if index % every == 0 and index < steps:
             save_state(checkpoint, (weights, state), index, recent)
@@ -109,7 +110,7 @@ def write_arrays(file: Path, arrays: Mapping[str, jax.Array | np.ndarray]) -> No
     new.replace(file)
 
 
-def save_state(path: Path, state: object, done: int, recent: list[float]) -> None:
+def save_state(path: Path, state: object, done: int, recent: Sequence[float | jax.Array]) -> None:
     """Writes the arrays of a training state in their order, the steps done and the losses not printed yet."""
     arrays = {f"{number:05}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state))}
     write_arrays(path, {**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)})

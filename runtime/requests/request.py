@@ -207,13 +207,8 @@ class Request:
                 break
             room = self.limit - len(self.token_ids) - len(kept)
             if self.matcher and (completion := self.matcher.accept(token, room)) is not None:
-                chosen, kept, reason = chosen - 1, kept[:-1], "length"
-                for forced in completion:
-                    kept.append(forced)
-                    shown += self.detokenizer.push([forced]) if self.detokenizer else ""
-                    if self.detokenizer and self.detokenizer.finished:
-                        reason = "stop"
-                        break
+                forced, text, reason = self._complete(completion)
+                chosen, kept, shown = chosen - 1, [*kept[:-1], *forced], shown + text
                 break
             shown += self.detokenizer.push([token]) if self.detokenizer else ""
             if self.detokenizer and self.detokenizer.finished or self.matcher and self.matcher.is_complete:
@@ -225,6 +220,15 @@ class Request:
         self.token_ids += kept
         used = _find_used_rounds(rounds, max(chosen, 1))
         return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
+
+    def _complete(self, completion: Sequence[int]) -> tuple[list[int], str, FinishReason]:
+        """The tokens of a completion up to a stop text, the text that they add, and why the answer ends."""
+        shown = ""
+        for count, token in enumerate(completion, 1):
+            shown += self.detokenizer.push([token]) if self.detokenizer else ""
+            if self.detokenizer and self.detokenizer.finished:
+                return [*completion[:count]], shown, "stop"
+        return [*completion], shown, "length"
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends the request with the tokens that it has."""

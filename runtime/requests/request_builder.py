@@ -114,7 +114,7 @@ class RequestBuilder:
             prompt=ids,
             params=params,
             limit=limit,
-            stop_token_ids=self._choose_stop_token_ids(params),
+            stop_token_ids=choose_stop_token_ids(params, self.default_stop_token_ids),
             detokenizer=self._make_detokenizer(prompt, ids, params),
             emit=emit,
             submitted=submitted,
@@ -207,9 +207,6 @@ class RequestBuilder:
             raise refuse_k(manifest, bundle.path, params.k)
         if params.k is not None and params.k > bundle.k:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
-
-    def _choose_stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        return choose_stop_token_ids(params, self.default_stop_token_ids)
 
     def _find_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""

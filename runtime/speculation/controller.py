@@ -172,7 +172,7 @@ class AdaptiveK(SpeculationController):
         free = [one.acceptance for one in members if one.requested_k is None]
         if not free:
             return self._decide(_find_bucket(buckets, requested), "request", {})
-        self._welcome(free)
+        self._try_new_requests(free)
         most = buckets[-1].k
         expected = [one.expected_tokens(most) for one in free]
         times = {bucket.k: self.costs[bucket, mode] for bucket in buckets}
@@ -195,7 +195,7 @@ class AdaptiveK(SpeculationController):
 
     # -- the best K
 
-    def _welcome(self, acceptances: Sequence[AcceptanceEstimate]) -> None:
+    def _try_new_requests(self, acceptances: Sequence[AcceptanceEstimate]) -> None:
         """A trial is due at once for new requests."""
         if any(one.is_new for one in acceptances):
             self._schedule_trials(0)
