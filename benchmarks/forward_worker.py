@@ -37,6 +37,7 @@ class BundlePasses:
     def __init__(self, bundle: LoadedBundle, state: DeviceState, text: Sequence[int]):
         self._bundle, self._state, self._text = bundle, state, text
         self._grid, start = bundle.manifest.grid, 0
+        self._pages = state.to_device(np.array(self._grid.separate_tables([0]), np.int32))
         while start < len(text):
             chunk = self._grid.fit_chunk(start, len(text) - start)
             count = min(chunk.prefill, len(text) - start)
@@ -67,7 +68,7 @@ class BundlePasses:
         tokens[0, : len(rows)] = rows
         executable = self._bundle.prefill(chunk)
         numbers = map(self._number, (0, start, len(rows)))
-        given = (self._state.to_device(tokens), *numbers, self._state.to_device(np.array([True])))
+        given = (self._pages, self._state.to_device(tokens), *numbers, self._state.to_device(np.array([True])))
         return lambda: executable(self._state, *given)[1]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
@@ -75,7 +76,7 @@ class BundlePasses:
         place, at = self._state.to_device, {"lengths": start, "anchors": rows[0]}
         self._state.replace([*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()])
         executable = self._bundle.verify(bucket)
-        given = [place(np.array([rows], np.int32))] if bucket.k else []
+        given = [self._pages, *([place(np.array([rows], np.int32))] if bucket.k else [])]
         given.append(place(np.zeros(1, bool)))
         return lambda: executable(self._state, *given)[2]
 

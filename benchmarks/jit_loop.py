@@ -9,7 +9,7 @@ has one row per caller, with one K and one length. There is no queue, thread, ca
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +132,7 @@ class JitLoop:
         assert (self._bucket.batch, self._bucket.k) == (rows, k), "the loop pads nothing"
         self._programs, self._state, self._tokens = programs, programs.state, tokens
         self._after_prefill = after_prefill
-        self._slots = self._state.to_device(np.arange(rows, dtype=np.int32))
+        self._pages = self._place_tables(range(rows))
         # Programs that can sample take a flag.
         self._greedy = [self._state.to_device(np.array([False]))] if programs.samples else []
         self._rounds = self._row_rounds = 0
@@ -173,7 +173,7 @@ class JitLoop:
         return any(row.active for row in rows)
 
     def _prefill(self, slot: int, row: JitRow) -> None:
-        prompt, start = row.prompts[len(row.answers)], 0
+        prompt, start, pages = row.prompts[len(row.answers)], 0, self._place_tables([slot])
         place, grid = self._state.to_device, self._programs.grid
         while start < len(prompt):
             chunk = grid.fit_chunk(start, len(prompt) - start)
@@ -183,14 +183,18 @@ class JitLoop:
             slots, starts, counts = (place(np.array([number], np.int32)) for number in (slot, start, len(part)))
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
             gives_first = place(np.array([start + len(part) == len(prompt)]))
-            features, first = prefill(self._state, place(tokens), slots, starts, counts, gives_first)
+            features, first = prefill(self._state, pages, place(tokens), slots, starts, counts, gives_first)
             if write:
-                write(self._state, features, slots, starts)
+                write(self._state, pages, features, starts)
             start += len(part)
         row.commit([int(jax.device_get(first)[0])])
         row.active = True
         self._end_if_done(row)
         self._after_prefill()
+
+    def _place_tables(self, slots: Iterable[int]) -> jax.Array:
+        """Page tables of slots that own their pages."""
+        return self._state.to_device(np.array(self._programs.grid.separate_tables(slots), np.int32))
 
     def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
         find = self._programs.find
@@ -205,10 +209,10 @@ class JitLoop:
         state, k = self._state, self._bucket.k
         draft, verify, write = self._find_round()
         active = state.to_device(np.array([row.active for row in rows]))
-        block = draft(state, *self._greedy) if draft else ()
-        features, starts, outcome = verify(state, *block, active)
+        block = draft(state, self._pages, *self._greedy) if draft else ()
+        features, starts, outcome = verify(state, self._pages, *block, active)
         if write:
-            write(state, features, self._slots, starts)
+            write(state, self._pages, features, starts)
         self._rounds += 1
         for row, (accepted, *tokens) in zip(rows, jax.device_get(outcome).tolist(), strict=True):
             if row.active:

@@ -77,9 +77,10 @@ class Sampler:
         texts = np.zeros((self.rows, self.limit + self.k + 1), np.int32)
         texts[:, :PROMPT], rounds = prompts, []
         while (active := np.asarray(self._arrays["lengths"]) < self.limit - 1).any():
-            self._run(f"draft {self.bucket}", sampled=[draws])
-            verified = self._run(f"sampled_verify {self.bucket}", active=active)
-            self._run(f"kv_write rows={self.rows} width={self.k + 1}", slots=np.arange(self.rows))
+            pages = {"pages": self.grid.separate_tables(range(self.rows))}
+            self._run(f"draft {self.bucket}", sampled=[draws], **pages)
+            verified = self._run(f"sampled_verify {self.bucket}", active=active, **pages)
+            self._run(f"kv_write rows={self.rows} width={self.k + 1}", **pages)
             starts, verdict = np.asarray(verified["starts"]), np.asarray(verified["verdict"])
             for row in np.flatnonzero(active):
                 accepted = verdict[row, 0]
@@ -106,10 +107,10 @@ class Sampler:
         columns = {**NEUTRAL_SAMPLING, "temperature": temperature}
         prompts = np.random.default_rng(0).integers(0, self.vocab, (self.rows, PROMPT))
         for slot, prompt in enumerate(prompts):
-            place: dict[str, Any] = {"slots": [slot], "starts": [0]}
+            place: dict[str, Any] = {"pages": self.grid.separate_tables([slot]), "starts": [0]}
             tokens = [[*prompt[:-1], *[0] * (16 - PROMPT + 1)]]
             chunk = f"prefill prefill=16 length={self.grid.capacity}"
-            self._run(chunk, tokens=tokens, counts=[PROMPT - 1], gives_first=[False], **place)
+            self._run(chunk, tokens=tokens, counts=[PROMPT - 1], gives_first=[False], slots=[slot], **place)
             self._run("kv_write rows=1 width=16", **place)
             self._run(
                 "admit",
@@ -120,6 +121,7 @@ class Sampler:
                 slot_seeds=[[0, slot]],
                 slot_bias=np.zeros((1, self.vocab)),
                 slot_prompted=np.zeros((1, self.vocab)),
+                slot_counts=np.zeros((1, self.vocab)),
                 slot_tops=[0],
             )
         return prompts

@@ -80,7 +80,8 @@ class SamplingFlags:
     """Defines --stop and a flag for each scalar field of `SamplingParams`, except k, which `EngineFlags` defines."""
 
     def __init__(self, flag_values: flags.FlagValues):
-        define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
+        define: dict[type, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
+        define |= {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
         self._flags: dict[str, flags.FlagHolder] = {
             name: define[parameter.type](
                 name, parameter.default, parameter.meaning + HINTS.get(name, ""), flag_values=flag_values

@@ -57,6 +57,7 @@ def output_line(identity: Any, result: Result, trace: bool) -> str:
         "text": result.text,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
         "accepted": result.accepted,
         "error": result.error,
     }

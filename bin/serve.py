@@ -2,7 +2,7 @@
 
 dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE] [--served_model_name NAME]
     [--target DIR --draft DIR] [--k auto|N] [--temperature T] [--[no]preload] [--require_signature PUBLIC.pem]
-    [--max_waiting N] [--max_per_key N] [--max_body_bytes N] [--max_prompt_tokens N]
+    [--[no]prefix_caching] [--max_waiting N] [--max_per_key N] [--max_body_bytes N] [--max_prompt_tokens N]
     [--request_seconds S] [--drain_seconds S] [--tls_certificate FILE --tls_key FILE] [--access_log]
 
 API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
@@ -61,6 +61,12 @@ _PRELOAD = flags.DEFINE_bool(
     "preload",
     True,
     "load and call every executable before the server is ready; otherwise at its first use",
+    flag_values=FLAGS,
+)
+_PREFIX_CACHING = flags.DEFINE_bool(
+    "prefix_caching",
+    True,
+    "use the kv of prompts that were seen before, also those of other requests without a cache_salt",
     flag_values=FLAGS,
 )
 _MAX_WAITING = flags.DEFINE_integer(
@@ -213,6 +219,7 @@ def _read_config() -> ServingConfig:
         max_waiting=_MAX_WAITING.value,
         require_signature=_SERVED.signed_by,
         preload=_PRELOAD.value,
+        prefix_caching=_PREFIX_CACHING.value,
         name=_NAME.value,
         temperature=_TEMPERATURE.value,
         prompt_tokens=_MAX_PROMPT.value,

@@ -11,15 +11,19 @@ import msgspec
 from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
-ROUNDS = "rounds"  # optional, and a single number; not an axis
+ROUNDS, PAGE, KV_POSITIONS = "rounds", "page", "kv_positions"  # optional, and single numbers; not axes
+SINGLE = (ROUNDS, PAGE, KV_POSITIONS)
+DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
     "k": "speculative tokens verified per round, at least 0",
     "prefill": "prompt tokens per chunk, at least 1",
     ROUNDS: "rounds of a single row per dispatch, at least 1",
+    PAGE: "kv positions of a page, at least 1",
+    KV_POSITIONS: "kv positions that all requests share, at least 2",
 }
-MIN_SIZES = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1}
+MIN_SIZES = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1, PAGE: 1, KV_POSITIONS: 2}
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 
@@ -53,6 +57,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     batch, length, k, prefill: sizes in ascending order, without repeats.
     rounds: rounds per dispatch of a multi-round step for a single row; 1 means that no such step is built.
+    page: kv positions of a page.
+    kv_positions: kv positions that the requests share; None for the capacity of every slot.
     """
 
     batch: tuple[int, ...]
@@ -60,21 +66,33 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     k: tuple[int, ...]
     prefill: tuple[int, ...]
     rounds: int = 1
+    page: int = DEFAULT_PAGE
+    kv_positions: int | None = None
 
     @property
     def capacity(self) -> int:
-        """Committed kv positions that a slot can hold."""
+        """Committed kv positions that a request can hold."""
         return self.length[-1]
+
+    @property
+    def row_pages(self) -> int:
+        """Pages that hold the capacity: the width of a page table."""
+        return -(-self.capacity // self.page)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages that the requests share."""
+        return self.slots * self.row_pages if self.kv_positions is None else -(-self.kv_positions // self.page)
 
     @property
     def slots(self) -> int:
         """Requests that can run at the same time."""
         return self.batch[-1]
 
-    @property
-    def widest_write(self) -> int:
-        """Largest number of kv positions that one call writes: the slack behind the capacity of the kv arrays."""
-        return max(self.k[-1] + 1, self.prefill[-1], self.rounds)
+    def separate_tables(self, slots: Iterable[int]) -> list[list[int]]:
+        """Returns a page table for each of `slots` if every slot has pages of its own, as far as the pool has them."""
+        pages, owners = range(self.row_pages), self.pool_pages // self.row_pages
+        return [[1 + slot % owners * self.row_pages + page for page in pages] for slot in slots]
 
     def buckets(self) -> list[Bucket]:
         """Returns all decode buckets."""
@@ -118,16 +136,21 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for axis, least in wanted.items():
             if least > max(axes[axis]):
                 axes[axis].add(least)
-        return Grid(**{axis: tuple(sorted(sizes)) for axis, sizes in axes.items()}, rounds=self.rounds)
+        wide = {axis: tuple(sorted(sizes)) for axis, sizes in axes.items()}
+        positions = self.kv_positions and max(self.kv_positions, wide["length"][-1])
+        return msgspec.structs.replace(self, **wide, kv_positions=positions)
 
     def united(self, other: "Grid") -> "Grid":
         """Returns the grid with the sizes of both."""
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(other, axis)})) for axis in AXES}
-        return Grid(**axes, rounds=max(self.rounds, other.rounds))
+        sizes = [grid.kv_positions for grid in (self, other) if grid.kv_positions is not None]
+        positions = max(sizes) if len(sizes) == 2 else None
+        return Grid(**axes, rounds=max(self.rounds, other.rounds), page=other.page, kv_positions=positions)
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
-        return axes if self.rounds == 1 else f"{axes} {ROUNDS}={self.rounds}"
+        single = {ROUNDS: (self.rounds, 1), PAGE: (self.page, DEFAULT_PAGE), KV_POSITIONS: (self.kv_positions, None)}
+        return " ".join([axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)])
 
 
 def build_grid_command(grid: Grid) -> str:
@@ -149,14 +172,15 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         raise BadInput(
             f"{source}: {', '.join(missing)} missing. All four axes are needed, for example '{EXAMPLE_BUCKETS}'"
         )
-    if unknown := [axis for axis in axes if axis not in (*AXES, ROUNDS)]:
-        raise BadInput(f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)} and {ROUNDS}")
+    if unknown := [axis for axis in axes if axis not in (*AXES, *SINGLE)]:
+        raise BadInput(f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)}; {', '.join(SINGLE)}")
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
-    rounds = _check_axis(ROUNDS, axes.get(ROUNDS, [1]), source)
-    grid = Grid(**{**checked, "k": tuple(sorted({0, *checked["k"]}))}, rounds=rounds[0])
-    if rounds[1:]:
+    single = {key: _check_single(key, axes[key], source) for key in SINGLE if key in axes}
+    chosen = {**checked, "k": tuple(sorted({0, *checked["k"]}))}
+    grid = Grid(chosen["batch"], chosen["length"], chosen["k"], chosen["prefill"], **single)
+    if grid.kv_positions is not None and grid.kv_positions < grid.capacity:
         raise BadInput(
-            f"{source}: rounds={','.join(map(str, rounds))}: expected a single number, {AXIS_MEANINGS[ROUNDS]}"
+            f"{source}: kv_positions={grid.kv_positions} hold no request of the longest length={grid.capacity}"
         )
     if grid.rounds > 1 and 1 not in grid.batch:
         raise BadInput(f"{source}: rounds={grid.rounds} needs batch=1, but batch is {','.join(map(str, grid.batch))}")
@@ -185,6 +209,13 @@ def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]
     return tuple(sorted(sizes))
 
 
+def _check_single(key: str, sizes: Iterable[int], source: str) -> int:
+    checked = _check_axis(key, sizes, source)
+    if checked[1:]:
+        raise BadInput(f"{source}: {key}={','.join(map(str, checked))}: expected a single number, {AXIS_MEANINGS[key]}")
+    return checked[0]
+
+
 def parse_grid(text: str, block: int) -> Grid:
     """Parses `--buckets`: "batch=1,4 length=256 k=0,7 prefill=64", or the path of a .toml with the same keys.
 
@@ -195,7 +226,7 @@ def parse_grid(text: str, block: int) -> Grid:
     source = f"--buckets '{text}'"
     axes: dict[str, list[int]] = {}
     for word in text.split():
-        found = re.fullmatch(r"([a-z]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
+        found = re.fullmatch(r"([a-z_]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
         if not found:
             raise BadInput(f"{source}: cannot read '{word}'. Expected a grid such as '{EXAMPLE_BUCKETS}'")
         axis, sizes = found.groups()

@@ -197,14 +197,14 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
-    """Returns the state arrays of all slots, for the largest batch.
+    """Returns the kv pools, and the other state of all slots for the largest batch.
 
-    The kv arrays have slack behind their capacity, because `dynamic_update_slice` clamps a write near the end.
+    Both models have the same pages. Page 0 of the pools belongs to no request: rows and positions without a page write
+    there.
     """
 
     def kv(name: str, shape: KvShape) -> ArraySpec:
-        positions = grid.capacity + grid.widest_write
-        shape_ = (shape.layers, grid.slots, shape.kv_heads, positions, shape.head_dim)
+        shape_ = (shape.layers, 1 + grid.pool_pages, shape.kv_heads, grid.page, shape.head_dim)
         return ArraySpec(name, shape_, pair.dtype, sharding=(None, None, MESH_AXIS, None, None))
 
     return (
@@ -284,7 +284,7 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
     }
     greedy = buckets if "greedy" in pair.sampling else []
     scored = chunks if "prompt_logprobs" in pair.sampling else []
-    return [
+    signatures = [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
         *(scored_prefill_signature(pair, chunk, weights) for chunk in scored),
         *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
@@ -294,6 +294,19 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
         *([move_signature(pair)] if grid.slots > 1 else []),
         *([admit_signature(pair)] if pair.samples else []),
     ]
+    return [_add_page_tables(signature, grid.row_pages) for signature in signatures]
+
+
+def _add_page_tables(signature: Signature, row_pages: int) -> Signature:
+    """Adds `pages` to the programs that use kv, as their first argument: the page table of each row.
+
+    Its entries are pages of the pools in the order of the row's positions. Entry 0 stands for no page.
+    """
+    if not {"target_k", "draft_k"} & {*signature.state}:
+        return signature
+    rows = signature.bucket.get("batch", signature.bucket.get("rows", 1))
+    pages = ArraySpec("pages", (rows, row_pages), INT)
+    return msgspec.structs.replace(signature, arguments=(pages, *signature.arguments))
 
 
 def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
@@ -416,7 +429,7 @@ def constrained_verify_signature(pair: PairShapes, bucket: Bucket, weights: Prog
 
 
 def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: ProgramWeights) -> Signature:
-    """Writes the draft's context kv of `slots` for `width` positions from `starts`, computed from target features."""
+    """Writes the draft's context kv of each row for `width` positions from `starts`, computed from target features."""
     return Signature(
         program="kv_write",
         bucket={"rows": rows, "width": width},
@@ -425,7 +438,6 @@ def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: Program
         donated=DRAFT_STATE,
         arguments=(
             ArraySpec("features", (rows, width, pair.feature_width), pair.dtype),
-            ArraySpec("slots", (rows,), INT),
             ArraySpec("starts", (rows,), INT),
         ),
         results=(),
@@ -457,8 +469,9 @@ def rounds_signature(pair: PairShapes, bucket: Bucket, rounds: int, weights: Pro
 
 
 def move_signature(pair: PairShapes) -> Signature:
-    """Copies the whole state of slot `source` to slot `destination`."""
-    state = (*pair.target_state, *DRAFT_STATE, *(SAMPLING_STATE if pair.samples else ()))
+    """Copies all but kv of slot `source` to slot `destination`: kv pages stay where they are."""
+    recurrent = RECURRENT_STATE if pair.recurrent else ()
+    state = ("lengths", "anchors", *recurrent, *(SAMPLING_STATE if pair.samples else ()))
     return Signature(
         program="move",
         bucket={},
@@ -471,7 +484,7 @@ def move_signature(pair: PairShapes) -> Signature:
 
 
 def admit_signature(pair: PairShapes) -> Signature:
-    """Initialises the sampling state of one slot for a new request; resets the output counts.
+    """Initialises the sampling state of one slot, with the counts of the output so far.
 
     With `anchor` ≥ 0 the slot also gets this anchor, and the length `starts`; below 0 both stay.
     """
@@ -490,6 +503,7 @@ def admit_signature(pair: PairShapes) -> Signature:
             ArraySpec("slot_seeds", (1, 2), INT),
             ArraySpec("slot_bias", vocab, FLOAT),
             ArraySpec("slot_prompted", vocab, BOOL),
+            ArraySpec("slot_counts", vocab, INT),
             ArraySpec("slot_tops", (1,), INT),
         ),
         results=(),

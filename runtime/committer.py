@@ -165,9 +165,10 @@ class Committer:
             self._count_outcome(running, outcome)
         self._deltas.append((request, delta))
         self.counters.note_tokens(request, before)
+        self._scheduler.note_tokens(running)
         if request.finish_reason:
             self.counters.note_end(request)
-            self._scheduler.slots.free(running)
+            self._scheduler.end(running)
 
     def _count_outcome(self, running: RunningRequest, outcome: RoundOutcome) -> None:
         self.counters.note_row(outcome.k, outcome.accepted)

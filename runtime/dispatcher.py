@@ -75,7 +75,8 @@ class Dispatcher:
         self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
         self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
         self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
-        self._slots = {batch: to_device(np.arange(batch, dtype=np.int32)) for batch in manifest.grid.batch}
+        row_pages = manifest.grid.row_pages
+        self._pages = functools.lru_cache(maxsize=256)(lambda rows: to_device(_make_page_tables(rows, row_pages)))
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)
@@ -99,19 +100,20 @@ class Dispatcher:
         return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
     def move(self, source: int, destination: int) -> None:
-        """Copies everything that one slot holds to another slot."""
+        """Copies everything but kv that one slot holds to another slot."""
         self._bundle.move()(self._state, self._number(source), self._number(destination))
         self._last_was_round = False
 
     def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:
         """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        flag, wanted = self._flags[plan.gives_first_token], [self._pad(plan.next_tokens, plan)] if plan.scored else []
+        pages, flag = self._find_pages((plan.running,), 1), self._flags[plan.gives_first_token]
+        wanted = [self._pad(plan.next_tokens, plan)] if plan.scored else []
         run = self._bundle.prefill(plan.chunk, plan.scored)
-        arguments = (self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
+        arguments = (pages, self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
         features, token, *scores = run(self._state, *arguments)
         if self._has_draft_kv:
-            self._bundle.kv_write(1, plan.chunk.prefill)(self._state, features, slots, starts)
+            self._bundle.kv_write(1, plan.chunk.prefill)(self._state, pages, features, starts)
         self._last_was_round = False
         if not plan.gives_first_token and not plan.scored:
             return None
@@ -137,16 +139,17 @@ class Dispatcher:
         self._left_over = None
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
+        pages = self._find_pages(batch.by_slot, bucket.batch)
         draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"],)
-        block = self._bundle.draft(bucket)(self._state, *draws) if bucket.k else ()
+        block = self._bundle.draft(bucket)(self._state, pages, *draws) if bucket.k else ()
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
         active = [running is not None for running in batch.by_slot]
         active += [False] * (bucket.batch - len(active))
         verify, given = self._bundle.verify(bucket, batch.mode), (*block, self._active(tuple(active)), *masks)
-        features, starts, outcomes, *top_logprobs = verify(self._state, *given)
+        features, starts, outcomes, *top_logprobs = verify(self._state, pages, *given)
         if self._has_draft_kv:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
-            write(self._state, features, self._slots[bucket.batch], starts)
+            write(self._state, pages, features, starts)
         wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
         return outcomes, top_logprobs if wants_top_logprobs else ()
 
@@ -178,7 +181,8 @@ class Dispatcher:
         else:
             left = self._number(plan.tokens_outstanding)
         ends = self._ends(running.request.stop_token_ids)
-        outcomes, left = self._bundle.rounds(plan.bucket)(self._state, self._counts(plan.rounds), left, ends)
+        given = self._find_pages((running,), 1), self._counts(plan.rounds), left, ends
+        outcomes, left = self._bundle.rounds(plan.bucket)(self._state, *given)
         self._left_over = running, left
         return outcomes, ()
 
@@ -187,6 +191,11 @@ class Dispatcher:
             assert self._sampling is not None, "the request builder refuses sampling where nothing samples"
             self._sampling.write(running, plan.batch.by_slot.index(running))
             self._last_was_round = False
+
+    def _find_pages(self, by_row: Sequence[RunningRequest | None], rows: int) -> jax.Array:
+        """The page tables of a call with so many rows. Rows without a request have no pages: they write to page 0."""
+        pages = [tuple(running.table.pages) if running else () for running in by_row]
+        return self._pages((*pages, *[()] * (rows - len(pages))))
 
     def _number(self, number: int) -> jax.Array:
         return self._to_device(np.array([number], np.int32))
@@ -200,6 +209,14 @@ def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
         forbidden[word] |= np.uint32(1 << bit)
     left = masks & ~forbidden.view(np.int32)
     masks[...] = np.where(left.any(axis=-1, keepdims=True), left, masks)
+
+
+def _make_page_tables(rows: Sequence[Sequence[int]], row_pages: int) -> np.ndarray:
+    """int32 [B, row_pages]: the pages of each row, 0 behind them."""
+    tables = np.zeros((len(rows), row_pages), np.int32)
+    for table, pages in zip(tables, rows, strict=True):
+        table[: len(pages)] = pages
+    return tables
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:
@@ -220,21 +237,23 @@ class SamplingStateWriter:
         self._get_admit, self._state, self._vocab = get_admit, state, vocab
         self._no_bias = state.to_device(np.zeros((1, vocab), np.float32))
         self._no_mask = state.to_device(np.zeros((1, vocab), np.bool_))
+        self._no_counts = state.to_device(np.zeros((1, vocab), np.int32))
 
     def write(self, running: RunningRequest, slot: int) -> None:
-        """Dispatches the write. A sampled request starts at the last token of its prompt; others keep theirs."""
+        """Dispatches the write. A sampled request starts at the last token of its text; others keep theirs."""
         params, prompt = running.request.params, running.request.prompt
-        anchor = prompt[-1] if running.sampled else KEEP_ANCHOR
+        anchor = running.text[-1] if running.sampled else KEEP_ANCHOR
         to_device = self._state.to_device
         self._get_admit()(
             self._state,
             to_device(np.array([slot], np.int32)),
-            to_device(np.array([len(prompt) - 1], np.int32)),
+            to_device(np.array([len(running.text) - 1], np.int32)),
             to_device(np.array([anchor], np.int32)),
             to_device(self._make_columns(params)),
             to_device(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
             self._make_bias(params),
             self._no_mask if params.repetition_penalty == 1 else self._make_prompt_mask(prompt),
+            self._make_counts(running.text[len(prompt) :]),
             to_device(np.array([bool(params.logprobs)], np.int32)),
         )
 
@@ -250,6 +269,12 @@ class SamplingStateWriter:
         bias = np.zeros((1, self._vocab), np.float32)
         bias[0, list(params.logit_bias)] = list(params.logit_bias.values())
         return self._state.to_device(bias)
+
+    def _make_counts(self, output: Sequence[int]) -> jax.Array:
+        """How often each token is in the output that a preempted request has already."""
+        if not output:
+            return self._no_counts
+        return self._state.to_device(np.bincount(output, minlength=self._vocab).astype(np.int32)[None])
 
     def _make_prompt_mask(self, prompt: Sequence[int]) -> jax.Array:
         mask = np.zeros((1, self._vocab), np.bool_)

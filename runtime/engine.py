@@ -56,12 +56,15 @@ class Engine:
     k: the largest K that is served. startup: seconds of each phase of `open`.
     """
 
-    def __init__(self, parts: EngineParts, max_waiting: int = MAX_WAITING):
+    def __init__(self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True):
         self._bundle, self._target = parts.bundle, parts.target
         self._compile_guard, self._queue = CompileGuard(), RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        self._loop = EngineLoop(parts.bundle, parts.state, Counters(), self._queue, self._controller, step_bytes)
+        prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None  # a page holds no recurrent state
+        self._loop = EngineLoop(
+            parts.bundle, parts.state, Counters(), self._queue, self._controller, step_bytes, prefix_caching
+        )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
         stop_token_ids = read_end_tokens(parts.target)
         self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
@@ -86,6 +89,7 @@ class Engine:
         require_signature: str | Path | None = None,
         preload: bool = False,
         on_phase: Callable[[str], None] | None = None,
+        prefix_caching: bool = True,
     ) -> "Engine":
         """Verifies a bundle and loads its weights.
 
@@ -97,6 +101,8 @@ class Engine:
         require_signature: the public key, a PEM file, that must have signed the bundle.
         preload: loads, calls and times every executable before this returns; otherwise that happens when a request
             needs an executable, and while the engine has nothing else to do.
+        prefix_caching: uses the kv of prompts that were seen before, also between requests; False for no request.
+            Hybrid targets compute every prompt.
         on_phase: told of "fetch" (of a URL), "bundle", "weights" and, with preload, "canaries" (first calls) and
             "timing", as each begins.
 
@@ -109,7 +115,7 @@ class Engine:
             on_phase("fetch")
         parts = load_engine_parts(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
         try:
-            engine = cls(parts, max_waiting)
+            engine = cls(parts, max_waiting, prefix_caching)
             if preload:
                 engine._builder.prepare()
             return engine

@@ -15,6 +15,7 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.host_memory import has_host_memory, require_host_memory
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.scheduler.page_pool import PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPlan, Scheduler
 from dflash_aot.runtime.speculation.controller import SpeculationController
@@ -35,11 +36,15 @@ class EngineLoop:
         queue: RequestQueue,
         controller: SpeculationController,
         step_bytes: int = 0,
+        prefix_caching: bool = True,
     ):
-        """step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked."""
+        """step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked.
+
+        prefix_caching: see `Engine.open`.
+        """
         manifest = bundle.manifest
         self._queue = queue
-        self._scheduler = Scheduler(manifest.grid, manifest.sampling, bundle.k, queue, controller)
+        self._scheduler = Scheduler(manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching)
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
@@ -81,6 +86,9 @@ class EngineLoop:
             copied, slots = self._committer.counters.copy(), self._scheduler.slots
             copied.running, copied.slots = len(slots), slots.count
             copied.waiting, copied.refused = len(self._queue), self._queue.refused
+            kv = self._scheduler.kv
+            copied.prefix_queries, copied.prefix_hits, copied.evictions = kv.queries, kv.hits, kv.pool.evictions
+            copied.pages, copied.pages_used = kv.pool.count, kv.pool.used
         return copied
 
     # -- schedule
@@ -92,8 +100,9 @@ class EngineLoop:
             for request, reason in scheduler.drop_ended(time.monotonic()):
                 committer.finish(request, "cancelled", reason or None)
             for request in scheduler.fill_slots():
-                request.started = time.monotonic()
-                committer.counters.note_start(request)
+                if request.started is None:
+                    request.started = time.monotonic()
+                    committer.counters.note_start(request)
             moves = scheduler.compact()
             committer.counters.moves += len(moves)
         committer.send_deltas()
@@ -127,14 +136,17 @@ class EngineLoop:
         return 1
 
     def _plan_round(self) -> RoundPlan | None:
-        """The next round. Commits first if no bucket is certain to fit, or if an executable was never called before."""
+        """The next round. Commits first if no bucket or too few pages are certain to fit, and before first calls."""
         try:
             plan = self._scheduler.plan_round()
             if plan is None or self._dispatcher.has_run_round(plan):
                 return plan
-        except LengthBoundTooLoose:
+        except (LengthBoundTooLoose, PoolFull):
             pass
-        self._committer.commit()
+        committer = self._committer
+        committer.commit()
+        with committer.lock:
+            committer.counters.preemptions += len(self._scheduler.make_room())
         return self._scheduler.plan_round()
 
     # -- faults

@@ -112,7 +112,7 @@ def declare(name: str, hint: str = "", **more: Any) -> Any:
 _SCALARS: dict[str, Any] = {
     name: (parameter.type | None, declare(name))
     for name, parameter in PARAMETERS.items()
-    if parameter.type in (int, float, bool)
+    if parameter.type in (int, float, bool, str)
 }
 ScalarFields: Any = create_model("ScalarFields", __base__=StrictModel, **_SCALARS)
 

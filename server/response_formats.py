@@ -21,10 +21,12 @@ class ChoiceOutput:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
         self.deltas.append(delta)
         self.tokens += len(delta.token_ids)
+        self.cached_tokens = delta.cached_tokens
         self.rounds += len(delta.rounds)
         self.drafted += sum(outcome.k for outcome in delta.rounds)
         self.accepted += sum(outcome.accepted for outcome in delta.rounds)
@@ -169,14 +171,19 @@ class ChatFormat:
         return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 
 
-def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput]) -> JsonFields:
-    """`usage` of a response: OpenAI's counts, and those of speculation; tau is committed tokens per round."""
+def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1) -> JsonFields:
+    """`usage` of a response with `n` choices of each prompt: OpenAI's counts, and those of speculation.
+
+    Cached are the prompt tokens that no choice computed; tau is committed tokens per round.
+    """
+    cached = max(0, sum(choice.cached_tokens for choice in choices) - (n - 1) * prompt_tokens)
     tokens, rounds = sum(choice.tokens for choice in choices), sum(choice.rounds for choice in choices)
     drafted, accepted = sum(choice.drafted for choice in choices), sum(choice.accepted for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
         "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

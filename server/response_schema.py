@@ -42,6 +42,10 @@ class PredictionDetails(BaseModel):
     rejected_prediction_tokens: int
 
 
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
 class Speculative(BaseModel):
     rounds: int
     drafted: int
@@ -53,6 +57,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens_details: PredictionDetails
     speculative: Speculative
 

@@ -113,7 +113,8 @@ class ResponseBuilder:
         return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}} if self._traced else {}
 
     def _format_usage(self) -> JsonFields:
-        return format_usage(self.generation.request.prompt_tokens, self.choices)
+        request = self.generation.request
+        return format_usage(request.prompt_tokens, self.choices, request.n)
 
     def _make_chunk(self, choices: Sequence[JsonFields], usage: JsonFields | None = None) -> bytes:
         if self.continuous_usage:

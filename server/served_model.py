@@ -38,6 +38,7 @@ class ServingConfig:
     max_waiting: int = MAX_WAITING
     require_signature: Path | None = None
     preload: bool = True
+    prefix_caching: bool = True
     name: str | None = None  # of the model; None: the target's name in the bundle
     temperature: float | None = None  # default for requests; None: 1, or 0 if the bundle cannot sample
     prompt_tokens: int | None = None  # limit for one prompt; None: what the grid holds
@@ -112,6 +113,7 @@ def open_model(config: ServingConfig, on_phase: Callable[[str], None]) -> Served
         require_signature=config.require_signature,
         preload=config.preload,
         on_phase=on_phase,
+        prefix_caching=config.prefix_caching,
     )
     try:
         on_phase("tokenizer")

@@ -211,23 +211,24 @@ def describe_proposal(proposal: GridProposal, grid: Grid) -> str:
 
 def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
     """The part of a grid up to one of its buckets."""
-    return Grid(
+    return msgspec.structs.replace(
+        grid,
         batch=tuple(size for size in grid.batch if size <= bucket.batch),
         length=tuple(size for size in grid.length if size <= bucket.length),
         k=tuple(size for size in grid.k if size <= bucket.k),
         prefill=_cut_prefill(grid, bucket.length),
-        rounds=grid.rounds,
+        kv_positions=grid.kv_positions and max(bucket.length, min(grid.kv_positions, bucket.batch * bucket.length)),
     )
 
 
 def move_corner(grid: Grid, batch: int, length: int) -> Grid:
     """The grid with another largest batch and another longest length."""
-    return Grid(
+    return msgspec.structs.replace(
+        grid,
         batch=(*(size for size in grid.batch if size < batch), batch),
         length=(*(size for size in grid.length if size < length), length),
-        k=grid.k,
         prefill=_cut_prefill(grid, length),
-        rounds=grid.rounds,
+        kv_positions=grid.kv_positions and max(grid.kv_positions, length),
     )
 
 

@@ -104,7 +104,7 @@ class Roofline:
             case "rounds":
                 return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"])
             case "move":
-                return self.move()
+                return self.move("bias" in signature.state)
             case "admit":
                 return self.admit()
 
@@ -169,12 +169,10 @@ class Roofline:
             return _sum([verify] * rounds) + self.kv_write(B, rounds)
         return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)
 
-    def move(self) -> RooflineCost:
-        """All keys and values and the recurrent state of a slot, read and written."""
-        positions = 2 * (self._grid.capacity + self._grid.widest_write)
-        target, draft = self._target, self._draft.decoder
-        kv = self._write(target.decoder, len(target.attention_layers), positions)
-        return kv + self._write(draft, draft.layers, positions) + self._recur(1, 0, passes=2)
+    def move(self, samples: bool) -> RooflineCost:
+        """A slot's recurrent state, and with sampling its bias, prompt mask and counts, read and written."""
+        sampling = self._row_state(2 * (BIAS + PROMPTED + COUNTS) if samples else 0)
+        return sampling + self._recur(1, 0, passes=2)
 
     def admit(self) -> RooflineCost:
         """A slot's bias, prompt mask and counts, written. Every device reads the whole bias and prompt mask."""

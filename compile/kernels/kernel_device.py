@@ -84,29 +84,30 @@ def run_experts(
     return run_chosen_experts(tokens, chosen, expected, device.cores, device.interpret)
 
 
-def attend_slots(
+def attend_pages(
     device: KernelDevice | None,
     q: jax.Array,
     kv: tuple[jax.Array, jax.Array],
     layer: int | jax.Array,
-    slots: jax.Array,
+    tables: jax.Array,
     starts: jax.Array,
     length: int,
     own: tuple[jax.Array, jax.Array] | None = None,
     limits: jax.Array | None = None,
 ) -> jax.Array | None:
-    """`attend_kv` over the first `length` positions of each row's slot, int32 [B]; None where there is no kernel.
+    """`attend_kv` over the first `length` positions of each row, by its page table; None where there is no kernel.
 
-    That is without a device for kernels, and for sizes that `choose_tiling` does not divide.
+    That is without a device for kernels, and for sizes that `choose_tiling` does not divide. tables: int32 [B, E].
     """
     _, G, R, T, D = q.shape
-    capacity = kv[0].shape[3]
-    sizes = AttentionSizes(T, G, R, D, q.dtype.itemsize, length, capacity)
+    page = kv[0].shape[3]
+    sizes = AttentionSizes(T, G, R, D, q.dtype.itemsize, length, page)
     if device is None or (tiling := choose_tiling(sizes, device.cores)) is None:
         return None
     # Pallas takes 0.3 s to import, and programs without kernels need none of it.
-    from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv, make_table  # noqa: PLC0415
+    from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv, divide_pages  # noqa: PLC0415
 
-    pages = -(-length // tiling.page)
-    paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), make_table(slots, pages), pages, length)
+    parts = page // tiling.page
+    pages = divide_pages(tables[:, : -(-length // page)], parts)
+    paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
     return attend_kv(q, paged, starts, tiling, own, limits, device.interpret)

@@ -5,7 +5,7 @@ pages are copied to VMEM while the block of pages before them is computed, and s
 et al. 2022; pages as in vLLM, Kwon et al. 2023).
 
 B rows · T positions of this call · G kv heads · R query heads per kv head · D head width
-L layers · N slots · C capacity and slack · M query rows of a kv head in a grid step
+L layers · N pages of the pool · C positions of a page · M query rows of a kv head in a grid step
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,16 @@ MASKED_SCORE = -1e30  # finite, so that masked positions give no NaN
 
 @dataclass(frozen=True)
 class PagedKv:
-    """The kv arrays of a model, and where each row's pages lie in them.
+    """The kv pools of a model, and where each row's pages lie in them.
+
+    The kernel copies parts of pages: `Tiling.page` positions each.
 
     Attributes:
-        keys: array [L, N, G, C, D].
-        values: array [L, N, G, C, D].
+        keys: pool [L, N, G, C, D].
+        values: pool [L, N, G, C, D].
         layer: the layer that is read, int32 scalar.
-        table: int32 [B, pages of the bucket]; entry e is page e % `pages_per_slot` of slot e // `pages_per_slot`.
-        pages_per_slot: static.
+        table: int32 [B, parts of the bucket]; entry e is part e % `parts` of page e // `parts`.
+        parts: of a page, static.
         end: static; no position from `end` on is read.
     """
 
@@ -43,13 +45,14 @@ class PagedKv:
     values: jax.Array
     layer: jax.Array
     table: jax.Array
-    pages_per_slot: int
+    parts: int
     end: int
 
 
-def make_table(slots: jax.Array, pages_per_slot: int) -> jax.Array:
-    """The table of rows whose pages lie in order, each row in one slot: slots [B] → int32 [B, pages_per_slot]."""
-    return slots[:, None] * pages_per_slot + jnp.arange(pages_per_slot, dtype=jnp.int32)
+def divide_pages(tables: jax.Array, parts: int) -> jax.Array:
+    """The table of parts of pages: page tables [B, E] → int32 [B, E · parts]."""
+    divided = tables[..., None] * parts + jnp.arange(parts, dtype=jnp.int32)
+    return divided.reshape(tables.shape[0], -1)
 
 
 def attend_kv(
@@ -83,7 +86,7 @@ def attend_kv(
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
     width = round_up(T, 2 * SUBLANES)
     block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own or ()]
-    facts = _Facts(tiling, kv.pages_per_slot, kv.end, T if own else 0, limits is not None, D**-0.5)
+    facts = _Facts(tiling, kv.parts, kv.end, T if own else 0, limits is not None, D**-0.5)
     limits = jnp.array(SEE_ALL, jnp.int32) if limits is None else limits
     scalars = (kv.layer.reshape(1), kv.table, starts, limits)
     mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
@@ -146,7 +149,7 @@ class _Facts:
 
     Attributes:
         tiling: how the work is divided.
-        pages_per_slot: see `PagedKv`.
+        parts: see `PagedKv`.
         end: see `PagedKv`.
         own: positions of the block's own keys; 0 if there are none.
         windowed: whether a layer may have a window.
@@ -154,7 +157,7 @@ class _Facts:
     """
 
     tiling: Tiling
-    pages_per_slot: int
+    parts: int
     end: int
     own: int
     windowed: bool
@@ -257,9 +260,9 @@ class _Reader:
 
     def _for_page(self, row: Any, at: Any, part: int, buffer: Any, act: Callable[[Any], None]) -> None:
         entry, page, heads = self.table[row, at], self.facts.tiling.page, self.facts.tiling.heads
-        slot = jax.lax.div(entry, self.facts.pages_per_slot)
-        position = pl.multiple_of(jax.lax.rem(entry, self.facts.pages_per_slot) * page, page)
-        source = (self.layer[0], slot, pl.ds(self.group * heads, heads), pl.ds(position, page))
+        number = jax.lax.div(entry, self.facts.parts)
+        position = pl.multiple_of(jax.lax.rem(entry, self.facts.parts) * page, page)
+        source = (self.layer[0], number, pl.ds(self.group * heads, heads), pl.ds(position, page))
         place = (buffer, slice(None), pl.ds(part * page, page))
         act(pltpu.make_async_copy(self.keys.at[source], self.key_buffers.at[place], self.copied.at[0, buffer]))
         act(pltpu.make_async_copy(self.values.at[source], self.value_buffers.at[place], self.copied.at[1, buffer]))

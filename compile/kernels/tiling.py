@@ -4,7 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LANES, SUBLANES = 128, 8  # of a vector register
-PAGES = (128, 64, 32, 16)  # positions; 16 rows of bfloat16 are whole memory tiles on every generation
+PAGES = (
+    128,
+    64,
+    32,
+    16,
+)  # positions of the unit of copies; 16 rows of bfloat16 are whole memory tiles on every generation
 BLOCK = 512  # kv positions
 MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
@@ -17,8 +22,8 @@ class Tiling:
     Attributes:
         heads: kv heads of a grid step.
         queries: positions of this call in a grid step.
-        page: kv positions of a page, the unit of copies.
-        pages: pages of a block, the unit of computation.
+        page: kv positions of the unit of copies: a page of the pools, or a part of one.
+        pages: of these in a block, the unit of computation.
     """
 
     heads: int
@@ -43,7 +48,7 @@ class AttentionSizes:
         head_dim: width of a head.
         itemsize: bytes of an element.
         length: kv positions that rows may attend to.
-        capacity: positions of the kv arrays.
+        kv_page: positions of a page of the kv pools.
     """
 
     queries: int
@@ -52,7 +57,7 @@ class AttentionSizes:
     head_dim: int
     itemsize: int
     length: int
-    capacity: int
+    kv_page: int
 
 
 def round_up(size: int, unit: int) -> int:
@@ -63,9 +68,9 @@ def round_up(size: int, unit: int) -> int:
 def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
     """The tiling for a device with `cores` TensorCores; None where the kernel does not fit the sizes.
 
-    It does not fit where no page size covers `length` within `capacity`, or a tile of queries exceeds VMEM.
+    It does not fit where no part of PAGES divides a page of the pools, or a tile of queries exceeds VMEM.
     """
-    page = next((page for page in PAGES if round_up(sizes.length, page) <= sizes.capacity), None)
+    page = next((page for page in PAGES if sizes.kv_page % page == 0), None)
     if page is None:
         return None
     pages = max(1, min(BLOCK, round_up(sizes.length, page)) // page)

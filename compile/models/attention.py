@@ -24,16 +24,24 @@ SoftmaxState = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend_context(
-    q: jax.Array, context: KvContext, mask: MaskOfPositions, end: jax.Array, *beside: MaskedKeyValues
+    q: jax.Array,
+    context: KvContext,
+    mask: MaskOfPositions,
+    ends: jax.Array,
+    *beside: MaskedKeyValues,
+    by_page: bool = False,
 ) -> jax.Array:
     """Attention over a kv context and over the keys and values `beside` it: q and result [B, G, R, T, D].
 
-    `end` is a scalar: `mask` is False for every kv position from `end` on.
+    `ends` int32 [B]: `mask` is False for every kv position of a row from its end on. `by_page`: see `attend_by_page`.
     """
+    if by_page:
+        return attend_by_page(q, context, mask, ends, beside)
     _, G, R, T, _ = q.shape
     if 4 * G * R * T * context.length <= MAX_SCORE_BYTES:
-        return attend(q, (*context.read(0, context.length), mask(jnp.arange(context.length))), *beside)
-    return attend_blockwise(q, context, mask, end, beside, min(KV_BLOCK, context.length))
+        keys, values = context.read(0, context.pages)
+        return attend(q, (keys, values, mask(jnp.arange(keys.shape[2]))), *beside)
+    return attend_blockwise(q, context, mask, ends.max(), beside, max(1, KV_BLOCK // context.page))
 
 
 def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
@@ -59,39 +67,81 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
     return round_to(mixed, q.dtype)
 
 
+def attend_by_page(
+    q: jax.Array, context: KvContext, mask: MaskOfPositions, ends: jax.Array, beside: Sequence[MaskedKeyValues]
+) -> jax.Array:
+    """`attend` one row and one page at a time, each row up to its own end.
+
+    On CPU, where XLA copies what it gathers: 0.2 to 0.6 of the time of `attend` over contiguous positions.
+    """
+    B, page = q.shape[0], context.page
+    last = -(-context.length // page)
+
+    def add_row(row: jax.Array, mixed: jax.Array) -> jax.Array:
+        def take(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(jnp.broadcast_to(x, (B, *x.shape[1:])), row, 1)
+
+        own = take(q)
+        state = _start_softmax(own)
+        for keys, values, seen in beside:
+            state = _add_to_softmax(own, state, take(keys), take(values), take(seen))
+
+        def add_page(entry: jax.Array, state: SoftmaxState) -> SoftmaxState:
+            seen = mask(entry * page + jnp.arange(page))
+            return _add_to_softmax(own, state, *context.read_page(row, entry), take(seen))
+
+        pages = jnp.minimum((ends[row] + page - 1) // page, last)
+        state = jax.lax.fori_loop(0, pages, add_page, state)
+        return jax.lax.dynamic_update_slice_in_dim(mixed, _finish_softmax(state, q.dtype), row, 0)
+
+    return jax.lax.fori_loop(0, B, add_row, jnp.zeros_like(q))
+
+
 def attend_blockwise(
     q: jax.Array,
     context: KvContext,
     mask: MaskOfPositions,
     end: jax.Array,
     beside: Sequence[MaskedKeyValues],
-    block: int,
+    pages: int,
 ) -> jax.Array:
-    """`attend` with an online softmax (Milakov & Gimelshein 2018), which holds the scores of `block` positions only.
+    """`attend` with an online softmax, which holds the scores of `pages` pages of each row only.
 
     Blocks from position `end` on are skipped, so the time depends on the prompt's length and not on the bucket's.
     """
-    B, G, R, T, D = q.shape
-    scale = D**-0.5
-
-    def add(state: SoftmaxState, keys: jax.Array, values: jax.Array, mask: jax.Array) -> SoftmaxState:
-        peak, total, mixed = state
-        scores = jnp.einsum("BGRTD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
-        higher = jnp.maximum(peak, scores.max(axis=-1))
-        faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
-        news = jnp.einsum("BGRTS,BGSD->BGRTD", round_to(weights, q.dtype), values, preferred_element_type=jnp.float32)
-        return higher, total * faded + weights.sum(axis=-1), mixed * faded[..., None] + news
+    block = pages * context.page
 
     def add_block(index: jax.Array, state: SoftmaxState) -> SoftmaxState:
-        # The last block is moved back to end with the context. Positions of the block before it are masked.
-        start = jnp.minimum(index * block, context.length - block)
-        positions = start + jnp.arange(block)
-        return add(state, *context.read(start, block), mask(positions) & (positions >= index * block))
+        positions = index * block + jnp.arange(block)
+        return _add_to_softmax(q, state, *context.read(index * pages, pages), mask(positions))
 
-    state = (jnp.full((B, G, R, T), MASKED_SCORE), jnp.zeros((B, G, R, T)), jnp.zeros((B, G, R, T, D)))
+    state = _start_softmax(q)
     for part in beside:
-        state = add(state, *part)
+        state = _add_to_softmax(q, state, *part)
     blocks = (jnp.minimum(end, context.length) + block - 1) // block
-    _, total, mixed = jax.lax.fori_loop(0, blocks, add_block, state)
-    return round_to(mixed / total[..., None], q.dtype)
+    return _finish_softmax(jax.lax.fori_loop(0, blocks, add_block, state), q.dtype)
+
+
+# -- the online softmax (Milakov & Gimelshein 2018)
+
+
+def _start_softmax(q: jax.Array) -> SoftmaxState:
+    *shape, _ = q.shape
+    return jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros(q.shape)
+
+
+def _add_to_softmax(
+    q: jax.Array, state: SoftmaxState, keys: jax.Array, values: jax.Array, mask: jax.Array
+) -> SoftmaxState:
+    peak, total, mixed = state
+    scores = jnp.einsum("BGRTD,BGSD->BGRTS", q, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(mask[:, None, None], scores, MASKED_SCORE)
+    higher = jnp.maximum(peak, scores.max(axis=-1))
+    faded, weights = jnp.exp(peak - higher), jnp.exp(scores - higher[..., None])
+    news = jnp.einsum("BGRTS,BGSD->BGRTD", round_to(weights, q.dtype), values, preferred_element_type=jnp.float32)
+    return higher, total * faded + weights.sum(axis=-1), mixed * faded[..., None] + news
+
+
+def _finish_softmax(state: SoftmaxState, dtype: jnp.dtype) -> jax.Array:
+    _, total, mixed = state
+    return round_to(mixed / total[..., None], dtype)

@@ -1,43 +1,50 @@
-"""KV cache layout: keys and values as arrays [L, N, G, C, D], written and read by layer, slot and position.
+"""KV pages: keys and values as pools [L, N, G, P, D], written and read by layer, page table and position.
 
-L layers · N slots · G kv heads · C capacity and the slack of the widest write · D head width
-B rows of a call · T positions of a call
+L layers · N pages of the pool · G kv heads · P positions of a page · D head width
+B rows of a call · T positions of a call · E entries of a page table
 """
 
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
-def write_rows(array: jax.Array, layer: LayerIndex, rows: jax.Array, slots: jax.Array, starts: jax.Array) -> jax.Array:
-    """Writes rows [B, G, T, D]: row b to slot `slots[b]` from position `starts[b]` on.
+def write_rows(pool: jax.Array, layer: LayerIndex, rows: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+    """Writes rows [B, G, T, D]: row b by the page table `tables[b]` (int32 [B, E]) from position `starts[b]` on.
 
-    One slice update per row, because a scatter copies.
+    Positions from E · P on are written to page 0. Up to P positions behind the row, in pages of the row behind its
+    first, become zero: nothing was written there yet.
+
+    A few slice updates per row, because a scatter copies: one for each page that the row may touch.
     """
-    array = keep_layout(array)
+    pool = keep_layout(pool)
+    page, T = pool.shape[3], rows.shape[2]
+    width, parts = min(page, T), 1 if T == 1 else 2 + (T - 2) // page
+    tables = jnp.pad(tables, ((0, 0), (0, parts)))
     for row in range(rows.shape[0]):
-        at = (layer, slots[row], 0, starts[row], 0)
-        array = jax.lax.dynamic_update_slice(array, rows[None, row : row + 1], at)
-    return array
+        entry, offset = starts[row] // page, starts[row] % page
+        new = jnp.pad(rows[row : row + 1], ((0, 0), (0, 0), (width - 1, width), (0, 0)))
+        # The first page: the positions before the row are kept.
+        begin = jnp.minimum(offset, page - width)
+        at = (layer, tables[row, entry], 0, begin, 0)
+        part = _take_positions(new, width - 1 - (offset - begin), width)
+        if T > 1:
+            old = jax.lax.dynamic_slice(pool, at, (1, *part.shape))[0]
+            kept = (jnp.arange(width) < offset - begin)[:, None]
+            part = jnp.where(kept, old, part)
+        pool = jax.lax.dynamic_update_slice(pool, part[None], at)
+        for index in range(1, parts):
+            part = _take_positions(new, width - 1 + index * page - offset, width)
+            pool = jax.lax.dynamic_update_slice(pool, part[None], (layer, tables[row, entry + index], 0, 0, 0))
+    return pool
 
 
-def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copies one slot of an array [L, N, ..] over another.
-
-    One layer at a time, so that only one layer is held besides the array.
-    """
-    layers, _, *shape = array.shape
-    origin = (0,) * len(shape)
-
-    def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
-        array = keep_layout(array)
-        row = jax.lax.dynamic_slice(array, (layer, source, *origin), (1, 1, *shape))
-        return jax.lax.dynamic_update_slice(array, row, (layer, destination, *origin))
-
-    return jax.lax.fori_loop(0, layers, copy_layer, array)
+def _take_positions(rows: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(rows, start, width, axis=2)
 
 
 def keep_layout(array: jax.Array) -> jax.Array:
@@ -52,28 +59,49 @@ def keep_layout(array: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class KvContext:
-    """The first positions of neighbouring slots in one layer of the kv arrays.
+    """The first positions of each row in one layer of the kv pools.
 
     Attributes:
-        keys: array [L, N, G, C, D].
-        values: array [L, N, G, C, D].
+        keys: pool [L, N, G, P, D].
+        values: pool [L, N, G, P, D].
         layer: the layer that is read.
-        slot: the first slot.
-        batch: number of slots.
-        length: number of positions.
+        tables: page tables of the rows, int32 [B, E].
+        length: number of positions, at most E · P.
     """
 
     keys: jax.Array
     values: jax.Array
     layer: LayerIndex
-    slot: jax.Array | int
-    batch: int
+    tables: jax.Array
     length: int
 
-    def read(self, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of `size` positions from `start` on, each [B, G, size, D]."""
-        return self._read(self.keys, start, size), self._read(self.values, start, size)
+    @property
+    def page(self) -> int:
+        """Positions of a page."""
+        return self.keys.shape[3]
 
-    def _read(self, array: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        _, _, G, _, D = array.shape
-        return jax.lax.dynamic_slice(array, (self.layer, self.slot, 0, start, 0), (1, self.batch, G, size, D))[0]
+    @property
+    def pages(self) -> int:
+        """Pages that hold `length` positions."""
+        return -(-self.length // self.page)
+
+    def read_page(self, row: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one page of one row, each [1, G, P, D]."""
+        at = (self.layer, self.tables[row, entry], 0, 0, 0)
+        sizes = (1, 1, *self.keys.shape[2:])
+        return jax.lax.dynamic_slice(self.keys, at, sizes)[0], jax.lax.dynamic_slice(self.values, at, sizes)[0]
+
+    def read(self, entry: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of all rows in `count` pages from `entry` on, each [B, G, count · P, D].
+
+        Entries behind the tables' end are page 0.
+        """
+        tables = jnp.pad(self.tables, ((0, 0), (0, count)))
+        pages = jax.lax.dynamic_slice_in_dim(tables, entry, count, axis=1)
+        return self._read(self.keys, pages), self._read(self.values, pages)
+
+    def _read(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
+        _, _, G, P, D = pool.shape
+        B, count = pages.shape
+        found = pool[self.layer, pages]  # [B, count, G, P, D]
+        return found.swapaxes(1, 2).reshape(B, G, count * P, D)

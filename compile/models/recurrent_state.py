@@ -132,6 +132,15 @@ def commit_updates(
     return jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state)
 
 
+def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """Copies one slot of states or windows [L, N, ..] over another, one layer at a time: only one is held besides."""
+
+    def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
+        return _write(array, layer, destination, _take(array, layer, source, 1))
+
+    return jax.lax.fori_loop(0, array.shape[0], copy_layer, array)
+
+
 def _read(
     state: RecurrentState, layer: LayerIndex, slot: jax.Array | int, batch: int, begun: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

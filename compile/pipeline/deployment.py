@@ -112,7 +112,7 @@ def plan_deployment(
     dtype = dtype or choose_dtype(build_target)
     chip = find_chip(build_target)
     kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
-    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels, formats)
+    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels, formats, platform == "cpu")
     return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
 
 

@@ -28,17 +28,18 @@ from dflash_aot.cache.signature import (
     list_signatures,
     state_arrays,
 )
-from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_slots
+from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_pages
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM
 from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.kv_cache import KvContext, copy_slot, write_rows
+from dflash_aot.compile.models.kv_cache import KvContext, write_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.recurrent_state import (
     RecurrentState,
+    copy_slot,
     make_pending,
     prefill_layer,
     verify_layer,
@@ -102,6 +103,7 @@ class Programs:
         sampling: Sequence[str] = ("greedy",),
         kernels: KernelDevice | None = None,
         formats: WeightFormats = PLAIN,
+        by_page: bool | None = None,
     ):
         """Describes both models; nothing is allocated.
 
@@ -114,6 +116,8 @@ class Programs:
             sampling: what is built, of "greedy", "sample", "constrain" and "prompt_logprobs".
             kernels: the device that kernels are lowered for; None: XLA's operations only.
             formats: of the models' linear layers.
+            by_page: whether XLA's operations attend to one page at a time (CPU) or to gathered pages; None: by page if
+                the layers are not stacked.
 
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
@@ -124,6 +128,7 @@ class Programs:
         self._target = AbstractModel(lambda: CausalLM(target, kinds[0], stacked, self._tp, kernels))
         self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head))
         self._facts, self.kernels, self.formats = draft, kernels, formats
+        self._by_page = not stacked if by_page is None else by_page
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_kinds(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
@@ -225,7 +230,7 @@ class Programs:
             mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
             return mixed, (kv, recurrent)
 
-        attend = self._causal_attention(slots, positions, length)
+        attend = self._causal_attention(arrays["pages"], positions, length)
         x, features, (kv, recurrent) = target.forward(
             tokens, positions, self._facts.target_layer_ids, (kv, before), attend, mix
         )
@@ -271,20 +276,20 @@ class Programs:
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
 
-        slots = jnp.arange(batch)
+        tables = arrays["pages"]
 
         def attend_both(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             windows, kv = LayerWindows(self._facts.windows, layer), (arrays["draft_k"], arrays["draft_v"])
             own, limits = (keys, values), windows.limits()
-            mixed = attend_slots(self.kernels, q, kv, layer, slots, lengths, length, own, limits)
+            mixed = attend_pages(self.kernels, q, kv, layer, tables, lengths, length, own, limits)
             if mixed is not None:
                 return mixed
 
             def mask(at: jax.Array) -> jax.Array:
                 return (at < lengths[:, None])[:, None] & windows.context_mask(positions, at[None])
 
-            context = KvContext(*kv, layer, 0, batch, length)
-            return attend_context(q, context, mask, lengths.max(), (*own, windows.block_mask(positions)))
+            context, beside = KvContext(*kv, layer, tables, length), (*own, windows.block_mask(positions))
+            return attend_context(q, context, mask, lengths, beside, by_page=self._by_page)
 
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
         adjust = None
@@ -346,7 +351,6 @@ class Programs:
         block = arrays["block"] if k else anchors[:, None]
         positions = lengths[:, None] + jnp.arange(k + 1)
         kv = (arrays["target_k"], arrays["target_v"])
-        slots = jnp.arange(batch)
         state, room = None, None
         if sizes := self._target.module.target.recurrent:
             state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
@@ -360,19 +364,19 @@ class Programs:
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths)
             return mixed, (kv, pending)
 
-        attend = self._causal_attention(slots, positions, length)
+        attend = self._causal_attention(arrays["pages"], positions, length)
         x, features, (kv, pending) = target.forward(
             block, positions, self._facts.target_layer_ids, (kv, room), attend, mix
         )
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending)
 
-    def _causal_attention(self, slots: jax.Array, positions: jax.Array, length: int) -> Attend[TargetCarry[Any]]:
-        """Causal attention over the first `length` positions of the target's kv arrays.
+    def _causal_attention(self, tables: jax.Array, positions: jax.Array, length: int) -> Attend[TargetCarry[Any]]:
+        """Causal attention over the first `length` positions of each row of the target's kv.
 
         Writes the keys and values of each row from its first position on, then attends to all positions up to each
-        query. slots [B], positions [B, T].
+        query. tables [B, E], positions [B, T].
         """
-        starts, end = positions[:, 0], positions.max() + 1
+        starts, ends = positions[:, 0], positions[:, -1] + 1
 
         def mask(at: jax.Array) -> jax.Array:
             return at <= positions[..., None]
@@ -381,12 +385,12 @@ class Programs:
             carry: TargetCarry[Any], layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             kv, recurrent = carry
-            keys, values = write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
-            mixed = attend_slots(self.kernels, q, (keys, values), layer, slots, starts, length)
-            if mixed is not None:
-                return mixed, ((keys, values), recurrent)
-            context = KvContext(keys, values, layer, slots[0], slots.shape[0], length)
-            return attend_context(q, context, mask, end), ((keys, values), recurrent)
+            keys, values = write_rows(kv[0], layer, k, tables, starts), write_rows(kv[1], layer, v, tables, starts)
+            mixed = attend_pages(self.kernels, q, (keys, values), layer, tables, starts, length)
+            if mixed is None:
+                context = KvContext(keys, values, layer, tables, length)
+                mixed = attend_context(q, context, mask, ends, by_page=self._by_page)
+            return mixed, ((keys, values), recurrent)
 
         return attend_written
 
@@ -396,11 +400,11 @@ class Programs:
         Those of rejected tokens are written too: they lie behind the length until the next round overwrites them.
         """
         draft = self._draft.bind(_weights_of("draft", arrays))
-        features, slots, starts = arrays["features"], arrays["slots"], arrays["starts"]
+        features, tables, starts = arrays["features"], arrays["pages"], arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
         def write(kv: KvArrays, layer: LayerIndex, k: jax.Array, v: jax.Array) -> KvArrays:
-            return write_rows(kv[0], layer, k, slots, starts), write_rows(kv[1], layer, v, slots, starts)
+            return write_rows(kv[0], layer, k, tables, starts), write_rows(kv[1], layer, v, tables, starts)
 
         keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
         return {"draft_k": keys, "draft_v": values}
@@ -411,14 +415,14 @@ class Programs:
         With K = 0 no round reads the draft's kv, so all rounds' context is written once, after the last round.
         """
         length, k, max_rounds = (signature.bucket[axis] for axis in ("length", "k", "rounds"))
-        slot, active = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.bool_)
+        active = jnp.ones((1,), jnp.bool_)
         first_position = arrays["lengths"][:1]
 
         def any_left(carry: MultiRoundState) -> jax.Array:
             return (carry.done < arrays["count"][0]) & (carry.left > 0)
 
         def run_round(carry: MultiRoundState) -> MultiRoundState:
-            now = {**arrays, **carry.state, "active": active, "slots": slot}
+            now = {**arrays, **carry.state, "active": active}
             block = self.draft(now, 1, length, k) if k else {}
             verified = self.verify({**now, **block}, 1, length, k)
             written = self.kv_write({**now, **verified}) if k else {}
@@ -447,18 +451,17 @@ class Programs:
         )
         context: Outputs = {}
         if not k:
-            features = {"features": last.features, "slots": slot, "starts": first_position}
+            features = {"features": last.features, "starts": first_position}
             context = self.kv_write({**arrays, **last.state, **features})
         return {**last.state, **context, "verdicts": last.verdicts, "left_over": last.left[None]}
 
     def move(self, arrays: Arrays) -> Outputs:
-        """Copies the state of slot `source` over slot `destination`."""
+        """Copies length, anchor and sampling state of slot `source` over those of slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
-        kv = ("target_k", "target_v", "draft_k", "draft_v")
-        large = (*kv, *(RECURRENT_STATE if self.pair.recurrent else ()))
-        copied = {name: copy_slot(arrays[name], source, destination) for name in large}
+        large = RECURRENT_STATE if self.pair.recurrent else ()
+        moved = {name: copy_slot(arrays[name], source, destination) for name in large}
         small = ("lengths", "anchors", *(SAMPLING_STATE if self.pair.samples else ()))
-        return {**copied, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
+        return {**moved, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
 
     def admit(self, arrays: Arrays) -> Outputs:
         """Initialises the sampling state of slot `slots`, and its length and anchor if `anchor` is not negative."""
@@ -466,9 +469,8 @@ class Programs:
         starts = {"lengths": arrays["starts"], "anchors": arrays["anchor"]}
         kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
         rows = {name: jnp.where(given, start, kept[name]) for name, start in starts.items()}
-        rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE if name != "counts"}
-        rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted")}
-        rows["counts"] = jnp.zeros((1, arrays["counts"].shape[1]), jnp.int32)
+        rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE}
+        rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted", "counts")}
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
 
 

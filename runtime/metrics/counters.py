@@ -53,6 +53,12 @@ class Counters:
         prefill_chunks: dispatched prefill chunks.
         padded_prefill: positions of prefill chunks after the end of their prompts.
         moves: moves of a request to another slot.
+        preemptions: times that a request gave its slot back, because the kv pages were not enough for all.
+        prefix_queries: prompt tokens whose kv was looked up.
+        prefix_hits: of these, those whose kv was there already.
+        evictions: kv pages whose contents were given up for other requests.
+        pages_used: kv pages in use, at the time of the copy.
+        pages: kv pages, at the time of the copy.
         failures: executable calls that failed.
         prompt_tokens: prompt tokens that were prefilled.
         output_tokens: committed tokens.
@@ -85,6 +91,12 @@ class Counters:
     prefill_chunks: int = 0
     padded_prefill: int = 0
     moves: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    evictions: int = 0
+    pages_used: int = 0
+    pages: int = 0
     failures: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

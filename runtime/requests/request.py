@@ -58,7 +58,7 @@ class Delta:
     token_ids: the new tokens. text: the text that they add.
     finish_reason: set in the last delta only. error: why the answer ended early.
     logprobs: of the new tokens, where the request asked for them. rounds: the rounds that gave the tokens.
-    prompt_logprobs: in the first delta, where the request asked for them; see `Result`.
+    prompt_logprobs: in the first delta, where the request asked for them; see `Result`. cached_tokens: see `Result`.
     """
 
     token_ids: tuple[int, ...]
@@ -68,6 +68,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     rounds: tuple[RoundOutcome, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Result:
     first_token_seconds: until the first token; None without one. seconds: until the end.
     logprobs: one per token; None where the request did not ask for them.
     prompt_logprobs: one per token of the prompt, None for the first, which nothing precedes; None likewise.
+    cached_tokens: prompt tokens whose kv was there already, and was not computed.
     """
 
     token_ids: list[int]
@@ -95,6 +97,7 @@ class Result:
     seconds: float
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
 
 
 def _do_nothing() -> None:
@@ -114,6 +117,9 @@ class Request:
     on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
     finish_reason: None while the request runs. error: see `Result`. cause: the error of ours behind it, if any.
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
+    arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
+    page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
+    whose kv was there already.
     """
 
     prompt: list[int]
@@ -139,6 +145,10 @@ class Request:
     finished: float | None = None
     cancelled: bool = False
     matcher: "GrammarMatcher | None" = None
+    arrival: int | None = None
+    preemptions: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    cached_tokens: int = 0
 
     @property
     def needed_mode(self) -> SamplingMode:
@@ -175,6 +185,12 @@ class Request:
         if self.finish_reason is None:
             self.cancelled = True
             self.on_cancel()
+
+    def preempt(self) -> None:
+        """Its slot goes to others. It continues behind its answer, or from the beginning if there is none yet."""
+        self.preemptions += 1
+        if not self.token_ids:
+            self.prompt_logprobs = [None]
 
     def find_end(self, now: float) -> str | None:
         """Why the request ends now: "" where it was cancelled, None while it goes on."""
@@ -249,6 +265,7 @@ class Request:
             seconds=self.finished - self.submitted,
             logprobs=None if self.params.logprobs is None else self.logprobs,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            cached_tokens=self.cached_tokens,
         )
 
     def _add(
@@ -268,7 +285,7 @@ class Request:
         if reason:
             self.finished, self.finish_reason = time.monotonic(), reason
         scores = tuple(self.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
-        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores)
+        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores, self.cached_tokens)
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:

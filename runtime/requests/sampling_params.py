@@ -22,6 +22,7 @@ TOKEN_ID_PATTERN = "^(0|[1-9][0-9]{0,9})$"  # token ids as names of a JSON objec
 NEEDED = {
     int: "a whole number",
     float: "a number",
+    str: "a text",
     bool: "true or false",
     Sequence[str]: "a list of texts, none of them empty",
     Sequence[int]: "a list of token ids",
@@ -54,8 +55,8 @@ class Parameter:
     def accepts(self, value: Any) -> bool:
         if value is None:
             return self.optional
-        if self.type is bool:
-            return isinstance(value, bool)
+        if self.type in (bool, str):
+            return isinstance(value, self.type)
         if self.type == Sequence[str]:
             return _is_list(value, str) and all(value)
         if self.type == Sequence[int]:
@@ -140,6 +141,12 @@ class SamplingParams:
     k: Annotated[
         int | None,
         Parameter("drafted tokens to verify per round, one of the grid's K; default: the engine's choice", 0),
+    ] = None
+    prefix_caching: Annotated[
+        bool, Parameter("use the kv of prompts that were seen before, and keep this one's for others")
+    ] = True
+    cache_salt: Annotated[
+        str | None, Parameter("only requests with the same text here share the kv of their prompts")
     ] = None
     structured_outputs: Annotated[
         Mapping[str, Any] | None,

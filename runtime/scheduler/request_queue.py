@@ -5,7 +5,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from dflash_aot.cache.errors import EngineFailed, QueueFull
@@ -92,14 +92,22 @@ class RequestQueue:
                 self._changed.wait()
             self._is_woken = False
 
-    def take(self) -> Request | None:
-        """The next request; its place goes to the first one in the overflow. None where the queue is empty."""
+    def take(self, accepts: Callable[[Request], bool] = lambda request: True) -> Request | None:
+        """The next request; its place goes to the first one in the overflow.
+
+        None where the queue is empty, or where `accepts` is False for the next request, which then stays.
+        """
         with self._changed:
-            if not self._heap:
+            if not self._heap or not accepts(self._heap[0][2]):
                 return None
             _, _, request = heapq.heappop(self._heap)
             self._fill_from_overflow()
             return request
+
+    def put_back(self, request: Request) -> None:
+        """Puts a request that was taken back to its old place, even where the queue is full or closed."""
+        with self._changed:
+            self._push(request)
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:
         """Removes cancelled requests and those whose deadline has passed; returns each with the reason."""
@@ -140,7 +148,9 @@ class RequestQueue:
         return (request for _, _, request in sorted(entries, key=lambda entry: entry[:2]))
 
     def _push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.priority, next(self._numbers), request))
+        if request.arrival is None:
+            request.arrival = next(self._numbers)
+        heapq.heappush(self._heap, (request.priority, request.arrival, request))
         if request.cancelled:  # while it was in the overflow
             self._has_cancelled = True
         if request.deadline is not None:

@@ -12,6 +12,8 @@ from functools import cached_property
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingKind, SamplingMode, find_serving_mode
 from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
+from dflash_aot.runtime.scheduler.page_pool import PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.controller import SpeculationController
@@ -28,11 +30,13 @@ class RunningRequest:
     masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
     has_sampling_state: the device holds this request's sampling parameters.
     prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
-    prefilled_tokens: prompt tokens whose prefill was dispatched.
+    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was there already.
     length: kv positions that the host knows to be committed.
     in_flight_tokens: the most tokens that rounds dispatched but not yet read may commit: the sum of their K + 1.
     in_flight_rounds: rounds dispatched but not yet read; each commits at least one token, or was not needed.
     first_token_in_flight: the prefill that gives the first token was dispatched, and its token not yet read.
+    table: its kv pages.
+    text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
     """
 
     request: Request
@@ -46,10 +50,15 @@ class RunningRequest:
     in_flight_tokens: int = 0
     in_flight_rounds: int = 0
     first_token_in_flight: bool = False
+    table: PageTable = field(default_factory=PageTable)
+    text: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = [*self.request.prompt, *self.request.token_ids]
 
     @property
     def sampled(self) -> bool:
-        """Whether all of its tokens come from rounds: the first one starts at the last token of the prompt."""
+        """Whether all of its tokens come from rounds: the first one starts at the last token of the text."""
         return (self.masked or self.mode != "greedy") and self.request.limit > 0
 
     @property
@@ -58,13 +67,18 @@ class RunningRequest:
         return "constrain" if self.masked and self.request.needs_mask else self.mode
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are still to be computed. A request that goes on has them."""
+        return self.request.params.prompt_logprobs is not None and not self.request.token_ids
+
+    @property
     def is_prefilled(self) -> bool:
         return self.tokens_to_prefill == 0
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Prompt tokens whose prefill is still to be dispatched."""
-        return len(self.request.prompt) - self.sampled - self.prefilled_tokens
+        """Tokens of the text whose prefill is still to be dispatched."""
+        return len(self.text) - self.sampled - self.prefilled_tokens
 
     @property
     def tokens_outstanding(self) -> int:
@@ -75,6 +89,11 @@ class RunningRequest:
     @property
     def wants_round(self) -> bool:
         return self.is_prefilled and self.tokens_outstanding > 0
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """The order among running requests, lower first: by priority, then by arrival."""
+        return self.request.priority, self.request.arrival or 0
 
     @property
     def requested_k(self) -> int | None:
@@ -241,9 +260,13 @@ class Scheduler:
         k: int,
         queue: RequestQueue,
         controller: SpeculationController,
+        prefix_caching: bool = True,
     ):
-        """grid, sampling: of the bundle. k: the largest K that is served."""
+        """grid, sampling: of the bundle. k: the largest K that is served. prefix_caching: see `Engine.open`."""
         self.slots = Slots(grid.slots)
+        self.kv = KvPages(grid)
+        self._prefix_caching = prefix_caching
+        self._opened: RunningRequest | None = None
         self._grid, self._queue, self._controller = grid, queue, controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
@@ -265,19 +288,71 @@ class Scheduler:
         ended = []
         for running in list(self.slots):
             if (reason := running.request.find_end(now)) is not None:
-                self.slots.free(running)
+                self.end(running)
                 ended.append((running.request, reason))
         return ended + self._queue.drop_ended(now)
 
+    def end(self, running: RunningRequest) -> None:
+        """Frees the slot and the pages of a request."""
+        self.slots.free(running)
+        self.kv.close(running.table)
+
     def fill_slots(self) -> list[Request]:
-        """Gives free slots to waiting requests. Returns those that got one."""
-        started = []
-        while not self.slots.is_full and (request := self._queue.take()):
-            mode = find_serving_mode(request.needed_mode, self._modes)
-            assert mode is not None, "the request builder refuses what no executable can do"
-            self.slots.add(RunningRequest(request, self._controller.start_request(), mode, request.needs_mask))
+        """Gives free slots, and pages for their text, to waiting requests. Returns those that got a slot.
+
+        Where the next request lacks pages, those behind it wait too.
+        """
+        started: list[Request] = []
+        while not self.slots.is_full and (request := self._queue.take(self._open_table)):
+            running, self._opened = self._opened, None
+            assert running is not None
+            self.slots.add(running)
+            if running.table.cached and not request.preemptions:
+                self.kv.queries += len(request.prompt)
             started.append(request)
         return started
+
+    def _open_table(self, request: Request) -> bool:
+        """Whether the pool has the pages for a request's text. It takes them, and `_opened` holds the request."""
+        mode = find_serving_mode(request.needed_mode, self._modes)
+        assert mode is not None, "the request builder refuses what no executable can do"
+        # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
+        params = request.params
+        cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
+        table = PageTable(params.cache_salt, cached, keys=request.page_keys)
+        running = RunningRequest(request, self._controller.start_request(), mode, request.needs_mask, table=table)
+        try:
+            self._skip_tokens(running, self.kv.open(table, running.text))
+        except PoolFull:
+            return False
+        self._opened = running
+        return True
+
+    def _skip_tokens(self, running: RunningRequest, end: int) -> None:
+        """The kv before `end` is there already."""
+        if not running.request.preemptions:  # it counts the prompt's tokens, once
+            running.request.cached_tokens += end - running.prefilled_tokens
+            self.kv.hits += end - running.prefilled_tokens
+        running.prefilled_tokens = running.length = end
+
+    def make_room(self) -> list[Request]:
+        """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
+
+        The least important ones go first, of these the newest. They continue where they were: with the same seeds at
+        the same positions. Returns those that were set back.
+        """
+        preempted = []
+        while True:
+            try:
+                self.plan_round()
+            except PoolFull:
+                running = max(self.slots, key=lambda one: one.precedence)
+                self.end(running)
+                running.request.preempt()
+                self._queue.put_back(running.request)
+                preempted.append(running.request)
+            else:
+                return preempted
 
     def compact(self) -> list[tuple[int, int]]:
         """Moves requests to lower slots where a smaller batch bucket then holds them: (source, destination) each."""
@@ -289,8 +364,9 @@ class Scheduler:
         return moves
 
     def clear_slots(self) -> list[Request]:
-        """Frees every slot. Returns the requests that held one."""
+        """Frees every slot and page, and forgets what they held. Returns the requests that held a slot."""
         running, self.slots = list(self.slots), Slots(self._grid.slots)
+        self.kv.pool.clear()
         return [one.request for one in running]
 
     def _batch_bucket(self, slots: int) -> int:
@@ -300,41 +376,49 @@ class Scheduler:
 
     def plan_prefill(self) -> PrefillPlan | None:
         """The next prompt chunk; None where every prompt is in."""
-        running = self.slots.take_prefill()
-        if running is None:
-            return None
+        while running := self.slots.take_prefill():
+            self._skip_tokens(running, self.kv.share_prefix(running.table, running.text, running.prefilled_tokens))
+            if not running.is_prefilled:
+                return self._plan_chunk(running)
+        return None
+
+    def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
         start, left = running.prefilled_tokens, running.tokens_to_prefill
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
-        prompt, scored = running.request.prompt, running.request.params.prompt_logprobs is not None
+        text, scored = running.text, running.is_scored
         return PrefillPlan(
             running=running,
             slot=self.slots.slot_of(running),
             chunk=chunk,
             start=start,
-            tokens=prompt[start : start + count],
+            tokens=text[start : start + count],
             gives_first_token=count == left and not running.sampled,
             scored=scored,
-            next_tokens=prompt[start + 1 : start + count + 1] if scored else (),
+            next_tokens=text[start + 1 : start + count + 1] if scored else (),
         )
 
     def start_prefill(self, plan: PrefillPlan) -> None:
-        """The chunk was dispatched."""
+        """The chunk was dispatched: whatever is dispatched from now on finds its kv."""
         running = plan.running
         running.prefilled_tokens = running.length = plan.start + len(plan.tokens)
         running.first_token_in_flight = plan.gives_first_token
+        self.kv.name_pages(running.table, running.text, running.length)
 
     # -- rounds
 
     def plan_round(self) -> RoundPlan | None:
         """The next round of all requests that want tokens; None where none does.
 
-        Raises LengthBoundTooLoose where no bucket is certain to hold the batch before outstanding rounds are committed.
+        Raises LengthBoundTooLoose where no bucket is certain to hold the batch before outstanding rounds are committed,
+        PoolFull where the batch lacks pages.
         """
         batch = RoundBatch(self.slots.wanting_round())
         if not batch.requests:
             return None
         bucket = self._choose_bucket(batch)
+        for running in batch.requests:
+            self.kv.grow(running.table, running.length_bound + bucket.k + 1)
         alone = len(self.slots) == 1 and bucket.batch == 1
         return RoundPlan(batch, bucket, multi_round=alone and self._grid.rounds > 1 and batch.mode == "greedy")
 
@@ -355,6 +439,13 @@ class Scheduler:
         self._controller.note_round_time((plan.bucket, plan.batch.mode), seconds)
         self._burst.note_round_time(plan.bucket, seconds)
 
+    def note_tokens(self, running: RunningRequest) -> None:
+        """Tokens were committed to the request: its full pages are kept for others."""
+        request = running.request
+        length = min(running.length, len(request.prompt) + len(request.token_ids))
+        if (running.table.named + 1) * self.kv.page <= length:
+            self.kv.name_pages(running.table, [*request.prompt, *request.token_ids], length)
+
     def note_outcome(self, running: RunningRequest, k: int, accepted: int) -> None:
         """`accepted` of `k` drafted tokens of this request were accepted in one round."""
         self._controller.note_outcome(running.acceptance, k, accepted)
@@ -373,7 +464,9 @@ class Scheduler:
         previous, self._previous_k = self._previous_k, plan.bucket.k
         if plan.bucket.k != previous:
             return 1
-        room = (plan.bucket.length - plan.batch.length_bound) // (plan.bucket.k + 1)
-        rounds = self._burst.choose(plan.bucket, room)
+        (running,), width = plan.batch.requests, plan.bucket.k + 1
+        positions = min(plan.bucket.length, (len(running.table.pages) + self.kv.pool.available) * self.kv.page)
+        rounds = self._burst.choose(plan.bucket, (positions - running.length_bound) // width)
+        self.kv.grow(running.table, running.length_bound + rounds * width)
         self._controller.repeat_choice(rounds - 1)
         return rounds

@@ -22,6 +22,7 @@ WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
 CODE = 0.5  # of a codebook, so that transitions between tokens weigh as much as logits
 SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
 STRIDE = 7919  # between consecutive tokens
+MAX_POOL_PAGES = 1 << 30
 KV = ("target_k", "target_v", "draft_k", "draft_v")
 
 
@@ -44,8 +45,9 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
     """A state array before the call."""
     if array.name in KV:
         values = _fill_with_noise(array, FEATURE)
-        values[:, :, :, _start(signature) :] = 0
-        return values
+        rows, page = np.arange(array.shape[1])[:, None] - 1, np.arange(array.shape[3])
+        positions = rows % _count_row_pages(signature) * array.shape[3] + page
+        return np.where(((rows >= 0) & (positions < _start(signature)))[:, None, :, None], values, 0)
     slots = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
         case "recurrent_states" | "conv_states":
@@ -69,10 +71,13 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
     raise AssertionError(f"{array.name}: no test input for this state array")
 
 
-def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:
-    """An argument that is neither weight nor state."""
+def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages: int = MAX_POOL_PAGES) -> np.ndarray:
+    """An argument that is neither weight nor state. In a pool of `pool_pages`, rows share pages if they must."""
     rows = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
+        case "pages":
+            owners = max(1, pool_pages // array.shape[1])
+            return 1 + rows[:, None] % owners * array.shape[1] + np.arange(array.shape[1], dtype=np.int32)
         case "tokens" | "next_tokens" | "block":
             return _make_tokens(array, vocab)
         case "anchor":
@@ -100,6 +105,11 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int) -> np.ndar
     # `admit` writes into the first slot what the second slot holds.
     _, *shape = array.shape
     return make_state(ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]
+
+
+def _count_row_pages(signature: Signature) -> int:
+    (pages,) = (one for one in signature.arguments if one.name == "pages")
+    return pages.shape[1]
 
 
 def _start(signature: Signature) -> int:

@@ -53,7 +53,10 @@ class SelfTestCaller:
         executable.bind(self._place_weights(signature))
         before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
         state = _State({name: self._to_device(self._known[name], values) for name, values in before.items()})
-        arguments = [self._to_device(one, make_argument(one, signature, self._vocab)) for one in signature.arguments]
+        pool_pages = self._known["target_k"].shape[1] - 1
+        arguments = [
+            self._to_device(one, make_argument(one, signature, self._vocab, pool_pages)) for one in signature.arguments
+        ]
         results = executable(state, *arguments)
         outputs = [Output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):

@@ -91,7 +91,7 @@ class RoundTimer:
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state = bundle, state
-        self._slots = bundle.manifest.grid.slots
+        self._grid = bundle.manifest.grid
         self._vocab = bundle.manifest.target.facts.decoder.vocab
         self._random = np.random.default_rng(0)
 
@@ -99,10 +99,10 @@ class RoundTimer:
         """Seconds of one round, waited for."""
         bundle, state = self._bundle, self._state
         # As many positions as rounds of this bucket see at most.
-        self._set_state(np.full(self._slots, bucket.length - bucket.k - 1), self._draw_tokens(self._slots))
+        self._set_state(np.full(self._grid.slots, bucket.length - bucket.k - 1), self._draw_tokens(self._grid.slots))
         block = [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
         active = state.to_device(np.zeros(bucket.batch, bool))
-        slots = state.to_device(np.arange(bucket.batch, dtype=np.int32))
+        pages = state.to_device(np.array(self._grid.separate_tables(range(bucket.batch)), np.int32))
         verify = bundle.verify(bucket, mode)
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         samples = needs_sampling_state(bundle.manifest.sampling)
@@ -111,9 +111,9 @@ class RoundTimer:
         state.wait()
         began = time.perf_counter()
         # The draft comes last: each call then needs the result of the one before, and none of them overlap.
-        features, starts, *_ = verify(state, *block, active, *map(state.to_device, masks))
-        write(state, features, slots, starts)
-        drafted = bundle.draft(bucket)(state, *flags) if bucket.k else ()
+        features, starts, *_ = verify(state, pages, *block, active, *map(state.to_device, masks))
+        write(state, pages, features, starts)
+        drafted = bundle.draft(bucket)(state, pages, *flags) if bucket.k else ()
         jax.block_until_ready(drafted)
         state.wait()
         return time.perf_counter() - began

@@ -28,7 +28,7 @@ def test_output_line_has_logprobs_and_drafted_only_on_request():
     plain = json.loads(output_line("a", DONE, False))
     assert plain == {
         "id": "a", "token_ids": [5, 6], "text": "ab", "finish_reason": "length", "prompt_tokens": 3, "accepted": [1],
-        "error": None,
+        "cached_tokens": 0, "error": None,
     }  # fmt: skip
     detailed = json.loads(output_line("a", replace(DONE, logprobs=LOGPROBS), True))
     assert detailed.pop("drafted") == [[5, 7]]

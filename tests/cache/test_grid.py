@@ -1,5 +1,6 @@
 """Grids: parsing, refusals, and the choice of buckets and chunks."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,9 +182,28 @@ def test_no_chunk_is_wider_than_its_length():
     assert grid.chunks() == [Chunk(8, 16), Chunk(8, 64), Chunk(32, 64)]
 
 
-def test_widest_write_is_the_largest_chunk_or_block():
-    assert parse_grid(TEXT, BLOCK).widest_write == 32
-    assert parse_grid("batch=1 length=32 k=15 prefill=8", BLOCK).widest_write == 16
+def test_pool_holds_the_capacity_of_every_slot_unless_kv_positions_says_otherwise():
+    grid = parse_grid("batch=1,4 length=32,100 k=0 prefill=8 page=16", BLOCK)
+    assert (grid.row_pages, grid.pool_pages) == (7, 28)
+    small = parse_grid("batch=1,4 length=32,100 k=0 prefill=8 page=16 kv_positions=200", BLOCK)
+    assert (small.row_pages, small.pool_pages) == (7, 13)
+    assert str(small) == "batch=1,4 length=32,100 k=0 prefill=8 page=16 kv_positions=200"
+    assert parse_grid(str(small), BLOCK) == small
+    assert small.widened(8, 300, 0).kv_positions == 300
+    assert small.united(grid).kv_positions is None
+
+
+def test_pool_that_does_not_hold_the_longest_request_is_refused():
+    with pytest.raises(BadInput, match="kv_positions=99 hold no request of the longest length=100"):
+        parse_grid("batch=1,4 length=32,100 k=0 prefill=8 kv_positions=99", BLOCK)
+
+
+@given(GRIDS, st.integers(1, 40), st.integers(1, 3))
+def test_separate_tables_name_pages_of_the_pool_once_per_row(grid, page, rows):
+    grid = msgspec.structs.replace(grid, page=page, kv_positions=rows * grid.capacity)
+    tables = grid.separate_tables(range(grid.slots))
+    assert all(len(set(table)) == grid.row_pages for table in tables)
+    assert {page for table in tables for page in table} <= set(range(1, grid.pool_pages + 1))
 
 
 def test_grid_miss_names_request_edge_and_remedy():
@@ -216,9 +236,9 @@ def test_size_above_the_limit_is_refused_with_the_limit():
         parse_grid("batch=1 length=99999999 k=0 prefill=4", BLOCK)
 
 
-def test_rounds_are_optional_and_widen_the_widest_write():
+def test_rounds_are_optional():
     grid = parse_grid("batch=1,4 length=64 k=0,3 prefill=4 rounds=8", BLOCK)
-    assert (grid.rounds, grid.widest_write) == (8, 8)
+    assert grid.rounds == 8
     assert str(grid) == "batch=1,4 length=64 k=0,3 prefill=4 rounds=8"
     assert str(grid.widened(8, 64, 3)) == "batch=1,4,8 length=64 k=0,3 prefill=4 rounds=8"
     plain = parse_grid("batch=1,4 length=64 k=0,3 prefill=4", BLOCK)

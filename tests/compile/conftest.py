@@ -24,7 +24,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.cache.signature import state_arrays
+from dflash_aot.cache.signature import Signature, state_arrays
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
@@ -188,6 +188,13 @@ class Models(TargetModel):
         return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
 
 
+def read_slots(arrays: Mapping[str, jax.Array], name: str, grid: Grid) -> np.ndarray:
+    """One kv pool of a rig by slot and position: [L, slots, G, C, D]."""
+    pages = np.asarray(arrays[name])[:, np.array(grid.separate_tables(range(grid.slots)))]
+    layers, slots, count, heads, page, width = pages.shape
+    return pages.swapaxes(2, 3).reshape(layers, slots, heads, count * page, width)
+
+
 class Rig:
     """The programs of a pair on arrays by name. Each is compiled once, and nothing is donated."""
 
@@ -210,6 +217,8 @@ class Rig:
     def run(self, label: str, arrays: Mapping[str, jax.Array], **arguments: object) -> Arrays:
         """Runs a program on its inputs among `arrays` and `arguments`: `arrays`, arguments and outputs by name."""
         signature = self._signatures[label]
+        if "pages" not in arguments and (slots := self._find_slots(signature, arguments)) is not None:
+            arguments["pages"] = self.grid.separate_tables(slots)
         state = {name: arrays[name] for name in signature.state}
         weights = {name: self._models.weights[name] for name in signature.weights}
         given = {
@@ -221,6 +230,13 @@ class Rig:
         assert not arguments, f"{label} takes no {sorted(arguments)}"
         left = {name: array for name, array in given.items() if name not in self._state}  # `counts` is both
         return {**arrays, **left, **self._jitted(label)({**weights, **state, **given})}
+
+    def _find_slots(self, signature: Signature, arguments: dict[str, object]) -> object:
+        """The slots whose pages a call takes; None where it takes none, or those of the call before it."""
+        if signature.program == "kv_write":
+            return arguments.pop("slots", None)
+        rows = [one.shape[0] for one in signature.arguments if one.name == "pages"]
+        return arguments.get("slots", range(*rows)) if rows else None
 
     def prefill(
         self,
@@ -337,7 +353,7 @@ def make_rig():
 @pytest.fixture(scope="session")
 def rig(small, make_rig) -> Rig:
     """The small pair's programs."""
-    return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16 rounds=4")
+    return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16 rounds=4 page=5")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""Blockwise attention computes what whole attention computes."""
+"""Attention of blocks and of pages computes what whole attention computes; rows are written across page borders."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -8,62 +9,98 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.compile.models import attention
-from dflash_aot.compile.models.attention import attend, attend_blockwise, attend_context
-from dflash_aot.compile.models.kv_cache import KvContext
+from dflash_aot.compile.models.attention import attend, attend_blockwise, attend_by_page, attend_context
+from dflash_aot.compile.models.kv_cache import KvContext, write_rows
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
+PAGE = 3
 
 
 def make_case(seed, length, end):
-    """Queries, a context in slots 1 and 2 of layer 1 with huge values from `end` on, its mask, a part beside it."""
+    """Queries, a context in layer 1 with huge values from `end` on, its mask, a part beside it."""
     rng = np.random.default_rng(seed)
-    keys, values = rng.standard_normal((2, 2, 4, G, length + 2, D), np.float32)
-    keys[..., end:, :] = values[..., end:, :] = 1e9
-    context = KvContext(jnp.asarray(keys), jnp.asarray(values), 1, 1, B, length)
+    pages = -(-length // PAGE)
+    tables = rng.permutation(np.arange(1, 1 + B * pages)).reshape(B, pages)
+    keys, values = rng.standard_normal((2, 2, 1 + B * pages, G, PAGE, D), np.float32)
+    behind = np.arange(pages * PAGE).reshape(pages, PAGE) >= end
+    for pool in (keys, values):
+        pool[:, 0] = 1e9
+        for table in tables:
+            pool[:, table] = np.where(behind[None, :, None, :, None], 1e9, pool[:, table])
+    context = KvContext(jnp.asarray(keys), jnp.asarray(values), 1, jnp.asarray(tables), length)
     q = jnp.asarray(rng.standard_normal((B, G, R, T, D)), jnp.float32)
     beside_part = rng.standard_normal((2, B, G, T, D)).astype(np.float32)
-    mask = rng.random((B, T, length + 2)) < 0.7
+    mask = rng.random((B, T, length + 8 * PAGE)) < 0.7
     mask[..., 0] = True
     mask[..., end:] = False
     return q, context, jnp.asarray(mask), (*map(jnp.asarray, beside_part), jnp.asarray(rng.random((B, T, T)) < 0.5))
 
 
-@partial(jit_quickly, static_argnames=("length", "block"))
-def attend_both_ways(q, context, mask, end, parts, length, block):
-    """Blockwise and whole attention."""
-    context = KvContext(*context, 1, 1, B, length)
-    blockwise = attend_blockwise(q, context, lambda at: mask[:, :, at], end, parts, block)
-    return blockwise, attend(q, (*context.read(0, length), mask[:, :, :length]), *parts)
+def attend_whole(q, context, mask, *parts):
+    keys, values = context.read(0, context.pages)
+    return attend(q, (keys, values, mask[:, :, : keys.shape[2]]), *parts)
 
 
-# Context and block: one position, blocks that fill the context, and a last block that moves back by little or much.
-SHAPES = [(1, 1), (2, 1), (7, 3), (12, 4), (13, 5), (13, 12), (13, 13)]
+@partial(jit_quickly, static_argnames=("length", "pages"))
+def attend_every_way(q, context, mask, end, parts, length, pages):
+    """Blockwise, page by page, and whole."""
+    context, look = KvContext(*context, length), lambda at: mask[:, :, at]
+    blockwise = attend_blockwise(q, context, look, end, parts, pages)
+    by_page = attend_by_page(q, context, look, jnp.broadcast_to(end, B), parts)
+    return blockwise, by_page, attend_whole(q, context, mask, *parts)
+
+
+# Length and pages of a block: one position, blocks that fill the context, and a last block that ends behind it.
+SHAPES = [(1, 1), (6, 1), (7, 2), (12, 4), (13, 3), (13, 5), (13, 6)]
 
 
 @given(seed=st.integers(0, 99), shape=st.sampled_from(SHAPES), share=st.floats(0, 1), beside=st.booleans())
 @settings(max_examples=300)
-def test_attend_blockwise_equals_attend(seed, shape, share, beside):
-    length, block = shape
+def test_attention_of_blocks_and_of_pages_equals_attend(seed, shape, share, beside):
+    length, pages = shape
     end = max(1, round(share * length))
     q, context, mask, beside_part = make_case(seed, length, end)
-    arrays = context.keys, context.values
-    found, expected = attend_both_ways(q, arrays, mask, jnp.int32(end), (beside_part,) if beside else (), length, block)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    arrays, parts = (context.keys, context.values, context.layer, context.tables), (beside_part,) if beside else ()
+    *found, expected = attend_every_way(q, arrays, mask, jnp.int32(end), parts, length, pages)
+    for one in found:
+        np.testing.assert_allclose(one, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_attend_context_goes_blockwise_above_the_score_limit(monkeypatch):
     """Only whole attention reads the NaN behind `end`, and multiplies it by a weight of zero."""
     q, context, mask, _ = make_case(0, 12, 5)
-    spoiled = KvContext(context.keys, context.values.at[..., 8:, :].set(jnp.nan), 1, 1, B, 12)
+    spoiled = replace(context, values=context.values.at[:, context.tables[:, 3]].set(jnp.nan))
 
-    def mix():
-        return np.asarray(attend_context(q, spoiled, lambda at: mask[:, :, at], jnp.int32(5)))
+    def mix(**how):
+        return np.asarray(attend_context(q, spoiled, lambda at: mask[:, :, at], jnp.full(B, 5), **how))
 
-    monkeypatch.setattr(attention, "KV_BLOCK", 4)
+    monkeypatch.setattr(attention, "KV_BLOCK", 2 * PAGE)
     scores = 4 * G * R * T * 12
     monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores)
     assert np.isnan(mix()).all()
+    expected = attend_whole(q, context, mask)
+    np.testing.assert_allclose(mix(by_page=True), expected, rtol=2e-5, atol=2e-5)
     monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores - 1)
-    expected = attend(q, (*context.read(0, 12), mask[:, :, :12]))
     np.testing.assert_allclose(mix(), expected, rtol=2e-5, atol=2e-5)
+
+
+@partial(jit_quickly, static_argnames=())
+def write(pool, rows, tables, starts):
+    return write_rows(pool, 1, rows, tables, starts)
+
+
+@given(page=st.integers(1, 5), width=st.sampled_from([1, 2, 5, 11]), data=st.data())
+@settings(max_examples=150)
+def test_rows_are_written_across_page_borders_and_earlier_positions_stay(page, width, data):
+    entries, rng = 4, np.random.default_rng(0)
+    starts = [data.draw(st.integers(0, entries * page)) for _ in range(B)]
+    tables = rng.permutation(np.arange(1, 1 + B * entries)).reshape(B, entries)
+    pool = rng.standard_normal((2, 1 + B * entries, G, page, D)).astype(np.float32)
+    rows = rng.standard_normal((B, G, width, D)).astype(np.float32)
+    found = np.asarray(write(pool, rows, tables, np.array(starts)))
+    np.testing.assert_array_equal(found[0], pool[0])
+    for table, start, row in zip(tables, starts, rows, strict=True):
+        before, after = (np.concatenate([state[1, one] for one in table], axis=1) for state in (pool, found))
+        np.testing.assert_array_equal(after[:, :start], before[:, :start])
+        np.testing.assert_array_equal(after[:, start : start + width], row[:, : entries * page - start])

@@ -117,7 +117,7 @@ def test_kernel_attends_as_attend_does_and_reads_no_other_page(case, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize=2, length=4096, capacity=4352)
+QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize=2, length=4096, kv_page=128)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,10 @@ QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize
         (replace(QWEN3_4B_VERIFY, queries=256), 1, Tiling(1, 256, 128, 4)),
         (replace(QWEN3_4B_VERIFY, queries=1000), 1, Tiling(1, 200, 128, 4)),  # tiles of whole registers
         (replace(QWEN3_4B_VERIFY, queries=509), 1, None),  # prime: no tile divides it
-        (replace(QWEN3_4B_VERIFY, length=3984, capacity=3999), 1, Tiling(8, 16, 16, 32)),
-        (replace(QWEN3_4B_VERIFY, length=100, capacity=111), 1, None),  # the last page would end behind the arrays
-        (replace(QWEN3_4B_VERIFY, length=100, capacity=128), 1, Tiling(8, 16, 128, 1)),
+        (replace(QWEN3_4B_VERIFY, kv_page=256), 1, Tiling(8, 16, 128, 4)),  # a page is copied in two parts
+        (replace(QWEN3_4B_VERIFY, kv_page=48), 1, Tiling(8, 16, 16, 32)),
+        (replace(QWEN3_4B_VERIFY, kv_page=24), 1, None),  # no part of it is a whole memory tile
+        (replace(QWEN3_4B_VERIFY, length=100), 1, Tiling(8, 16, 128, 1)),
     ],
 )
 def test_choose_tiling_divides_heads_queries_and_pages(sizes, cores, expected):

@@ -60,7 +60,7 @@ def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
     found = MemoryPlanner(programs, 1, tiled=False).plan(GRID)
     layer = 4 * 128 * 256 + 3 * 128 * 256 + 2 * 128 + 2 * 128  # four projections, an MLP, norms of layer and heads
     assert found.weights == 2 * (512 * 128 + 3 * layer + 2 * 128 + 256 * 128 + 128)
-    assert found.state == 2 * 2 * 3 * 4 * 2 * (1024 + 64) * 128 + 2 * 4 * 4
+    assert found.state == 2 * 2 * 3 * 2 * (4 * 1024 + 64) * 128 + 2 * 4 * 4
     labels = [signature.label for signature in programs.list_signatures(GRID)]
     memory = {label: MemoryUse(0, 30, 10, 1000 + place, 7) for place, label in enumerate(labels)}
     measured = MemoryPlanner(programs, 1, tiled=False, measured=CompilerFigures(memory)).plan(GRID)

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compile.conftest import read_slots
+
 KV = ("target_k", "target_v", "draft_k", "draft_v")
-STATE = (*KV, "lengths", "anchors")
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3]]
 BUCKET = "batch=3 length=32 k=3"
 CAPACITY = 32
@@ -20,15 +21,24 @@ def running(rig):
     return arrays
 
 
-def read_committed(arrays, name, slot):
-    """The kv of a slot up to its length."""
-    return np.asarray(arrays[name])[:, slot, :, : int(arrays["lengths"][slot])]
+@pytest.fixture(scope="module")
+def read_committed(rig):
+    """Arrays, the name of a pool, a slot → the kv of the slot up to its length."""
+    return lambda arrays, name, slot: read_slots(arrays, name, rig.grid)[:, slot, :, : int(arrays["lengths"][slot])]
 
 
-def overwrite_uncommitted(arrays):
-    """Overwrites every position that no slot has committed."""
-    free = np.arange(arrays["target_k"].shape[3]) >= np.asarray(arrays["lengths"])[:, None]
-    return {**arrays, **{name: jnp.where(free[None, :, None, :, None], 1e3, arrays[name]) for name in KV}}
+@pytest.fixture(scope="module")
+def overwrite_uncommitted(rig):
+    """Arrays → the same with other kv in every position that no slot has committed, and in page 0."""
+    tables, page = np.array(rig.grid.separate_tables(range(rig.grid.slots))), rig.grid.page
+
+    def overwrite(arrays):
+        free = np.ones((1 + rig.grid.pool_pages, page), bool)
+        positions = np.arange(tables.shape[1] * page).reshape(-1, page)
+        free[tables] = positions >= np.asarray(arrays["lengths"])[:, None, None]
+        return {**arrays, **{name: jnp.where(free[None, :, None, :, None], 1e3, arrays[name]) for name in KV}}
+
+    return overwrite
 
 
 def assert_same(left, right, names):
@@ -36,7 +46,7 @@ def assert_same(left, right, names):
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-def test_prefill_does_not_depend_on_padding(rig):
+def test_prefill_does_not_depend_on_padding(rig, read_committed):
     one, other = (rig.prefill(rig.empty(), 1, PROMPTS[0], width=16, padding=padding) for padding in (0, 40))
     assert_same(one, other, ("lengths", "anchors", "first"))
     np.testing.assert_array_equal(one["features"][:, :5], other["features"][:, :5])
@@ -45,7 +55,7 @@ def test_prefill_does_not_depend_on_padding(rig):
         np.testing.assert_array_equal(read_committed(one, name, 1), read_committed(other, name, 1), err_msg=name)
 
 
-def test_chunked_prefill_equals_one_prefill(rig):
+def test_chunked_prefill_equals_one_prefill(rig, read_committed):
     whole, chunked = (rig.prefill(rig.empty(), 2, PROMPTS[2], width=width) for width in (16, 4))
     assert_same(whole, chunked, ("lengths", "anchors"))
     for name in KV:
@@ -73,25 +83,25 @@ def test_request_does_not_depend_on_the_slots_earlier_request(rig):
     assert_same(fresh, reused, ("verdict", "features"))
 
 
-def test_draft_reads_nothing_behind_the_length(rig, running):
+def test_draft_reads_nothing_behind_the_length(rig, running, overwrite_uncommitted):
     clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, overwrite_uncommitted(running)))
     assert_same(clean, dirty, ("block",))
 
 
-def test_draft_reads_the_kv_before_the_length(rig, running):
+def test_draft_reads_the_kv_before_the_length(rig, running, overwrite_uncommitted):
     """Shows that the test above can fail: overwritten positions before the length change the block."""
     short = overwrite_uncommitted({**running, "lengths": running["lengths"] - 4})
     dirty = rig.run(f"draft {BUCKET}", {**short, "lengths": running["lengths"]})
     assert dirty["block"].tolist() != rig.run(f"draft {BUCKET}", running)["block"].tolist()
 
 
-def test_verify_reads_nothing_behind_its_block(rig, running):
+def test_verify_reads_nothing_behind_its_block(rig, running, overwrite_uncommitted):
     arrays = rig.run(f"draft {BUCKET}", running)
     clean, dirty = (rig.run(f"verify {BUCKET}", a, active=[True] * 3) for a in (arrays, overwrite_uncommitted(arrays)))
     assert_same(clean, dirty, ("verdict", "features", "lengths", "anchors"))
 
 
-def test_inactive_row_does_not_advance(rig, running):
+def test_inactive_row_does_not_advance(rig, running, read_committed):
     arrays = rig.run(f"draft {BUCKET}", running)
     after = rig.run(f"verify {BUCKET}", arrays, active=[True, False, True])
     assert (after["lengths"] > running["lengths"]).tolist() == [True, False, True]
@@ -107,7 +117,8 @@ def test_round_does_not_change_slots_outside_the_bucket(rig, running):
     assert arrays["lengths"][2] == running["lengths"][2]
     assert arrays["anchors"][2] == running["anchors"][2]
     for name in KV:
-        np.testing.assert_array_equal(arrays[name][:, 2], running[name][:, 2], err_msg=name)
+        left, right = (read_slots(state, name, rig.grid)[:, 2] for state in (arrays, running))
+        np.testing.assert_array_equal(left, right, err_msg=name)
 
 
 def test_prefill_does_not_change_other_slots(rig, running):
@@ -116,7 +127,8 @@ def test_prefill_does_not_change_other_slots(rig, running):
         assert after["lengths"][slot] == running["lengths"][slot]
         assert after["anchors"][slot] == running["anchors"][slot]
         for name in KV:
-            np.testing.assert_array_equal(after[name][:, slot], running[name][:, slot], err_msg=name)
+            left, right = (read_slots(state, name, rig.grid)[:, slot] for state in (after, running))
+            np.testing.assert_array_equal(left, right, err_msg=name)
 
 
 def test_bucket_does_not_change_tokens(rig, running):
@@ -145,7 +157,7 @@ def decode_step_by_step(rig, arrays, steps):
     return arrays, np.stack(chosen, axis=1), np.stack(features, axis=1)
 
 
-def test_verify_of_a_block_equals_single_steps(rig, running):
+def test_verify_of_a_block_equals_single_steps(rig, running, read_committed):
     after, chosen, features = decode_step_by_step(rig, running, 4)
     block = np.concatenate([running["anchors"][:, None], chosen[:, :3]], axis=1)
     at_once = rig.run(f"verify {BUCKET}", running, block=block, active=[True] * 3)
@@ -171,7 +183,7 @@ def test_rejected_block_does_not_change_later_tokens(rig, running):
 
 
 @pytest.mark.parametrize("width", [4, 16])
-def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, width):
+def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, width, read_committed):
     prompt = [*range(40)][:CAPACITY]
     before = rig.prefill(rig.empty(), 0, prompt[:30], width=width)
     after = rig.prefill(before, 0, prompt[30:], width=width, start=30)
@@ -187,7 +199,7 @@ def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, width):
         )
 
 
-def test_round_of_a_full_slot_keeps_earlier_positions(rig):
+def test_round_of_a_full_slot_keeps_earlier_positions(rig, read_committed):
     full = rig.prefill(rig.empty(), 0, [*range(CAPACITY)], width=16)
     arrays = rig.run("draft batch=1 length=32 k=3", full)
     arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[False])
@@ -211,9 +223,17 @@ def test_kv_write_writes_to_the_given_slots(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
+def test_kv_write_of_a_row_without_pages_changes_page_0_only(rig, running):
+    arrays = rig.run("draft batch=1 length=32 k=3", running)
+    arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[True])
+    written = rig.run("kv_write rows=1 width=4", arrays, pages=[[0] * rig.grid.row_pages])
+    for name in ("draft_k", "draft_v"):
+        np.testing.assert_array_equal(written[name][:, 1:], arrays[name][:, 1:], err_msg=name)
+        assert not np.array_equal(written[name][:, 0], arrays[name][:, 0])
+
+
 def test_move_copies_one_slot_and_changes_no_other(rig, running):
     moved = rig.run("move", running, source=[2], destination=[0])
-    for name in STATE:
-        slots = 0 if name in ("lengths", "anchors") else 1
-        expected = np.take(running[name], [2, 1, 2], axis=slots)
-        np.testing.assert_array_equal(moved[name], expected, err_msg=name)
+    for name in ("lengths", "anchors"):
+        np.testing.assert_array_equal(moved[name], np.take(running[name], [2, 1, 2]), err_msg=name)
+    assert_same(moved, running, KV)

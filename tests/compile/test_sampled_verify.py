@@ -28,6 +28,7 @@ def admit(rig, arrays, slot, prompt, seed=7, tops=0, anchor=None, bias=0.0, **as
         slot_seeds=[[0, seed]],
         slot_bias=np.broadcast_to(np.float32(bias), (1, VOCAB)),
         slot_prompted=np.isin(np.arange(VOCAB), prompt)[None],
+        slot_counts=np.zeros((1, VOCAB)),
         slot_tops=[tops],
     )
 

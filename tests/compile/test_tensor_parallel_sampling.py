@@ -62,29 +62,31 @@ class Server:
 
     def admit(self, slot, asked):
         prompt = [(7 * slot + 3 * place) % 40 for place in range(6)]
-        at, padded = {"slots": [slot], "starts": [0]}, [*prompt[:-1], *[0] * 11]
-        found = self.run("prefill prefill=16 length=32", tokens=[padded], counts=[5], gives_first=[False], **at)
+        at, padded = {"pages": grid.separate_tables([slot]), "starts": [0]}, [*prompt[:-1], *[0] * 11]
+        given = {"tokens": [padded], "slots": [slot], "counts": [5], "gives_first": [False]}
+        found = self.run("prefill prefill=16 length=32", **given, **at)
         self.run("kv_write rows=1 width=16", features=found["features"], **at)
         columns, tokens = {**NEUTRAL_SAMPLING, **asked}, np.arange(vocab)
         self.run(
             "admit", slots=[slot], starts=[5], anchor=[prompt[-1]],
             slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]], slot_seeds=[[5, slot]],
-            slot_bias=np.sin(tokens)[None], slot_prompted=np.isin(tokens, prompt)[None], slot_tops=[1],
+            slot_bias=np.sin(tokens)[None], slot_prompted=np.isin(tokens, prompt)[None],
+            slot_counts=np.zeros_like(tokens)[None], slot_tops=[1],
         )
 
     def score(self):
         tokens, starts = np.arange(1, 18)[None] * 5 % 40, {"slots": [2], "starts": [0], "counts": [16]}
         found = self.run(
-            "scored_prefill prefill=16 length=32",
+            "scored_prefill prefill=16 length=32", pages=grid.separate_tables([0]),
             tokens=tokens[:, :-1], next_tokens=tokens[:, 1:], gives_first=[True], **starts,
         )
         return {name: array.tolist() for name, array in found.items() if name != "features"}
 
     def round(self, k):
-        bucket = f"batch=3 length=32 k={k}"
-        block = self.run(f"draft {bucket}", sampled=[True]) if k else {}
-        found = self.run(f"sampled_verify {bucket}", **block, active=[True] * 3)
-        self.run(f"kv_write rows=3 width={k + 1}", features=found["features"], slots=[0, 1, 2], starts=found["starts"])
+        bucket, pages = f"batch=3 length=32 k={k}", {"pages": grid.separate_tables(range(3))}
+        block = self.run(f"draft {bucket}", **pages, sampled=[True]) if k else {}
+        found = self.run(f"sampled_verify {bucket}", **pages, **block, active=[True] * 3)
+        self.run(f"kv_write rows=3 width={k + 1}", **pages, features=found["features"], starts=found["starts"])
         verdict = found["verdict"]
         return {
             "tokens": verdict[:, : 2 * k + 2].tolist(),

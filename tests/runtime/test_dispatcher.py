@@ -1,5 +1,7 @@
 """Sampling state: what is written to the device for which parameters, seen in the toy's `admit` calls."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from dflash_aot.runtime.scheduler.scheduler import RunningRequest
 from tests.runtime.toy import VOCAB, SlotSampling, ToyArray, ToyEngine, ToyState
 
 PROMPT = [7, 5, 5, 96]
-ARGUMENTS = ("slots", "starts", "anchor", "sampling", "seeds", "bias", "prompted", "tops")
+ARGUMENTS = ("slots", "starts", "anchor", "sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
 class Recorder:
@@ -97,6 +99,7 @@ def test_sampling_state_has_the_declared_shapes():
         "seeds": ("int32", (1, 2)),
         "bias": ("float32", (1, VOCAB)),
         "prompted": ("bool", (1, VOCAB)),
+        "counts": ("int32", (1, VOCAB)),
         "tops": ("int32", (1,)),
     }
 
@@ -107,10 +110,18 @@ def test_sampled_request_starts_at_the_last_prompt_token():
     assert admit(row(sampled=False)).calls[0]["anchor"].tolist() == [-1]
 
 
+def test_preempted_request_continues_behind_its_output_with_the_counts_of_its_tokens():
+    running = row(frequency_penalty=1.0)
+    running.request.take([9, 3, 9])
+    (call,) = admit(RunningRequest(running.request, mode="sample")).calls
+    assert [call[name].tolist() for name in ("starts", "anchor")] == [[len(PROMPT) + 2], [9]]
+    assert {token: count for token, count in enumerate(call["counts"][0].tolist()) if count} == {9: 2, 3: 1}
+
+
 def test_greedy_request_writes_neutral_values():
     call = admit(row(sampled=False)).calls[0]
     assert dict(zip(SAMPLING_COLUMNS, call["sampling"][0].tolist(), strict=True)) == NEUTRAL_SAMPLING
-    assert not any(call[name].any() for name in ("bias", "prompted", "tops"))
+    assert not any(call[name].any() for name in ("bias", "prompted", "counts", "tops"))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +154,7 @@ def test_likeliest_tokens_are_requested_with_logprobs(logprobs, wanted):
 
 def test_empty_arrays_are_placed_once():
     first, second, other = admit(row(), row(temperature=1.0), row(logit_bias={1: 1.0}, repetition_penalty=2.0)).placed
+    assert other["counts"] is first["counts"]
     for name in ("bias", "prompted"):
         assert first[name] is second[name]
         assert other[name] is not first[name]
@@ -155,8 +167,8 @@ def test_sampling_state_is_written_to_its_slot_only():
     engine = ToyEngine()
     admission = SamplingStateWriter(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
     slots = engine.state.slots
-    slots[2].target[:3], slots[2].length, slots[2].anchor, slots[2].said = PROMPT[:3], 3, 55, 9
-    before = [slot.copy() for slot in slots]
+    slots[2].length, slots[2].anchor, slots[2].said = 3, 55, 9
+    before = [replace(slot) for slot in slots]
     admission.write(row(temperature=0.5, seed=-2, repetition_penalty=2.0, logit_bias={4: -1.0, 9: 1.0}, logprobs=3), 2)
     assert slots[2].sampling == SlotSampling(0.5, (1 << 64) - 2, 0.0, 2.0, prompted=3, forced=9, tops=True)
     assert (slots[2].length, slots[2].anchor, slots[2].said) == (3, 96, 0)

@@ -53,6 +53,12 @@ def make_counters() -> Counters:
         host_wall_seconds=0.75,
         wait_seconds=1.25,
         compile_events=23,
+        preemptions=32,
+        prefix_queries=33,
+        prefix_hits=34,
+        evictions=35,
+        pages_used=9,
+        pages=36,
         finished={"stop": 24, "length": 25, "cancelled": 26, "error": 27},
         bucket_rounds={(Bucket(4, 256, 7), True): 28, (Bucket(1, 64, 0), False): 29},
     )
@@ -72,6 +78,12 @@ PLAIN = {
     "vllm:num_requests_waiting": 20,
     "vllm:prompt_tokens_total": 17,
     "vllm:generation_tokens_total": 18,
+    "vllm:num_preemptions_total": 32,
+    "vllm:prefix_cache_queries_total": 33,
+    "vllm:prefix_cache_hits_total": 34,
+    "vllm:kv_cache_usage_perc": 0.25,
+    "dflash:kv_page_evictions_total": 35,
+    "dflash:kv_pages": 36,
     "dflash:rounds_total": 11,
     "dflash:rows_total": 4 * 28 + 1 * 29,
     "dflash:row_rounds_total": 4,
@@ -167,8 +179,8 @@ def test_types_help_and_names():
         assert NAME.fullmatch(family.name) and not family.name.endswith("_total")
         assert family.documentation.endswith(".")
         assert all(LABEL.fullmatch(label) for sample in family.samples for label in sample.labels)
-    ours = {"dflash:slots", "dflash:executables", "dflash:executables_loaded"}
-    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", *ours}
+    ours = {"dflash:slots", "dflash:executables", "dflash:executables_loaded", "dflash:kv_pages"}
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", *ours}
     types = {family.name: family.type for family in families}
     assert {name for name, kind in types.items() if kind == "gauge"} == gauges
     assert {name for name, kind in types.items() if kind == "histogram"} == set(TIMINGS)

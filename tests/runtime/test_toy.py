@@ -33,70 +33,87 @@ def place(*values: object) -> list[ToyArray]:
     return [ToyArray(np.array(value)) for value in values]
 
 
+def tables(*slots: int) -> list[ToyArray]:
+    """The page tables of slots, each with pages of its own."""
+    return place([[1 + 4 * slot + entry for entry in range(4)] for slot in slots])
+
+
 def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
     """A toy without a loop: three tokens in slot 0, and their features, not written yet."""
     engine = ToyEngine("batch=1,2 length=16 k=0,3 prefill=4", k=3)
     bundle, state = engine.bundle, engine.state
     arguments = place([[5, 6, 7, 0]], [0], [0], [3], [True])
-    features, _ = bundle.prefill(Chunk(4, 16))(state, *arguments)
+    features, _ = bundle.prefill(Chunk(4, 16))(state, *tables(0), *arguments)
     return bundle, state, Bucket(1, 16, 3), features
 
 
 def test_toy_detects_an_unwritten_draft_context():
     bundle, state, bucket, features = prefilled()
-    (block,) = bundle.draft(bucket)(state, *place([False]))
+    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False]))
     with pytest.raises(Misuse, match="has read what was never written"):
-        bundle.verify(bucket)(state, block, *place([True]))
+        bundle.verify(bucket)(state, *tables(0), block, *place([True]))
     bundle, state, bucket, features = prefilled()
-    bundle.kv_write(1, 4)(state, features, *place([0], [0]))
-    (block,) = bundle.draft(bucket)(state, *place([False]))
-    bundle.verify(bucket)(state, block, *place([True]))
+    bundle.kv_write(1, 4)(state, *tables(0), features, *place([0]))
+    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False]))
+    bundle.verify(bucket)(state, *tables(0), block, *place([True]))
 
 
 def test_toy_detects_misplaced_features():
     bundle, state, _, features = prefilled()
     for slot, start in ((1, 0), (0, 1)):
         with pytest.raises(Misuse, match="are written as those of"):
-            bundle.kv_write(1, 4)(state, features, *place([slot], [start]))
+            bundle.kv_write(1, 4)(state, *tables(slot), features, *place([start]))
         state.reset()
 
 
 def test_toy_detects_a_gap_between_chunks():
     bundle, state, *_ = prefilled()
-    with pytest.raises(Misuse, match="starts at 4, and the one before it ended at 3"):
-        bundle.prefill(Chunk(4, 16))(state, *place([[8, 0, 0, 0]], [0], [4], [1], [True]))
+    with pytest.raises(Misuse, match="read that were never written"):
+        bundle.prefill(Chunk(4, 16))(state, *tables(0), *place([[8, 0, 0, 0]], [0], [4], [1], [True]))
 
 
-def test_toy_detects_a_round_beyond_its_bucket():
+def test_toy_detects_a_chunk_behind_kv_that_the_draft_lacks():
     bundle, state, *_ = prefilled()
-    state.slots[0].length = 17
-    state.slots[0].target[:17] = range(17)
-    with pytest.raises(Misuse, match="1 positions behind 17 are not in"):
-        bundle.verify(Bucket(1, 16, 0))(state, *place([True]))
+    with pytest.raises(Misuse, match="starts behind 3 without their kv"):
+        bundle.prefill(Chunk(4, 16))(state, *tables(0), *place([[8, 0, 0, 0]], [0], [3], [1], [True]))
+
+
+def test_toy_detects_a_round_beyond_its_bucket_or_its_pages():
+    bundle, state, *_ = prefilled()
+    state.slots[0].length = 16
+    with pytest.raises(Misuse, match="1 positions behind 16 are not in"):
+        bundle.verify(Bucket(1, 16, 0))(state, *tables(0), *place([True]))
     with pytest.raises(Misuse, match="no verification for"):
         bundle.verify(Bucket(1, 32, 0))
     state.reset()
-    state.slots[1].length = 17  # it rests, and its block would be written over what stands before it
-    with pytest.raises(Misuse, match="would slide back"):
-        bundle.verify(Bucket(2, 16, 3))(state, *place([[0] * 4] * 2, [False, False]))
+    state.slots[0].length = 7
+    with pytest.raises(Misuse, match="4 positions behind 7 have no page"):
+        bundle.verify(Bucket(1, 16, 3))(state, *place([[1, 2, 0, 0]], [[0] * 4], [True]))
+
+
+def test_toy_detects_wrong_page_tables():
+    for table, flaw in (([[1, 2]], "have the shape"), ([[1, 9, 0, 0]], "do not exist"), ([[2, 2, 0, 0]], "twice")):
+        bundle, state, *_ = prefilled()
+        with pytest.raises(Misuse, match=flaw):
+            bundle.verify(Bucket(1, 16, 0))(state, *place(table, [True]))
 
 
 def test_toy_detects_a_missing_sampling_state():
     bundle, state, *_ = prefilled()
     with pytest.raises(Misuse, match="without a sampling state"):
-        bundle.verify(Bucket(1, 16, 0), "sample")(state, *place([True]))
+        bundle.verify(Bucket(1, 16, 0), "sample")(state, *tables(0), *place([True]))
 
 
 def test_toy_detects_spent_state_and_unsent_reads():
     bundle, state, _, features = prefilled()
     with pytest.raises(Misuse, match="array of the host's"):
-        bundle.kv_write(1, 4)(state, features, np.array([0]), np.array([0]))
+        bundle.kv_write(1, 4)(state, *tables(0), features, np.array([0]))
     with pytest.raises(Misuse, match="was not sent"):
         np.asarray(features)
     bundle.fail("draft")
     with pytest.raises(Fault):
-        bundle.draft(Bucket(1, 16, 3))(state, *place([False]))
+        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))
     with pytest.raises(Misuse, match="that a failed call has spent"):
-        bundle.draft(Bucket(1, 16, 3))(state, *place([False]))
+        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))
     state.reset()
-    bundle.draft(Bucket(1, 16, 3))(state, *place([False]))
+    bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))

@@ -1,8 +1,8 @@
 """A device in plain Python with the interface of LoadedBundle and DeviceState, whose answers can be worked out by hand.
 
-The toy's kv is the text: each position of a slot holds the token that was written there, or STALE. So the toy detects
-what a real device executes silently: a read of an unwritten position, a write that would slide back, a host array as an
-argument, state that a failed call has spent. Two clocks, of device and host, give latencies.
+The toy's kv is the text: each position of a page holds the token that was written there, or STALE. So the toy detects
+what a real device executes silently: a read of an unwritten position, a write to a page that others read, a host array
+as an argument, state that a failed call has spent. Two clocks, of device and host, give latencies.
 """
 
 import itertools
@@ -29,7 +29,8 @@ from dflash_aot.runtime.speculation.controller import FixedK, SpeculationControl
 
 VOCAB = 97
 STALE = -1  # written by no request
-GRID = "batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16"
+PAGE = 4
+GRID = f"batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16 page={PAGE}"
 BLOCK = 8
 NO_COSTS: Mapping[str, float] = {}
 GREEDY = SamplingParams()
@@ -174,38 +175,57 @@ class ToyArray:
 
 @dataclass
 class Slot:
-    """A slot: tokens by position in both kvs, what the next round starts with, and the sampling parameters."""
+    """A slot: what the next round starts with, and the sampling parameters. head: the first token of its text."""
 
-    target: list[int]
-    draft: list[int]
     length: int = 0
     anchor: int = STALE
     sampling: SlotSampling | None = None
     said: int = 0
+    head: int = STALE
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a call: its slot, and the pages of its table in both kv pools."""
+
+    slot: Slot
+    table: tuple[int, ...]
+    pools: Mapping[str, list[list[int]]]
+
+    def read(self, kv: str, length: int) -> list[int]:
+        """The tokens at the first positions."""
+        pool = self.pools[kv]
+        return [token for page in self.table for token in pool[page]][:length]
 
     @property
     def text(self) -> list[int]:
         """The committed tokens, which attention sees."""
-        text = self.target[: self.length]
+        text = self.read("target", self.slot.length)
+        require(len(text) == self.slot.length, f"{self.slot.length} positions are read, and the table is shorter")
         require(STALE not in text, f"positions of {text} are read that were never written")
         return text
 
-    def copy(self) -> "Slot":
-        return replace(self, target=[*self.target], draft=[*self.draft])
+    def write(self, kv: str, start: int, tokens: Sequence[int]) -> None:
+        """Writes as the device does: the next pages get what lies behind the tokens, page 0 what has no page."""
+        pool, width = self.pools[kv], min(PAGE, len(tokens))
+        entry, offset = divmod(start, PAGE)
+        parts = 1 if len(tokens) == 1 else 2 + (len(tokens) - 2) // PAGE
+        for part in range(parts):
+            page = pool[self.table[entry + part]] if entry + part < len(self.table) else pool[0]
+            for at in range(offset if part == 0 else 0, PAGE if part == 0 else width):
+                token = part * PAGE - offset + at
+                if part or token < len(tokens):
+                    page[at] = tokens[token] if token < len(tokens) else STALE
+        pool[0][:] = [STALE] * PAGE
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of tokens [rows, width] at `starts` of `slots`, for kv_write."""
+    """Features of tokens [rows, width] at `starts` of rows with these page tables, for kv_write."""
 
-    slots: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
-
-
-def write(kv: list[int], start: int, tokens: Sequence[int]) -> None:
-    require(start + len(tokens) <= len(kv), f"a write of {len(tokens)} positions at {start} would slide back")
-    kv[start : start + len(tokens)] = tokens
 
 
 class ToyState:
@@ -217,8 +237,9 @@ class ToyState:
         self.reset()
 
     def reset(self) -> None:
-        positions = self._grid.capacity + self._grid.widest_write
-        self.slots = [Slot([STALE] * positions, [STALE] * positions) for _ in range(self._grid.slots)]
+        count = 1 + self._grid.pool_pages
+        self.pools = {kv: [[STALE] * PAGE for _ in range(count)] for kv in ("target", "draft")}
+        self.slots = [Slot() for _ in range(self._grid.slots)]
         self._spent = False
         self.resets += 1
 
@@ -319,10 +340,25 @@ class ToyBundle:
         done = self.clock.enqueue(self._costs.get(program, 0.0))
         with state.donate() as slots:
             self._break(program)
-            used, results, *anchor = run(bucket, slots, *(one.values for one in arguments))
-        heads = tuple(slots[slot].target[0] for slot in used)
+            values, rows = [one.values for one in arguments], slots
+            if program not in ("move", "admit"):
+                rows = self._make_rows(program, state, *values)
+                values = values[1:]
+            used, results, *anchor = run(bucket, rows, *values)
+            for row in rows if program not in ("move", "admit", "draft", "kv_write") else ():
+                row.slot.head = row.read("target", 1)[0] if any(row.table) else row.slot.head
+        heads = tuple(slots[slot].head for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
         return [ToyArray(result, partial(self._read, program, bucket, tuple(used), heads, done)) for result in results]
+
+    def _make_rows(self, program: str, state: ToyState, tables: Any, *values: Any) -> list[Row]:
+        """The rows of a call: those of the first slots, of a prefill the one slot; kv_write needs no slots."""
+        grid = self.manifest.grid
+        require(tables.shape[1] == grid.row_pages, f"page tables of {program} have the shape {tables.shape}")
+        require(tables.min() >= 0 and tables.max() <= grid.pool_pages, f"{tables} names pages that do not exist")
+        slots = [state.slots[values[1][0]]] if program.endswith("prefill") else state.slots
+        require(all(len(set(row[row > 0])) == sum(row > 0) for row in tables), f"{tables} names a page twice in a row")
+        return [Row(slot, tuple(map(int, table)), state.pools) for slot, table in zip(slots, tables, strict=False)]
 
     def _read(self, program: str, bucket: Any, slots: tuple[int, ...], heads: tuple[int, ...], done: float) -> None:
         self.on_read()
@@ -338,115 +374,118 @@ class ToyBundle:
     # -- programs: of the bucket, the slots and the arguments
 
     def _prefill(
-        self, chunk: Chunk, slots: list[Slot], tokens: Any, at: Any, starts: Any, counts: Any, gives_first: Any
+        self, chunk: Chunk, rows: list[Row], tokens: Any, at: Any, starts: Any, counts: Any, gives_first: Any
     ) -> Any:
-        slot, start, count = slots[at[0]], int(starts[0]), int(counts[0])
-        require(start in (0, slot.length), f"a chunk starts at {start}, and the one before it ended at {slot.length}")
+        (row,), start, count = rows, int(starts[0]), int(counts[0])
         require(0 < count <= chunk.prefill and start + count <= chunk.length, f"{count} at {start} are too many")
         part = [*map(int, tokens[0, :count])]
         padded = (*part, *[STALE] * (chunk.prefill - count))
-        write(slot.target, start, padded)
-        slot.length = start + count
-        slot.anchor = next_token(slot.text) if gives_first[0] else STALE
-        return [int(at[0])], (Features((int(at[0]),), (start,), (padded,)), [slot.anchor])
+        row.slot.length = start
+        require(row.text == row.read("draft", start) or not self.k, f"a chunk starts behind {start} without their kv")
+        row.write("target", start, padded)
+        row.slot.length = start + count
+        row.slot.anchor = next_token(row.text) if gives_first[0] else STALE
+        return [int(at[0])], (Features((row.table,), (start,), (padded,)), [row.slot.anchor])
 
-    def _scored_prefill(self, chunk: Chunk, slots: list[Slot], *arguments: Any) -> Any:
+    def _scored_prefill(self, chunk: Chunk, rows: list[Row], *arguments: Any) -> Any:
         *arguments, behind = arguments
-        used, results = self._prefill(chunk, slots, *arguments)
+        used, results = self._prefill(chunk, rows, *arguments)
         tokens = (behind[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
         return used, (*results, logprob(behind), tokens, logprob(tokens))
 
-    def _draft(self, bucket: Bucket, slots: list[Slot], *sampled: Any) -> Any:
+    def _draft(self, bucket: Bucket, rows: list[Row], *sampled: Any) -> Any:
         (flag,) = sampled if any(mode != "greedy" for mode in self.manifest.sampling) else ([False],)
         self._drawn = bool(flag[0])
-        return range(bucket.batch), ([[slot.anchor, *self._guess(slot, bucket.k)] for slot in slots[: bucket.batch]],)
+        require(len(rows) == bucket.batch, f"{len(rows)} page tables in {bucket}")
+        return range(bucket.batch), ([[row.slot.anchor, *self._guess(row, bucket.k)] for row in rows],)
 
-    def _guess(self, slot: Slot, k: int) -> list[int]:
+    def _guess(self, row: Row, k: int) -> list[int]:
         """An inactive row may hold anything; only the verification knows which rows are active."""
-        text = slot.target[: slot.length]
-        if STALE in (*text, slot.anchor) or slot.draft[: slot.length] != text:
+        text = row.read("target", row.slot.length)
+        if STALE in (*text, row.slot.anchor) or row.read("draft", row.slot.length) != text:
             return [STALE] * k
-        text = [*text, slot.anchor]
+        text = [*text, row.slot.anchor]
         return guess(text, self._right(text), k)
 
-    def _verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any, sampled: bool = False) -> Any:
+    def _verify(self, bucket: Bucket, rows: list[Row], *arguments: Any, sampled: bool = False) -> Any:
         drawn, self._drawn = self._drawn, None
         require(drawn in (None, sampled), "the draft draws and the verification does not, or vice versa")
-        slots, active = slots[: bucket.batch], arguments[-1]
-        block = arguments[0] if bucket.k else [[slot.anchor] for slot in slots]
-        require(len(active) == len(block) == bucket.batch, f"{len(block)} rows, {len(active)} flags in {bucket}")
-        starts = tuple(slot.length for slot in slots)
-        samplinges = [slot.sampling if sampled else SlotSampling() for slot in slots]
-        rows = [_verify_row(bucket, *row) for row in zip(slots, block, active, samplinges, strict=True)]
-        written, outcome = zip(*rows, strict=True)
-        features = Features(tuple(range(bucket.batch)), starts, written)
+        active = arguments[-1]
+        block = arguments[0] if bucket.k else [[row.slot.anchor] for row in rows]
+        require(len(active) == len(block) == bucket.batch == len(rows), f"{len(block)} rows, {len(active)} flags")
+        starts = tuple(row.slot.length for row in rows)
+        samplinges = [row.slot.sampling if sampled else SlotSampling() for row in rows]
+        found = [_verify_row(bucket, *row) for row in zip(rows, block, active, samplinges, strict=True)]
+        written, outcome = zip(*found, strict=True)
+        features = Features(tuple(row.table for row in rows), starts, written)
         return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(outcome, np.int32))
 
-    def _sampled_verify(self, bucket: Bucket, slots: list[Slot], *arguments: Any) -> Any:
-        used, (features, starts, outcome) = self._verify(bucket, slots, *arguments, sampled=True)
+    def _sampled_verify(self, bucket: Bucket, rows: list[Row], *arguments: Any) -> Any:
+        used, (features, starts, outcome) = self._verify(bucket, rows, *arguments, sampled=True)
         chosen, count = outcome[:, bucket.k + 1 :], count_top_logprobs(VOCAB)
         tokens = (chosen[..., None] + np.arange(count)) % VOCAB
-        wanted = any(slots[slot].sampling.tops for slot in used)
+        wanted = any(rows[slot].slot.sampling.tops for slot in used)
         tops = [array * wanted for array in (tokens, logprob(tokens))]
         bits = logprob(chosen).view(np.int32)
         return used, (features, starts, np.concatenate([outcome, bits], axis=1), *tops)
 
-    def _rounds(self, bucket: Bucket, slots: list[Slot], count: Any, left: Any, ends: Any) -> Any:
+    def _rounds(self, bucket: Bucket, rows: list[Row], count: Any, left: Any, ends: Any) -> Any:
         """Runs draft, verification and kv_write in turn, as long as tokens are left."""
-        most, slot, left = self.manifest.grid.rounds, slots[0], int(left[0])
+        most, (row,), left = self.manifest.grid.rounds, rows, int(left[0])
         require(0 < count[0] <= most, f"{count[0]} rounds of {most}")
         outcomes = np.full((most, 2 * bucket.k + 2), -1, np.int32)
         for done in range(count[0]):
             if left <= 0:
                 break
-            start, block = slot.length, [slot.anchor, *self._guess(slot, bucket.k)]
-            written, outcome = _verify_row(bucket, slot, block, True, SlotSampling())
-            write(slot.draft, start, written)
+            start, block = row.slot.length, [row.slot.anchor, *self._guess(row, bucket.k)]
+            written, outcome = _verify_row(bucket, row, block, True, SlotSampling())
+            row.write("draft", start, written)
             outcomes[done], chosen = outcome, outcome[bucket.k + 1 :][: outcome[0] + 1]
             left = 0 if set(chosen) & set(map(int, ends)) else left - len(chosen)
         self.ran += int((outcomes[:, 0] >= 0).sum())
         return [0], (outcomes, [left])
 
-    def _kv_write(self, sizes: tuple[int, int], slots: list[Slot], features: Any, at: Any, starts: Any) -> Any:
-        named = Features(tuple(map(int, at)), tuple(map(int, starts)), features.tokens)
+    def _kv_write(self, sizes: tuple[int, int], rows: list[Row], features: Any, starts: Any) -> Any:
+        named = Features(tuple(row.table for row in rows), tuple(map(int, starts)), features.tokens)
         require(named == features, f"features of {features} are written as those of {named}")
-        require(sizes == (len(at), len(features.tokens[0])), f"features of another shape than {sizes}")
-        for slot, start, tokens in zip(named.slots, named.starts, named.tokens, strict=True):
-            write(slots[slot].draft, start, tokens)
-        return named.slots, ()
+        require(sizes == (len(rows), len(features.tokens[0])), f"features of another shape than {sizes}")
+        for row, start, tokens in zip(rows, named.starts, named.tokens, strict=True):
+            row.write("draft", start, tokens)
+        return (), ()
 
     def _admit(
         self, _: Any, slots: list[Slot], at: Any, starts: Any, anchor: Any, asked: Any, seeds: Any, *rest: Any
     ) -> Any:
+        bias, prompted, counts, tops = (one[0] for one in rest)
         slot, given = slots[at[0]], int(anchor[0])
-        slot.sampling, slot.said = read_sampling(asked[0], seeds[0], *(one[0] for one in rest)), 0
+        slot.sampling, slot.said = read_sampling(asked[0], seeds[0], bias, prompted, tops), int(counts.sum())
         if given >= 0:
             slot.length, slot.anchor = int(starts[0]), given
-            require(STALE not in slot.text, "it starts behind what was prefilled")
         return [int(at[0])], (), given
 
     def _move(self, _: Any, slots: list[Slot], source: Any, destination: Any) -> Any:
-        slots[destination[0]] = slots[source[0]].copy()
+        slots[destination[0]] = replace(slots[source[0]])
         return [int(source[0]), int(destination[0])], ()
 
 
 def _verify_row(
-    bucket: Bucket, slot: Slot, block: Sequence[int], active: bool, sampling: SlotSampling | None
+    bucket: Bucket, row: Row, block: Sequence[int], active: bool, sampling: SlotSampling | None
 ) -> tuple[tuple[int, ...], list[int]]:
     """One row of a verification: the tokens it writes to the kv, and its outcome. Inactive rows give no text."""
-    start, width = slot.length, bucket.k + 1
+    slot, start, width = row.slot, row.slot.length, bucket.k + 1
     if not active:
-        write(slot.target, start, [STALE] * width)
+        row.write("target", start, [STALE] * width)
         return (STALE,) * width, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
-    text = slot.text
-    require(sampling is not None, "a row is sampled without a sampling state")
     require(start + width <= bucket.length, f"{width} positions behind {start} are not in {bucket}")
+    require(0 not in row.table[: -(-(start + width) // PAGE)], f"{width} positions behind {start} have no page")
+    text = row.text
+    require(sampling is not None, "a row is sampled without a sampling state")
     require(STALE not in block, f"the draft of {block} has read what was never written")
     assert sampling is not None
-    chosen = [pick([*text, *block[: row + 1]], sampling, slot.said + row) for row in range(width)]
-    accepted = next((row for row in range(bucket.k) if block[row + 1] != chosen[row]), bucket.k)
+    chosen = [pick([*text, *block[: place + 1]], sampling, slot.said + place) for place in range(width)]
+    accepted = next((place for place in range(bucket.k) if block[place + 1] != chosen[place]), bucket.k)
     written = (*block[: accepted + 1], *[STALE] * (bucket.k - accepted))
-    write(slot.target, start, written)
+    row.write("target", start, written)
     slot.length, slot.anchor, slot.said = start + accepted + 1, chosen[accepted], slot.said + accepted + 1
     return written, [accepted, *block[1:], *chosen]
 
@@ -487,13 +526,16 @@ class ToyEngine:
         pick: int | None = None,
         controller: SpeculationController | None = None,
         max_waiting: int = 1024,
+        prefix_caching: bool = True,
         **device: Any,
     ):
-        self.grid = parse_grid(buckets, BLOCK)
+        self.grid = parse_grid(buckets if "page=" in buckets else f"{buckets} page={PAGE}", BLOCK)
         self.bundle, self.state = ToyBundle(self.grid, k, **device), ToyState(self.grid)
         self.queue, self.counters = RequestQueue(max_waiting), Counters()
         controller = controller or FixedK(k if pick is None else pick)
-        self.loop = EngineLoop(self.bundle, self.state, self.counters, self.queue, controller)
+        self.loop = EngineLoop(
+            self.bundle, self.state, self.counters, self.queue, controller, prefix_caching=prefix_caching
+        )
         self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
         self.submitted_at: dict[Request, float] = {}  # the host's time
         self.requests: list[Request] = []

@@ -1,0 +1,307 @@
+"""KV pages: the pool against a plain model, prefixes that were seen before, preemption; on the toy device."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
+from dflash_aot.runtime.scheduler.page_pool import PagePool, PoolFull, extend_key, start_key
+from tests.runtime.toy import PAGE, SAMPLED, ToyEngine, always
+
+# -- the pool
+
+
+@dataclass
+class PlainPool:
+    """The pool as plain lists: pages in use with their users, pages that are kept in the order of their last use."""
+
+    count: int
+    users: Counter = field(default_factory=Counter)
+    kept: list[int] = field(default_factory=list)
+    keys: dict[int, bytes] = field(default_factory=dict)
+
+
+EVENTS = st.sampled_from(["take", "name", "share", "release"])
+
+
+@given(st.integers(1, 8), st.lists(st.tuples(EVENTS, st.integers(0, 99))))
+def test_random_use_of_the_pool_equals_a_plain_model(count, events):
+    pool, plain = PagePool(count), PlainPool(count)
+    held: list[int] = []  # once for each user
+    for what, number in events:
+        free = set(range(1, count + 1)) - {*plain.users.elements(), *plain.kept}
+        if what == "take":
+            wanted = number % 3
+            if wanted > len(free) + len(plain.kept):
+                with pytest.raises(PoolFull):
+                    pool.take(wanted)
+                continue
+            taken = pool.take(wanted)
+            given_up = plain.kept[: max(0, wanted - len(free))]
+            assert set(taken) <= free | set(given_up) and len(set(taken)) == wanted
+            plain.kept = plain.kept[len(given_up) :]
+            for page in given_up:
+                assert pool.find(plain.keys.pop(page)) is None
+            held += taken
+            plain.users.update(taken)
+        elif what == "name" and held:
+            page, key = held[number % len(held)], bytes([number % 4])
+            pool.set_key(page, key)
+            if page not in plain.keys and key not in plain.keys.values():
+                plain.keys[page] = key
+        elif what == "share" and plain.keys:
+            page = sorted(plain.keys)[number % len(plain.keys)]
+            assert pool.find(plain.keys[page]) == page
+            pool.share(page)
+            plain.kept = [one for one in plain.kept if one != page]
+            held.append(page)
+            plain.users[page] += 1
+        elif what == "release" and held:
+            page = held.pop(number % len(held))
+            pool.release([page])
+            plain.users -= Counter([page])
+            if not plain.users[page] and page in plain.keys:
+                plain.kept.append(page)
+        assert pool.used == len(+plain.users)
+        assert pool.available == count - pool.used
+        assert {page for page in range(1, count + 1) if pool._users[page]} == set(plain.users)
+
+
+def test_pages_at_the_end_of_a_text_are_given_up_first():
+    pool = PagePool(3)
+    pages = pool.take(3)
+    for page in pages:
+        pool.set_key(page, bytes([page]))
+    pool.release(pages)
+    assert [pool.take(1) for _ in range(3)] == [[page] for page in reversed(pages)]
+    assert pool.evictions == 3
+
+
+def test_page_with_the_contents_of_another_stays_its_owners():
+    pool = PagePool(2)
+    first, second = pool.take(2)
+    pool.set_key(first, b"text")
+    pool.set_key(second, b"text")
+    assert pool.find(b"text") == first
+    pool.release([second])
+    pool.release([first])
+    assert pool.take(1) == [second]  # nothing is known of it
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8), st.integers(1, 3))
+def test_texts_have_equal_keys_only_where_they_are_equal(left, right, page):
+    def keys(text, salt=""):
+        key, found = start_key(salt), []
+        for at in range(0, len(text) - page + 1, page):
+            key = extend_key(key, text[at : at + page])
+            found.append(key)
+        return found
+
+    for index, (one, other) in enumerate(zip(keys(left), keys(right), strict=False), 1):
+        assert (one == other) == (left[: index * page] == right[: index * page])
+    assert not {*keys(left)} & {*keys(left, "salt")}
+    assert len({*keys(left)}) == len(keys(left))  # the place in the text counts too
+
+
+def test_tokens_and_salts_are_told_apart_at_their_borders():
+    assert extend_key(start_key(""), [1, 256]) != extend_key(start_key(""), [257, 0])
+    assert extend_key(start_key(""), [1]) != extend_key(start_key(""), [1, 0])
+    assert len({start_key(salt) for salt in ("", "a", "b", "ab", "\0", "\ud800")}) == 6
+
+
+# -- tables
+
+
+def make_kv(pages: int) -> KvPages:
+    return KvPages(parse_grid(f"batch=1 length={4 * pages} k=0 prefill=4 page=4", 8))
+
+
+def test_table_shares_full_pages_and_leaves_a_token_to_compute():
+    kv, text = make_kv(20), [*range(8)]
+    first = PageTable()
+    assert kv.open(first, [*text, 8]) == 0
+    kv.name_pages(first, [*text, 8], 9)
+    assert kv.open(same := PageTable(), text) == 4  # of 8 tokens the last one is computed
+    assert same.pages[0] == first.pages[0] and same.pages[1] != first.pages[1]
+    assert kv.open(longer := PageTable(), [*text, 9, 9]) == 8
+    assert longer.pages[:2] == first.pages[:2] and longer.pages[2] not in first.pages
+    assert kv.open(PageTable(), [1, *text]) == 0
+    assert kv.open(PageTable(cached=False), [*text, 9]) == 0
+
+
+def test_salts_keep_pages_apart():
+    kv, text = make_kv(20), [*range(9)]
+    for salt in ("", "a", "b"):
+        table = PageTable(salt)
+        assert kv.open(table, text) == 0
+        kv.name_pages(table, text, 9)
+    assert kv.open(PageTable("a"), text[:8]) == 4
+
+
+def test_table_without_enough_pages_stays_empty_and_holds_none():
+    kv = make_kv(3)
+    kv.open(first := PageTable(), [*range(9)])
+    kv.name_pages(first, [*range(9)], 9)
+    kv.close(first)
+    second = PageTable()
+    with pytest.raises(PoolFull):
+        kv.open(second, [*range(13)])
+    assert (second.pages, kv.pool.available) == ([], 3)
+    assert kv.open(second, [*range(9)]) == 8  # they were not given up
+
+
+def test_pages_that_others_computed_meanwhile_replace_own_ones():
+    kv, text = make_kv(20), [*range(13)]
+    kv.open(first := PageTable(), text)
+    kv.open(second := PageTable(), text)
+    assert not {*first.pages} & {*second.pages}
+    kv.name_pages(first, text, 8)
+    assert kv.share_prefix(second, text, 0) == 8
+    assert (second.pages[:2], kv.pool.used) == (first.pages[:2], 6)
+    assert kv.share_prefix(second, text, 9) == 9  # nothing more is there
+
+
+# -- on the toy device
+
+SMALL = "batch=1,2,4 length=16,64 k=0,3 prefill=4,16 kv_positions=64"
+
+
+def serve(buckets: str = SMALL, **options: Any) -> ToyEngine:
+    return ToyEngine(buckets, k=3, **options)
+
+
+def test_second_request_computes_only_what_the_first_did_not():
+    engine, text = serve(right=always(2)), [*range(1, 31)]
+    first = engine.submit(text, 10)
+    engine.run()
+    second = engine.submit([*text, *first.token_ids, 5], 6)
+    engine.run()
+    engine.check(first)
+    engine.check(second)
+    # 40 positions of the first request: all full pages but that of the last token, whose kv was never needed.
+    assert (first.cached_tokens, second.cached_tokens) == (0, 36)
+    assert engine.counters.prompt_tokens == 30 + 41 - 36
+    stats = engine.loop.stats()
+    assert (stats.prefix_queries, stats.prefix_hits, stats.pages_used) == (30 + 41, 36, 0)
+    assert second.accepted[:1] == [2]  # the draft's kv is there too
+
+
+def test_choices_of_one_prompt_compute_it_once():
+    """All get a slot in one step. Each computes what no other has begun: pages, and its own last token."""
+    engine, text = serve(), [*range(1, 34)]
+    choices = [engine.submit(text, 4, temperature=0.5, seed=seed) for seed in range(4)]
+    engine.run()
+    for request in choices:
+        engine.check(request)
+    assert engine.counters.prompt_tokens == 32 + 4
+    assert sum(request.cached_tokens for request in choices) == 3 * 32
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED])
+def test_requests_without_prefix_caching_compute_everything(sampled):
+    engine, text = serve(prefix_caching=False), [*range(1, 20)]
+    for _ in range(2):
+        request = engine.submit(text, 4, **sampled)
+        engine.run()
+        engine.check(request)
+    assert (engine.counters.prompt_tokens, request.cached_tokens) == (2 * 19, 0)
+
+
+def test_pages_of_a_failed_device_state_are_forgotten():
+    engine, text = serve(), [*range(1, 20)]
+    engine.submit(text, 4)
+    engine.run()
+    engine.bundle.fail("verify")
+    engine.submit([3], 4)
+    engine.run()
+    again = engine.submit(text, 4)
+    engine.run()
+    engine.check(again)
+    assert again.cached_tokens == 0
+
+
+def test_newest_request_is_set_back_and_continues_with_the_same_text():
+    engine = serve(right=always(1))
+    requests = [engine.submit([number] * 9, 40, **(SAMPLED if number % 2 else {})) for number in range(1, 5)]
+    engine.run()
+    for request in requests:
+        engine.check(request)
+    assert requests[0].preemptions == 0 < requests[3].preemptions
+    stats = engine.loop.stats()
+    assert stats.preemptions == sum(request.preemptions for request in requests)
+    assert stats.finished == {"length": 4}
+    assert sum(stats.queued.counts) == 4
+
+
+def test_least_important_request_is_set_back_first():
+    engine = serve(right=always(1))
+    low, high, other = (
+        engine.submit([number] * 12, 48, priority=priority) for number, priority in ((1, 2), (2, 0), (3, 1))
+    )
+    engine.run()
+    for request in (low, high, other):
+        engine.check(request)
+    assert high.preemptions == 0 < low.preemptions
+
+
+def test_request_waits_while_its_prompt_has_no_pages_and_those_behind_it_wait_too():
+    engine = serve()
+    first = engine.submit([1] * 40, 20)
+    long, short = engine.submit([2] * 40, 4), engine.submit([3], 4)
+    engine.step()
+    assert (len(engine.loop._scheduler.slots), engine.loop.stats().waiting) == (1, 2)
+    engine.run()
+    for request in (first, long, short):
+        engine.check(request)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6))
+def test_random_requests_with_shared_prefixes_get_the_tokens_they_get_alone(seed):
+    check_random_requests(seed, 12)
+
+
+def check_random_requests(seed: int, count: int) -> ToyEngine:
+    """Random requests in a pool that does not hold them all: each has its own text, and every page is returned."""
+    rng = random.Random(seed)
+    rounds = rng.choice(("", " rounds=4"))
+    engine = serve(f"{SMALL}{rounds}", right=lambda text: sum(text) % 4)
+    bases = [[rng.randrange(1, 97) for _ in range(40)] for _ in range(2)]
+    submitted = 0
+    while submitted < count or not engine.loop.is_idle:
+        while submitted < count and rng.random() < 0.3:
+            submitted += 1
+            prompt = [*rng.choice(bases)[: rng.randrange(40)], *([rng.randrange(97)] if rng.random() < 0.7 else [7])]
+            asked = {**SAMPLED, "seed": rng.randrange(9), "repetition_penalty": rng.choice((1.0, 1.5))}
+            engine.submit(
+                prompt,
+                rng.randint(1, 65 - len(prompt)),
+                priority=rng.randrange(2),
+                stop_token_ids=rng.sample(range(97), 2),
+                **(asked if rng.random() < 0.4 else {}),
+            )
+        if engine.requests and rng.random() < 0.03:
+            rng.choice(engine.requests).cancel()
+        engine.step()
+        check_tables(engine)
+    for request in engine.requests:
+        engine.check(request)
+    assert engine.loop.stats().pages_used == 0
+    assert not engine.counters.failures
+    return engine
+
+
+def check_tables(engine: ToyEngine) -> None:
+    """Pages have as many users as tables name them, and only one from the position on where a request writes."""
+    scheduler = engine.loop._scheduler
+    users = Counter(page for running in scheduler.slots for page in running.table.pages)
+    assert users == Counter({page: count for page, count in enumerate(scheduler.kv.pool._users) if count})
+    for running in scheduler.slots:
+        assert len({*running.table.pages}) == len(running.table.pages)
+        assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])
