@@ -16,12 +16,13 @@ FLAG_NAMES = {
             rebuild sampling speculative_config store tau tensor_parallel topology weights
         """,
         "dflash-run": """
-            chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output presence_penalty
-            prompt prompt_logprobs repetition_penalty seed stats stop temperature thinking top_k top_p trace
+            cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output
+            prefix_caching presence_penalty prompt prompt_logprobs repetition_penalty seed stats stop temperature
+            thinking top_k top_p trace
         """,
         "dflash-serve": """
             access_log api_keys drain_seconds host k max_body_bytes max_per_key max_prompt_tokens max_waiting port
-            preload request_seconds served_model_name temperature tls_certificate tls_key
+            prefix_caching preload request_seconds served_model_name temperature tls_certificate tls_key
         """,
     }.items()
 }
