@@ -13,7 +13,7 @@ from dflash_aot.cache.errors import BadInput, GridMiss
 AXES = ("batch", "length", "k", "prefill")
 ROUNDS, PAGE, KV_POSITIONS = "rounds", "page", "kv_positions"  # optional, and single numbers; not axes
 SINGLE = (ROUNDS, PAGE, KV_POSITIONS)
-DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md
+DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
@@ -140,12 +140,23 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         positions = self.kv_positions and max(self.kv_positions, wide["length"][-1])
         return msgspec.structs.replace(self, **wide, kv_positions=positions)
 
-    def united(self, other: "Grid") -> "Grid":
-        """Returns the grid with the sizes of both."""
-        axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(other, axis)})) for axis in AXES}
-        sizes = [grid.kv_positions for grid in (self, other) if grid.kv_positions is not None]
-        positions = max(sizes) if len(sizes) == 2 else None
-        return Grid(**axes, rounds=max(self.rounds, other.rounds), page=other.page, kv_positions=positions)
+    def united(self, built: "Grid") -> "Grid":
+        """Returns the grid with the sizes of both, and the pool that this one names, or else that of the built grid.
+
+        A built pool is enlarged where it does not hold the longest request. Raises BadInput where both have pages of
+        their own sizes, or where the named pool does not hold the longest request.
+        """
+        axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
+        if self.page not in (DEFAULT_PAGE, built.page):
+            raise BadInput(f"page={self.page} is asked for, and the bundle has page={built.page}")
+        capacity = axes["length"][-1]
+        if self.kv_positions is not None and self.kv_positions < capacity:
+            raise BadInput(
+                f"kv_positions={self.kv_positions} is asked for, and the bundle has length={capacity}: such a request "
+                "would have no room"
+            )
+        positions = self.kv_positions or (built.kv_positions and max(built.kv_positions, capacity))
+        return Grid(**axes, rounds=max(self.rounds, built.rounds), page=built.page, kv_positions=positions)
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)

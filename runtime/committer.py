@@ -42,8 +42,9 @@ class Committer:
 
     def add_prefill(self, plan: PrefillPlan, in_flight: PrefillInFlight | None) -> None:
         """A prefill chunk was dispatched."""
+        request, end = plan.running.request, plan.start + len(plan.tokens)
         with self.lock:
-            self.counters.note_chunk(plan.chunk.prefill, len(plan.tokens))
+            self.counters.note_chunk(plan.chunk.prefill, len(plan.tokens), request.note_computed(plan.start, end))
         if in_flight:
             self._in_flight.append((in_flight, False))
 
@@ -54,7 +55,9 @@ class Committer:
             with self.lock:
                 self.counters.note_round(plan.bucket, plan.batch.mode != "greedy", len(plan.batch.requests))
                 # The last prompt token of a sampled request is computed by its first round.
-                self.counters.prompt_tokens += sum(running.sampled for running in plan.new_sampling_states)
+                for running in filter(lambda one: one.sampled, plan.new_sampling_states):
+                    end = len(running.text)
+                    self.counters.prompt_tokens += running.request.note_computed(end - 1, end)
         back_to_back = in_flight.follows_round and bool(self._in_flight)
         self._in_flight.append((in_flight, back_to_back))
 

@@ -25,6 +25,7 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
+MAX_PAGE_TABLES = 64  # kept on the device, the oldest ones are given up
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
 
@@ -75,8 +76,8 @@ class Dispatcher:
         self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
         self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
         self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
-        row_pages = manifest.grid.row_pages
-        self._pages = functools.lru_cache(maxsize=256)(lambda rows: to_device(_make_page_tables(rows, row_pages)))
+        self._row_pages = manifest.grid.row_pages
+        self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)
@@ -194,8 +195,13 @@ class Dispatcher:
 
     def _find_pages(self, by_row: Sequence[RunningRequest | None], rows: int) -> jax.Array:
         """The page tables of a call with so many rows. Rows without a request have no pages: they write to page 0."""
-        pages = [tuple(running.table.pages) if running else () for running in by_row]
-        return self._pages((*pages, *[()] * (rows - len(pages))))
+        versions = (*(running.table.version if running else 0 for running in by_row), *[0] * (rows - len(by_row)))
+        if versions not in self._pages:
+            if len(self._pages) >= MAX_PAGE_TABLES:
+                del self._pages[next(iter(self._pages))]
+            pages = [running.table.pages if running else () for running in by_row]
+            self._pages[versions] = self._to_device(_make_page_tables(pages, rows, self._row_pages))
+        return self._pages[versions]
 
     def _number(self, number: int) -> jax.Array:
         return self._to_device(np.array([number], np.int32))
@@ -211,10 +217,10 @@ def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
     masks[...] = np.where(left.any(axis=-1, keepdims=True), left, masks)
 
 
-def _make_page_tables(rows: Sequence[Sequence[int]], row_pages: int) -> np.ndarray:
-    """int32 [B, row_pages]: the pages of each row, 0 behind them."""
-    tables = np.zeros((len(rows), row_pages), np.int32)
-    for table, pages in zip(tables, rows, strict=True):
+def _make_page_tables(by_row: Sequence[Sequence[int]], rows: int, row_pages: int) -> np.ndarray:
+    """int32 [rows, row_pages]: the pages of the first rows, 0 behind them."""
+    tables = np.zeros((rows, row_pages), np.int32)
+    for table, pages in zip(tables, by_row, strict=False):
         table[: len(pages)] = pages
     return tables
 

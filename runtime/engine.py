@@ -65,7 +65,7 @@ class Engine:
         self._loop = EngineLoop(
             parts.bundle, parts.state, Counters(), self._queue, self._controller, step_bytes, prefix_caching
         )
-        self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
+        self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
         stop_token_ids = read_end_tokens(parts.target)
         self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
         for warning in diagnose_pair(parts.bundle.manifest, stop_token_ids):

@@ -91,6 +91,11 @@ class EngineLoop:
             copied.pages, copied.pages_used = kv.pool.count, kv.pool.used
         return copied
 
+    def reset_state(self) -> None:
+        """Empties the device state, and forgets the kv pages that it held. No request may hold a slot."""
+        self._scheduler.kv.pool.clear()
+        self._dispatcher.reset()
+
     # -- schedule
 
     def _schedule(self) -> None:
@@ -146,8 +151,9 @@ class EngineLoop:
         committer = self._committer
         committer.commit()
         with committer.lock:
-            committer.counters.preemptions += len(self._scheduler.make_room())
-        return self._scheduler.plan_round()
+            preempted, plan = self._scheduler.make_room()
+            committer.counters.preemptions += len(preempted)
+        return plan
 
     # -- faults
 
@@ -179,4 +185,4 @@ class EngineLoop:
         committer.send_deltas()
         if self._failures >= MAX_FAILURES:
             raise EngineFailed(f"{self._failures} engine steps failed in a row; the last error: {message}") from error
-        self._dispatcher.reset()
+        self.reset_state()

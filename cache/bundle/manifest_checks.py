@@ -8,7 +8,7 @@ from pathlib import Path
 from dflash_aot.cache.bundle.manifest import Manifest, generic_build_command
 from dflash_aot.cache.bundle.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
 from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.grid import AXES
+from dflash_aot.cache.grid import AXES, MAX_SIZE
 from dflash_aot.cache.signature import (
     MESH_AXIS,
     ArraySpec,
@@ -44,6 +44,11 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
             return f"grid: {axis} is empty or not ascending"
     if manifest.grid.rounds < 1:
         return f"grid: rounds is {manifest.grid.rounds}, expected at least 1"
+    grid = manifest.grid
+    if not 1 <= grid.page <= MAX_SIZE:
+        return f"grid: page is {grid.page}, expected 1 to {MAX_SIZE}"
+    if grid.kv_positions is not None and not grid.capacity <= grid.kv_positions <= MAX_SIZE:
+        return f"grid: kv_positions is {grid.kv_positions}, expected {grid.capacity} to {MAX_SIZE}"
     if (count := manifest.grid.count()) > len(manifest.entries):
         return f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
     return None

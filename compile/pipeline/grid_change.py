@@ -44,7 +44,13 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
     if other := _find_difference(manifest, requested, build_target):
         count = len(manifest.entries)
         return GridChange(grid, sampling, f"the bundle's {count} executables are replaced: they are for {other}")
-    both = grid.united(manifest.grid)
+    try:
+        both = grid.united(manifest.grid)
+    except BadInput as error:
+        raise BadInput(
+            f"{bundle} has the grid '{manifest.grid}': {error}. Name another bundle, or build only what is asked for "
+            "with --exact"
+        ) from error
     modes = tuple(mode for mode in SAMPLING_KINDS if mode in (*sampling, *manifest.sampling))
     if both.k[-1] + 1 > both.length[0]:
         raise BadInput(

@@ -1,6 +1,7 @@
 """Warm-up of an engine that was opened without preload: first calls and round times, one step at a time while idle."""
 
 import logging
+from collections.abc import Callable
 
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
@@ -17,8 +18,11 @@ TIMING_PASSES = 3  # the shortest counts
 class WarmUp:
     """Does what `Engine.open` skips without `preload`. The engine's thread calls `step` while no slot is active."""
 
-    def __init__(self, bundle: LoadedBundle, state: DeviceState, controller: SpeculationController):
-        self._bundle, self._state = bundle, state
+    def __init__(
+        self, bundle: LoadedBundle, state: DeviceState, controller: SpeculationController, reset: Callable[[], None]
+    ):
+        """reset: empties the device state after a failed call, and forgets which kv pages it held."""
+        self._bundle, self._state, self._reset = bundle, state, reset
         self._controller = controller if isinstance(controller, AdaptiveK) else None
         self._timer = RoundTimer(bundle, state)
         self._step_bytes = estimate_step_bytes(bundle.manifest)
@@ -43,7 +47,7 @@ class WarmUp:
         except (DflashError, MemoryError, RuntimeError) as error:
             logger.error(error)
             self._broken.add(executable)
-            self._state.reset()
+            self._reset()
 
     def _time_round(self, controller: AdaptiveK) -> bool:
         """Times one round shape of which all executables were called. Returns whether there was one."""

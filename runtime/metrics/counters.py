@@ -51,7 +51,7 @@ class Counters:
         bucket_rounds: rounds by bucket and whether the round sampled.
         padded_rows: rows of dispatched rounds that no request used.
         prefill_chunks: dispatched prefill chunks.
-        padded_prefill: positions of prefill chunks after the end of their prompts.
+        padded_prefill: positions of prefill chunks after the end of their texts.
         moves: moves of a request to another slot.
         preemptions: times that a request gave its slot back, because the kv pages were not enough for all.
         prefix_queries: prompt tokens whose kv was looked up.
@@ -60,7 +60,7 @@ class Counters:
         pages_used: kv pages in use, at the time of the copy.
         pages: kv pages, at the time of the copy.
         failures: executable calls that failed.
-        prompt_tokens: prompt tokens that were prefilled.
+        prompt_tokens: prompt tokens that were prefilled; those computed again after a preemption count once.
         output_tokens: committed tokens.
         finished: ended requests by finish reason.
         refused: requests that the full queue refused.
@@ -122,10 +122,13 @@ class Counters:
         self.bucket_rounds[bucket, sampled] = self.bucket_rounds.get((bucket, sampled), 0) + 1
         self.padded_rows += bucket.batch - rows
 
-    def note_chunk(self, width: int, tokens: int) -> None:
-        """Counts a dispatched prefill chunk of `width` positions with `tokens` of a prompt."""
+    def note_chunk(self, width: int, tokens: int, prompt_tokens: int) -> None:
+        """Counts a dispatched prefill chunk of `width` positions with `tokens` of a text.
+
+        prompt_tokens: of these, the tokens of a prompt that were not computed before a preemption.
+        """
         self.prefill_chunks += 1
-        self.prompt_tokens += tokens
+        self.prompt_tokens += prompt_tokens
         self.padded_prefill += width - tokens
 
     def note_row(self, k: int, accepted: int) -> None:

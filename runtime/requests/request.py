@@ -119,7 +119,8 @@ class Request:
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
     arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
-    whose kv was there already.
+    whose kv was there already. tokens_of_model: of `token_ids`, those before a completion, which the models chose.
+    computed_end: the end of the prompt's tokens that were computed.
     """
 
     prompt: list[int]
@@ -149,6 +150,8 @@ class Request:
     preemptions: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     cached_tokens: int = 0
+    tokens_of_model: int = 0
+    computed_end: int = 0
 
     @property
     def needed_mode(self) -> SamplingMode:
@@ -192,6 +195,13 @@ class Request:
         if not self.token_ids:
             self.prompt_logprobs = [None]
 
+    def note_computed(self, start: int, end: int) -> int:
+        """The kv of these positions is computed. Returns how many tokens of the prompt are new."""
+        end = min(end, len(self.prompt))
+        new = max(0, end - max(start, self.computed_end))
+        self.computed_end = max(self.computed_end, end)
+        return new
+
     def find_end(self, now: float) -> str | None:
         """Why the request ends now: "" where it was cancelled, None while it goes on."""
         if self.cancelled:
@@ -234,6 +244,7 @@ class Request:
             if reason:
                 break
         self.token_ids += kept
+        self.tokens_of_model += chosen
         used = _find_used_rounds(rounds, max(chosen, 1))
         return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
 

@@ -18,7 +18,7 @@ class PoolFull(Exception):
 class PagePool:
     """Pages 1 … count. A page is free, in use, or kept: used by no request, but its contents are known by a key.
 
-    Page 0 belongs to no request: the device writes there what nobody reads.
+    Page 0 belongs to no request: the device writes kv there that no request needs.
 
     evictions: kept pages whose contents were given up for other requests.
     """
@@ -71,7 +71,7 @@ class PagePool:
         """Takes one user from each page. Of the kept pages, those at the end of a text are given up first."""
         for page in reversed(pages):
             self._users[page] -= 1
-            assert self._users[page] >= 0, f"page {page} is released, and nobody uses it"
+            assert self._users[page] >= 0, f"page {page} is released, but has no user"
             if self._users[page] == 0:
                 if page in self._key_of:
                     self._kept[page] = None

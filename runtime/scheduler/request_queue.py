@@ -5,7 +5,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from dflash_aot.cache.errors import EngineFailed, QueueFull
@@ -92,15 +92,24 @@ class RequestQueue:
                 self._changed.wait()
             self._is_woken = False
 
-    def take(self, accepts: Callable[[Request], bool] = lambda request: True) -> Request | None:
-        """The next request; its place goes to the first one in the overflow.
+    def peek(self) -> Request | None:
+        """The next request, which stays in the queue; None where the queue is empty."""
+        with self._changed:
+            return self._heap[0][2] if self._heap else None
 
-        None where the queue is empty, or where `accepts` is False for the next request, which then stays.
+    def take(self, request: Request | None = None) -> Request | None:
+        """Removes and returns the next request; its place goes to the first one in the overflow. None if there is none.
+
+        request: one that `peek` returned. It is removed even where a caller has put in one that comes before it.
         """
         with self._changed:
-            if not self._heap or not accepts(self._heap[0][2]):
+            if not self._heap:
                 return None
-            _, _, request = heapq.heappop(self._heap)
+            if request is None or self._heap[0][2] is request:
+                request = heapq.heappop(self._heap)[2]
+            else:
+                self._heap = [entry for entry in self._heap if entry[2] is not request]
+                heapq.heapify(self._heap)
             self._fill_from_overflow()
             return request
 

@@ -266,7 +266,7 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        self._opened: RunningRequest | None = None
+        self._waiting: tuple[Request, int] | None = None  # the request that lacked pages, and how many there were
         self._grid, self._queue, self._controller = grid, queue, controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
@@ -303,17 +303,21 @@ class Scheduler:
         Where the next request lacks pages, those behind it wait too.
         """
         started: list[Request] = []
-        while not self.slots.is_full and (request := self._queue.take(self._open_table)):
-            running, self._opened = self._opened, None
-            assert running is not None
+        while not self.slots.is_full and (request := self._queue.peek()) and (running := self._open_table(request)):
+            self._queue.take(request)
             self.slots.add(running)
             if running.table.cached and not request.preemptions:
                 self.kv.queries += len(request.prompt)
             started.append(request)
         return started
 
-    def _open_table(self, request: Request) -> bool:
-        """Whether the pool has the pages for a request's text. It takes them, and `_opened` holds the request."""
+    def _open_table(self, request: Request) -> RunningRequest | None:
+        """A request with pages for its text and a round; None, and no pages are taken, where too few are available.
+
+        After that the same request is looked at again when more pages are available.
+        """
+        if self._waiting and self._waiting[0] is request and self.kv.pool.available <= self._waiting[1]:
+            return None
         mode = find_serving_mode(request.needed_mode, self._modes)
         assert mode is not None, "the request builder refuses what no executable can do"
         # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
@@ -321,12 +325,16 @@ class Scheduler:
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.page_keys)
         running = RunningRequest(request, self._controller.start_request(), mode, request.needs_mask, table=table)
+        # Without pages for a round the request would soon be set back, after its prompt was computed.
+        room = self._grid.capacity - len(running.text)
+        further = min(self._ks[-1] + 1, room) if request.limit else 0
         try:
-            self._skip_tokens(running, self.kv.open(table, running.text))
+            self._skip_tokens(running, self.kv.open(table, running.text, further))
         except PoolFull:
-            return False
-        self._opened = running
-        return True
+            self._waiting = request, self.kv.pool.available
+            return None
+        self._waiting = None
+        return running
 
     def _skip_tokens(self, running: RunningRequest, end: int) -> None:
         """The kv before `end` is there already."""
@@ -335,24 +343,22 @@ class Scheduler:
             self.kv.hits += end - running.prefilled_tokens
         running.prefilled_tokens = running.length = end
 
-    def make_room(self) -> list[Request]:
+    def make_room(self) -> tuple[list[Request], RoundPlan | None]:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
 
         The least important ones go first, of these the newest. They continue where they were: with the same seeds at
-        the same positions. Returns those that were set back.
+        the same positions. Returns those that were set back, and the next round.
         """
-        preempted = []
+        preempted: list[Request] = []
         while True:
             try:
-                self.plan_round()
+                return preempted, self.plan_round()
             except PoolFull:
                 running = max(self.slots, key=lambda one: one.precedence)
                 self.end(running)
                 running.request.preempt()
                 self._queue.put_back(running.request)
                 preempted.append(running.request)
-            else:
-                return preempted
 
     def compact(self) -> list[tuple[int, int]]:
         """Moves requests to lower slots where a smaller batch bucket then holds them: (source, destination) each."""
@@ -364,9 +370,10 @@ class Scheduler:
         return moves
 
     def clear_slots(self) -> list[Request]:
-        """Frees every slot and page, and forgets what they held. Returns the requests that held a slot."""
+        """Frees every slot and its pages. Returns the requests that held a slot."""
         running, self.slots = list(self.slots), Slots(self._grid.slots)
-        self.kv.pool.clear()
+        for one in running:
+            self.kv.close(one.table)
         return [one.request for one in running]
 
     def _batch_bucket(self, slots: int) -> int:
@@ -403,7 +410,7 @@ class Scheduler:
         running = plan.running
         running.prefilled_tokens = running.length = plan.start + len(plan.tokens)
         running.first_token_in_flight = plan.gives_first_token
-        self.kv.name_pages(running.table, running.text, running.length)
+        self.kv.index_full_pages(running.table, running.text, running.length)
 
     # -- rounds
 
@@ -441,23 +448,34 @@ class Scheduler:
 
     def note_tokens(self, running: RunningRequest) -> None:
         """Tokens were committed to the request: its full pages are kept for others."""
-        request = running.request
-        length = min(running.length, len(request.prompt) + len(request.token_ids))
-        if (running.table.named + 1) * self.kv.page <= length:
-            self.kv.name_pages(running.table, [*request.prompt, *request.token_ids], length)
+        request, table = running.request, running.table
+        # The kv behind `tokens_of_model` is of tokens that a completion replaced.
+        length = min(running.length, len(request.prompt) + request.tokens_of_model)
+        if table.cached and (table.keyed_pages + 1) * self.kv.page <= length:
+            self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
 
     def note_outcome(self, running: RunningRequest, k: int, accepted: int) -> None:
         """`accepted` of `k` drafted tokens of this request were accepted in one round."""
         self._controller.note_outcome(running.acceptance, k, accepted)
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
-        """The smallest bucket for the batch, with the K that the controller chooses. Raises LengthBoundTooLoose."""
+        """The smallest bucket for the batch, with the K that the controller chooses of those that have room.
+
+        Raises LengthBoundTooLoose, PoolFull.
+        """
         needed = batch.length_bound + 1
         ks = [k for k in self._ks if needed + k <= self._grid.capacity]
         if not ks:
             raise LengthBoundTooLoose
+        ks = [k for k in ks if self._count_missing_pages(batch, k) <= self.kv.pool.available]
+        if not ks:
+            raise PoolFull
         buckets = [self._grid.fit(len(batch.by_slot), needed + k, k) for k in ks]
         return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
+
+    def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
+        """Pages that the requests of a round that verifies `k` drafted tokens lack."""
+        return sum(self.kv.count_missing(running.table, running.length_bound + k + 1) for running in batch.requests)
 
     def _count_rounds(self, plan: RoundPlan) -> int:
         """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K."""

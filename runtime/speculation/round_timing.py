@@ -30,8 +30,8 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
     """Measures a round (draft, verify, kv_write) of every shape, in seconds: the shortest of up to MAX_PASSES passes.
 
     Every executable must have been called before. Each pass runs through all shapes, so that a moment's disturbance of
-    the machine hits few timings of one shape. No slot is active, so nothing advances; at the end `state` has zero
-    lengths and anchors, as in an engine without requests.
+    the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written to page 0
+    only; at the end `state` has zero lengths and anchors, as in an engine without requests.
     """
     rounds = RoundTimer(bundle, state)
     shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
@@ -102,7 +102,7 @@ class RoundTimer:
         self._set_state(np.full(self._grid.slots, bucket.length - bucket.k - 1), self._draw_tokens(self._grid.slots))
         block = [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
         active = state.to_device(np.zeros(bucket.batch, bool))
-        pages = state.to_device(np.array(self._grid.separate_tables(range(bucket.batch)), np.int32))
+        pages = state.to_device(self._make_tables(bucket))
         verify = bundle.verify(bucket, mode)
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         samples = needs_sampling_state(bundle.manifest.sampling)
@@ -122,6 +122,12 @@ class RoundTimer:
         """Resets lengths and anchors to zero."""
         declared = [array for array in self._bundle.manifest.state if array.name in TIMED_STATE]
         self._state.replace([array.name for array in declared], [*map(self._state.zeros, declared)])
+
+    def _make_tables(self, bucket: Bucket) -> np.ndarray:
+        """Page tables whose rows read pages of the pool, and write to page 0: other pages may be kept for requests."""
+        tables = np.array(self._grid.separate_tables(range(bucket.batch)), np.int32)
+        tables[:, (bucket.length - bucket.k - 1) // self._grid.page :] = 0
+        return tables
 
     def _set_state(self, *arrays: np.ndarray) -> None:
         self._state.replace(TIMED_STATE, [self._state.to_device(array.astype(np.int32)) for array in arrays])

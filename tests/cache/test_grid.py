@@ -190,7 +190,19 @@ def test_pool_holds_the_capacity_of_every_slot_unless_kv_positions_says_otherwis
     assert str(small) == "batch=1,4 length=32,100 k=0 prefill=8 page=16 kv_positions=200"
     assert parse_grid(str(small), BLOCK) == small
     assert small.widened(8, 300, 0).kv_positions == 300
-    assert small.united(grid).kv_positions is None
+
+
+def test_united_grid_has_the_pool_that_is_asked_for_or_else_the_built_one():
+    plain, built = parse_grid("batch=1,4 length=100 k=0 prefill=8", BLOCK), "batch=2 length=50 k=0 prefill=8"
+    small = parse_grid(f"{built} page=16 kv_positions=60", BLOCK)
+    assert (plain.united(small).page, plain.united(small).kv_positions) == (16, 100)  # it holds the longest request
+    assert plain.united(parse_grid(f"{built} kv_positions=200", BLOCK)).kv_positions == 200
+    asked = parse_grid(f"{plain} page=16 kv_positions=110", BLOCK)
+    assert (asked.united(small).page, asked.united(small).kv_positions) == (16, 110)
+    with pytest.raises(BadInput, match="page=16 is asked for, and the bundle has page=64"):
+        asked.united(plain)
+    with pytest.raises(BadInput, match="kv_positions=60 is asked for, and the bundle has length=100"):
+        small.united(parse_grid(f"{plain} page=16", BLOCK))
 
 
 def test_pool_that_does_not_hold_the_longest_request_is_refused():

@@ -43,6 +43,15 @@ def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
         check(manifest, **{axis: sizes})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("page", 0), ("page", -1), ("page", 1 << 60), ("kv_positions", 1), ("kv_positions", 1 << 60)],
+)
+def test_impossible_pages_are_refused(manifest, field, value):
+    with pytest.raises(CorruptBundle, match=f"grid: {field} is {value}, expected .* to 16777216"):
+        check(manifest, **{field: value})
+
+
 def test_invalid_or_missing_rounds_are_refused(manifest):
     with pytest.raises(CorruptBundle, match="grid: rounds is 0"):
         check(manifest, rounds=0)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.grid import Bucket, parse_grid
+from dflash_aot.cache.sampling_state import SamplingMode
+from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
 from dflash_aot.runtime.scheduler.page_pool import PagePool, PoolFull, extend_key, start_key
+from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.scheduler import Scheduler
+from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, RoundMember, SpeculationController
 from tests.runtime.toy import PAGE, SAMPLED, ToyEngine, always
 
 # -- the pool
@@ -126,7 +133,7 @@ def test_table_shares_full_pages_and_leaves_a_token_to_compute():
     kv, text = make_kv(20), [*range(8)]
     first = PageTable()
     assert kv.open(first, [*text, 8]) == 0
-    kv.name_pages(first, [*text, 8], 9)
+    kv.index_full_pages(first, [*text, 8], 9)
     assert kv.open(same := PageTable(), text) == 4  # of 8 tokens the last one is computed
     assert same.pages[0] == first.pages[0] and same.pages[1] != first.pages[1]
     assert kv.open(longer := PageTable(), [*text, 9, 9]) == 8
@@ -140,14 +147,14 @@ def test_salts_keep_pages_apart():
     for salt in ("", "a", "b"):
         table = PageTable(salt)
         assert kv.open(table, text) == 0
-        kv.name_pages(table, text, 9)
+        kv.index_full_pages(table, text, 9)
     assert kv.open(PageTable("a"), text[:8]) == 4
 
 
 def test_table_without_enough_pages_stays_empty_and_holds_none():
     kv = make_kv(3)
     kv.open(first := PageTable(), [*range(9)])
-    kv.name_pages(first, [*range(9)], 9)
+    kv.index_full_pages(first, [*range(9)], 9)
     kv.close(first)
     second = PageTable()
     with pytest.raises(PoolFull):
@@ -161,7 +168,7 @@ def test_pages_that_others_computed_meanwhile_replace_own_ones():
     kv.open(first := PageTable(), text)
     kv.open(second := PageTable(), text)
     assert not {*first.pages} & {*second.pages}
-    kv.name_pages(first, text, 8)
+    kv.index_full_pages(first, text, 8)
     assert kv.share_prefix(second, text, 0) == 8
     assert (second.pages[:2], kv.pool.used) == (first.pages[:2], 6)
     assert kv.share_prefix(second, text, 9) == 9  # nothing more is there
@@ -237,6 +244,7 @@ def test_newest_request_is_set_back_and_continues_with_the_same_text():
     assert stats.preemptions == sum(request.preemptions for request in requests)
     assert stats.finished == {"length": 4}
     assert sum(stats.queued.counts) == 4
+    assert stats.prompt_tokens == 4 * 9  # those computed again count once
 
 
 def test_least_important_request_is_set_back_first():
@@ -261,6 +269,89 @@ def test_request_waits_while_its_prompt_has_no_pages_and_those_behind_it_wait_to
         engine.check(request)
 
 
+def test_request_starts_only_with_pages_for_its_first_round():
+    engine = serve(right=always(1))
+    first, second = engine.submit([1] * 40, 20), engine.submit([2] * 20, 4)  # 5 pages for the text, 5 are available
+    engine.run()
+    engine.check(first)
+    engine.check(second)
+    assert engine.loop.stats().preemptions == 0
+
+
+def test_state_that_was_reset_while_idle_holds_no_prefix():
+    engine, text = serve(), [*range(1, 20)]
+    engine.submit(text, 4)
+    engine.run()
+    engine.loop.reset_state()
+    again = engine.submit(text, 4)
+    engine.run()
+    engine.check(again)
+    assert again.cached_tokens == 0
+
+
+class CompleteAt:
+    """A grammar that completes the answer with other tokens instead of one token."""
+
+    is_complete = False
+
+    def __init__(self, token: int, completion: Sequence[int]):
+        self._token, self._completion = token, completion
+
+    def accept(self, token: int, room: int) -> Sequence[int] | None:
+        return self._completion if token == self._token else None
+
+
+def test_completion_of_an_answer_gets_no_key_for_the_kv_of_the_tokens_it_replaced():
+    grid, queue = parse_grid(SMALL + " page=4", 8), RequestQueue(1)
+    scheduler = Scheduler(grid, ("greedy",), 3, queue, FixedK(3))
+    request = Request([1, 2, 3, 4], SamplingParams(), 9, frozenset(), None, lambda delta: None)
+    request.matcher = CompleteAt(7, [8, 9, 9, 9])  # type: ignore[assignment]
+    queue.put(request)
+    scheduler.fill_slots()
+    (running,) = scheduler.slots
+    running.length = 8  # the kv of 1, 2, 3, 4 and 5, 6, 7, 10
+    request.take([5, 6, 7, 10, 11])
+    assert request.token_ids == [5, 6, 8, 9, 9, 9]
+    scheduler.note_tokens(running)
+    first = extend_key(start_key(None), [1, 2, 3, 4])
+    pool = scheduler.kv.pool
+    assert (pool.find(first), pool.find(extend_key(first, [5, 6, 8, 9]))) == (running.table.pages[0], None)
+
+
+def test_trial_of_another_k_sets_no_request_back():
+    """At their ends the two hold 44 + 20 positions, all that there are: with K = 3 they would need more."""
+    engine = serve(right=always(0), controller=LargestK())
+    first, second = engine.submit([1] * 40, 4), engine.submit([2] * 16, 4)
+    engine.run()
+    engine.check(first)
+    engine.check(second)
+    assert {call.bucket.k for call in engine.rounds} == {0, 3} and engine.loop.stats().preemptions == 0
+
+
+class LargestK(SpeculationController):
+    """Always tries the largest K of those offered."""
+
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
+        return buckets[-1]
+
+
+class RandomK(SpeculationController):
+    """Chooses any K, and another one when it is asked again."""
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
+        return self._random.choice(buckets)
+
+
+def make_controller(seed: int) -> SpeculationController:
+    """A fixed K, random ones, or an adaptive one, whose trials have any worth."""
+    rng, grid = random.Random(seed), parse_grid(SMALL, 8)
+    times = {(bucket, mode): rng.uniform(1, 3) for bucket in grid.buckets() for mode in ("greedy", "sample")}
+    return (FixedK(3), RandomK(seed), AdaptiveK(times))[seed % 3]  # type: ignore[arg-type]
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_random_requests_with_shared_prefixes_get_the_tokens_they_get_alone(seed):
@@ -271,7 +362,7 @@ def check_random_requests(seed: int, count: int) -> ToyEngine:
     """Random requests in a pool that does not hold them all: each has its own text, and every page is returned."""
     rng = random.Random(seed)
     rounds = rng.choice(("", " rounds=4"))
-    engine = serve(f"{SMALL}{rounds}", right=lambda text: sum(text) % 4)
+    engine = serve(f"{SMALL}{rounds}", right=lambda text: sum(text) % 4, controller=make_controller(seed))
     bases = [[rng.randrange(1, 97) for _ in range(40)] for _ in range(2)]
     submitted = 0
     while submitted < count or not engine.loop.is_idle:

@@ -41,6 +41,19 @@ def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
     assert count_loader_threads() == 0
 
 
+def test_rounds_timed_while_idle_leave_the_kv_of_kept_prefixes(bundle, cases):
+    case = max(cases.values(), key=lambda one: len(one.prompt))
+    with Engine.open(bundle("tied")) as engine:
+        grid = engine.manifest.grid
+        prompt = case.prompt[: grid.length[0] + 2 * grid.page]  # timed rounds write at the end of the shortest length
+        before = engine.generate(prompt, limit_tokens(16))
+        kinds = list_round_shapes(grid, engine.manifest.sampling, engine.k)
+        wait_until(lambda: all(map(engine._controller.costs.is_measured, kinds)))
+        again = engine.generate(prompt, limit_tokens(16))
+        assert again.cached_tokens >= grid.length[0] and before.cached_tokens == 0
+        assert again.token_ids == before.token_ids
+
+
 def test_preload_loads_and_calls_everything_before_open_returns(bundle):
     with Engine.open(bundle("tiny"), preload=True) as engine:
         assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
@@ -104,7 +117,12 @@ def test_failed_warm_up_call_is_logged_and_the_state_is_reset(bundle, caplog):
     try:
         loaded = [executables[name] for name in executables.order]
         parts.state._arrays["target_k"].delete()  # as a failed call would leave the state
-        warm_up = WarmUp(parts.bundle, parts.state, parts.controller)
+        resets: list[None] = []
+
+        def reset() -> None:
+            resets.append(parts.state.reset())
+
+        warm_up = WarmUp(parts.bundle, parts.state, parts.controller, reset)
         steps = 0
         while warm_up.step():
             steps += 1
@@ -113,4 +131,4 @@ def test_failed_warm_up_call_is_logged_and_the_state_is_reset(bundle, caplog):
     (left,) = [one for one in loaded if not one.called]  # the first executable that read the deleted array
     assert "target_k" in left.signature.state and steps == len(loaded)
     assert ["deleted" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
-    assert not parts.state._arrays["target_k"].is_deleted()
+    assert not parts.state._arrays["target_k"].is_deleted() and len(resets) == 1

@@ -77,6 +77,16 @@ def test_lower_priority_number_goes_first():
     assert take_all(line) == [c, b, d, a, e]
 
 
+def test_request_that_was_looked_at_is_taken_even_where_a_better_one_came_meanwhile():
+    line = RequestQueue(9)
+    a, b = joined(line, 0, 0)
+    assert line.peek() is a
+    (c,) = joined(line, -1)
+    assert line.take(a) is a
+    assert take_all(line) == [c, b]
+    assert line.peek() is None
+
+
 def test_full_queue_refuses_and_counts():
     line = RequestQueue(2)
     a, b = joined(line, 0, 0)

@@ -6,7 +6,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, read_manifest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.speculation.round_timing import bound_times, estimate_rounds, time_rounds
+from dflash_aot.runtime.speculation.round_timing import RoundTimer, bound_times, estimate_rounds, time_rounds
 
 
 def test_smaller_shape_takes_no_longer():
@@ -36,6 +36,20 @@ def test_estimates_are_the_compilers_where_each_executable_has_one(bundle):
     assert estimate_rounds(estimated, 0)[shape] == seconds[verify]
     partly = structs.replace(manifest, entries=(*entries[:-1], manifest.entries[-1]))
     assert estimate_rounds(partly, 0) == estimate_rounds(manifest, 0)  # from bytes and operations, as on other devices
+
+
+def test_timed_rounds_write_kv_to_page_zero_only(bundle):
+    opened = load_engine_parts(bundle("tied"), None, None, "auto", preload=False)
+    pools = ("target_k", "target_v", "draft_k", "draft_v")
+    try:
+        before = [np.ones_like(array) for array in opened.state.read(pools)]
+        opened.state.replace(pools, [*map(opened.state.to_device, before)])
+        RoundTimer(opened.bundle, opened.state).time(Bucket(3, 64, 3), "greedy")
+        for name, array in zip(pools, map(np.asarray, opened.state.read(pools)), strict=True):
+            assert (array[:, 1:] == 1).all(), name
+            assert (array[:, 0] != 1).any(), name  # something was written
+    finally:
+        opened.bundle.executables.close()
 
 
 def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
