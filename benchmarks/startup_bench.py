@@ -25,8 +25,7 @@ from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.json_process import JsonProcess
 
-# Grids by their approximate number of executables. All have the same state, except for its slack, and the request's
-# own buckets.
+# Grids by their approximate number of executables. All have the same state, and the request's own buckets.
 GRIDS = {
     10: "batch=1 length=256,1024 k=0,7 prefill=64",
     50: "batch=1 length=256,512,768,1024 k=0,1,3,5,7 prefill=64,256",

@@ -22,11 +22,12 @@ class ChoiceOutput:
     drafted: int = 0
     accepted: int = 0
     cached_tokens: int = 0
+    cached_at_start: int = 0
 
     def add(self, delta: Delta) -> None:
         self.deltas.append(delta)
         self.tokens += len(delta.token_ids)
-        self.cached_tokens = delta.cached_tokens
+        self.cached_tokens, self.cached_at_start = delta.cached_tokens, delta.cached_at_start
         self.rounds += len(delta.rounds)
         self.drafted += sum(outcome.k for outcome in delta.rounds)
         self.accepted += sum(outcome.accepted for outcome in delta.rounds)
@@ -174,9 +175,13 @@ class ChatFormat:
 def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1) -> JsonFields:
     """`usage` of a response with `n` choices of each prompt: OpenAI's counts, and those of speculation.
 
-    Cached are the prompt tokens that no choice computed; tau is committed tokens per round.
+    Cached are the prompt tokens that no choice computed: those that were there when the first of a prompt's choices got
+    its slot. tau is committed tokens per round.
     """
-    cached = max(0, sum(choice.cached_tokens for choice in choices) - (n - 1) * prompt_tokens)
+    cached = sum(choice.cached_tokens for choice in choices)
+    if n > 1:
+        prompts = (choices[start : start + n] for start in range(0, len(choices), n))
+        cached = sum(min(choice.cached_at_start for choice in same) for same in prompts)
     tokens, rounds = sum(choice.tokens for choice in choices), sum(choice.rounds for choice in choices)
     drafted, accepted = sum(choice.drafted for choice in choices), sum(choice.accepted for choice in choices)
     return {

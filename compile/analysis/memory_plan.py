@@ -58,10 +58,13 @@ class GridProposal(msgspec.Struct, frozen=True):
     Attributes:
         batch: the largest batch at the grid's longest length; None if no batch fits.
         length: the longest length at the grid's largest batch; None if no length fits.
+        kv_positions: the largest pool of kv pages, in positions, at the grid's largest batch and longest length; None
+            if no pool that holds the longest request fits.
     """
 
     batch: int | None
     length: int | None
+    kv_positions: int | None
 
 
 class CompilerFigures(msgspec.Struct, frozen=True):
@@ -140,7 +143,8 @@ class MemoryPlanner:
         )
 
     def propose(self, grid: Grid, available: int, positions: int) -> GridProposal:
-        """The largest batch at the grid's longest length, and the longest length at its largest batch, that fit.
+        """The largest batch at the grid's longest length, the longest length at its largest batch, and the largest pool
+        of kv pages at both, that fit.
 
         `available` is in bytes; `positions` is the longest length that the models support.
         """
@@ -150,10 +154,16 @@ class MemoryPlanner:
         def fits(batch: int, length: int) -> bool:
             return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available
 
+        def holds(pages: int) -> bool:
+            positions = max(grid.capacity, pages * grid.page)
+            return estimates.plan(msgspec.structs.replace(grid, kv_positions=positions)).total + beyond <= available
+
         steps = _find_largest(lambda n: fits(grid.slots, n * PROPOSED_LENGTH_STEP), positions // PROPOSED_LENGTH_STEP)
+        pages = _find_largest(holds, grid.slots * grid.row_pages)
         return GridProposal(
             _find_largest(lambda batch: fits(batch, grid.capacity), MAX_PROPOSED_BATCH),
             steps and steps * PROPOSED_LENGTH_STEP,
+            pages and max(grid.capacity, pages * grid.page),
         )
 
     def _held_bytes(self, array: ArraySpec) -> int:
@@ -202,11 +212,15 @@ def describe_verdict(plan: MemoryPlan, available: int) -> str:
 
 def describe_proposal(proposal: GridProposal, grid: Grid) -> str:
     """A proposal as text."""
-    if proposal.batch is None and proposal.length is None:
+    if proposal == GridProposal(None, None, None):
         return "No grid of this pair fits: use more or larger devices, or a narrower --dtype"
     at_length = f"batch={proposal.batch}" if proposal.batch else "no batch"
     at_batch = f"length={proposal.length}" if proposal.length else "no length"
-    return f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}"
+    pool = f"kv_positions={proposal.kv_positions}" if proposal.kv_positions else "no kv_positions"
+    return (
+        f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}, {pool} at both "
+        "(all requests share that many)"
+    )
 
 
 def cut_grid(grid: Grid, bucket: Bucket) -> Grid:

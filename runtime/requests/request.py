@@ -59,6 +59,7 @@ class Delta:
     finish_reason: set in the last delta only. error: why the answer ended early.
     logprobs: of the new tokens, where the request asked for them. rounds: the rounds that gave the tokens.
     prompt_logprobs: in the first delta, where the request asked for them; see `Result`. cached_tokens: see `Result`.
+    cached_at_start: of these, the tokens whose kv was there when the request got its slot.
     """
 
     token_ids: tuple[int, ...]
@@ -69,6 +70,7 @@ class Delta:
     rounds: tuple[RoundOutcome, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cached_tokens: int = 0
+    cached_at_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Request:
     arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
     whose kv was there already. tokens_of_model: of `token_ids`, those before a completion, which the models chose.
-    computed_end: the end of the prompt's tokens that were computed.
+    computed_end: the end of the prompt's tokens that were computed. cached_at_start: see `Delta`.
     """
 
     prompt: list[int]
@@ -152,6 +154,7 @@ class Request:
     cached_tokens: int = 0
     tokens_of_model: int = 0
     computed_end: int = 0
+    cached_at_start: int = 0
 
     @property
     def needed_mode(self) -> SamplingMode:
@@ -296,7 +299,8 @@ class Request:
         if reason:
             self.finished, self.finish_reason = time.monotonic(), reason
         scores = tuple(self.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
-        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores, self.cached_tokens)
+        cached = self.cached_tokens, self.cached_at_start
+        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores, *cached)
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:

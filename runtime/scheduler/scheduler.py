@@ -334,6 +334,8 @@ class Scheduler:
             self._waiting = request, self.kv.pool.available
             return None
         self._waiting = None
+        if not request.preemptions:
+            request.cached_at_start = request.cached_tokens
         return running
 
     def _skip_tokens(self, running: RunningRequest, end: int) -> None:

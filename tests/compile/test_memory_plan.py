@@ -122,6 +122,16 @@ def test_propose_returns_the_largest_grid_that_fits(programs):
     assert planner.propose(GRID, 1 << 50, 4096).length == 4096
 
 
+def test_propose_returns_the_largest_kv_pool_that_fits(programs):
+    """Many slots of a long length, which share less kv than all of them could fill."""
+    planner, wide = MemoryPlanner(programs, 1, tiled=True), structs.replace(GRID, batch=(1, 32), length=(256, 4096))
+    available = planner.plan(structs.replace(wide, kv_positions=3 * 4096)).total
+    assert planner.propose(wide, available, 4096).kv_positions == 3 * 4096
+    assert planner.propose(wide, available - 1, 4096).kv_positions == 3 * 4096 - wide.page
+    assert planner.propose(wide, 1 << 50, 4096).kv_positions == 32 * 4096
+    assert planner.propose(wide, planner.plan(wide).weights, 4096).kv_positions is None
+
+
 def check(programs, available, measured=None):
     chip = Chip("toy", "toy", 1, 1, 2 * available, available, 1.0, 1.0, 1.0)
     return check_fits(programs, GRID, 1, chip, 4096, measured)

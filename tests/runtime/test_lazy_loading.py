@@ -41,19 +41,6 @@ def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
     assert count_loader_threads() == 0
 
 
-def test_rounds_timed_while_idle_leave_the_kv_of_kept_prefixes(bundle, cases):
-    case = max(cases.values(), key=lambda one: len(one.prompt))
-    with Engine.open(bundle("tied")) as engine:
-        grid = engine.manifest.grid
-        prompt = case.prompt[: grid.length[0] + 2 * grid.page]  # timed rounds write at the end of the shortest length
-        before = engine.generate(prompt, limit_tokens(16))
-        kinds = list_round_shapes(grid, engine.manifest.sampling, engine.k)
-        wait_until(lambda: all(map(engine._controller.costs.is_measured, kinds)))
-        again = engine.generate(prompt, limit_tokens(16))
-        assert again.cached_tokens >= grid.length[0] and before.cached_tokens == 0
-        assert again.token_ids == before.token_ids
-
-
 def test_preload_loads_and_calls_everything_before_open_returns(bundle):
     with Engine.open(bundle("tiny"), preload=True) as engine:
         assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
