@@ -20,12 +20,12 @@ class PagePool:
 
     Page 0 belongs to no request: the device writes kv there that no request needs.
 
-    evictions: kept pages whose contents were given up for other requests.
+    evictions: kept pages whose contents were given up for other requests. keyed: pages that have got a key.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self.evictions = 0
+        self.evictions = self.keyed = 0
         self.clear()
 
     def clear(self) -> None:
@@ -82,6 +82,7 @@ class PagePool:
         """A page in use is full: its contents are known by `key`, unless another page with these contents is."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
+            self.keyed += 1
 
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)

@@ -266,7 +266,8 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        self._waiting: tuple[Request, int] | None = None  # the request that lacked pages, and how many there were
+        # The request that lacked pages, how many were available, and how many pages had got a key.
+        self._waiting: tuple[Request, int, int] | None = None
         self._grid, self._queue, self._controller = grid, queue, controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
@@ -314,10 +315,13 @@ class Scheduler:
     def _open_table(self, request: Request) -> RunningRequest | None:
         """A request with pages for its text and a round; None, and no pages are taken, where too few are available.
 
-        After that the same request is looked at again when more pages are available.
+        After that the same request is looked at again when more pages are available, or others have keys.
         """
-        if self._waiting and self._waiting[0] is request and self.kv.pool.available <= self._waiting[1]:
-            return None
+        pool = self.kv.pool
+        if self._waiting and self._waiting[0] is request:
+            _, available, keyed = self._waiting
+            if pool.available <= available and pool.keyed == keyed:
+                return None
         mode = find_serving_mode(request.needed_mode, self._modes)
         assert mode is not None, "the request builder refuses what no executable can do"
         # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
@@ -331,7 +335,7 @@ class Scheduler:
         try:
             self._skip_tokens(running, self.kv.open(table, running.text, further))
         except PoolFull:
-            self._waiting = request, self.kv.pool.available
+            self._waiting = request, pool.available, pool.keyed
             return None
         self._waiting = None
         if not request.preemptions:

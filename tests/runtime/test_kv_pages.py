@@ -208,7 +208,8 @@ def test_choices_of_one_prompt_compute_it_once():
         engine.check(request)
     assert engine.counters.prompt_tokens == 32 + 4
     assert sum(request.cached_tokens for request in choices) == 3 * 32
-    assert [request.cached_at_start for request in choices] == [0] * 4
+    assert min(request.cached_at_start for request in choices) == 0
+    assert max(request.started for request in choices) < min(request.finished for request in choices)
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
