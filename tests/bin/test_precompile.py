@@ -91,6 +91,16 @@ def test_sizes_that_no_grid_can_have_together_are_refused(command, pair, copy):
     assert (copy / "manifest.json").read_bytes() == before
 
 
+def test_kv_pages_that_are_asked_for_replace_those_of_the_bundle_or_are_refused(command, pair, copy):
+    plan = [*pair, f"--bundle={copy}", BUILT, "--plan", "--json"]
+    done = command(precompile, *plan, f"--buckets={GRID} kv_positions=48")
+    assert json.loads(done.out)["grid"] == f"{GRID} kv_positions=48"
+    done = command(precompile, *plan, f"--buckets={GRID} page=16")
+    assert done.code == 2 and "page=16 is asked for, and the bundle has page=64" in done.err and "--exact" in done.err
+    done = command(precompile, *plan, "--exact", f"--buckets={GRID} page=16")
+    assert json.loads(done.out)["grid"] == f"{GRID} page=16"
+
+
 def test_build_of_another_dtype_replaces_the_bundle_and_says_so(command, pair, copy):
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--dtype=bfloat16", "--plan")
     assert done.code == 0 and "the bundle's 7 executables are replaced: they are for another dtype, float32" in done.err
