@@ -28,8 +28,10 @@ def open_engine(spec: messages.EngineSpec) -> Iterator[Handlers]:
     """Raises what `Engine.open` raises."""
     select_jax_platforms(read_manifest(Path(spec.bundle)).environment.platform)
     max_waiting = spec.max_waiting or MAX_WAITING
-    # Without preload, executables would be loaded during a measurement.
-    with Engine.open(spec.bundle, spec.target, spec.draft, spec.k, max_waiting, preload=True) as engine:
+    # Without preload, executables would be loaded during a measurement. Prompts are repeated, and the other contenders
+    # compute them each time.
+    options = {"preload": True, "prefix_caching": False}
+    with Engine.open(spec.bundle, spec.target, spec.draft, spec.k, max_waiting, **options) as engine:
         yield {messages.ServeClosed: partial(serve_closed, engine), messages.ServeOpen: partial(serve_open, engine)}
 
 

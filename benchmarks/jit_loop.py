@@ -22,6 +22,7 @@ from dflash_aot.benchmarks.messages import JitSpec, PromptIds, ServeClosed, Serv
 from dflash_aot.benchmarks.worker import Handlers, run_worker
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.devices import make_mesh, select_jax_platforms
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
@@ -127,7 +128,11 @@ class JitLoop:
         tokens: int,
         after_prefill: Callable[[], None] = lambda: None,
     ):
-        """Compiles what the loop needs, unless the programs are lazy. Raises GridMiss."""
+        """Compiles what the loop needs, unless the programs are lazy. Raises GridMiss, BadInput."""
+        if programs.grid.pool_pages < rows * programs.grid.row_pages:
+            raise BadInput(
+                f"the jitted loop needs kv_positions={rows * programs.grid.capacity}: its rows share no pages"
+            )
         self._bucket = programs.grid.fit(rows, longest + tokens + k, k)
         assert (self._bucket.batch, self._bucket.k) == (rows, k), "the loop pads nothing"
         self._programs, self._state, self._tokens = programs, programs.state, tokens

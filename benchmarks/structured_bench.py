@@ -54,7 +54,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     pair = contenders.choose_pair(settings, scratch)
     prompts = contenders.choose_prompts(HELD_OUT, settings.prompts, settings.prompt_tokens, pair)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note, ("greedy", "constrain"))
-    with Engine.open(bundle, pair.target, pair.draft, k="auto") as engine:
+    with Engine.open(bundle, pair.target, pair.draft, k="auto", prefix_caching=False) as engine:
         for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for number, prompt in enumerate(prompts):

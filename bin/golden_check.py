@@ -54,7 +54,8 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
     prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])
     test = GoldenCheck(manifest, prompts, golden)
     for k in manifest.grid.k:  # 0 is the first
-        with Engine.open(bundle, options.target, options.draft, k, preload=True) as engine:
+        # Without reuse of prefixes: each of the runs computes its prompts, and is compared and timed with that.
+        with Engine.open(bundle, options.target, options.draft, k, preload=True, prefix_caching=False) as engine:
             test.run(engine, k)
     if options.record and not test.failures:
         write_golden(manifest, test.answers, test.accepted, options.record)

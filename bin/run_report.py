@@ -78,7 +78,7 @@ def format_report(run: FinishedRun) -> list[str]:
         ("time per output token", _format_milliseconds(fields["time_per_output_token"])),
         ("rounds", _format_rounds(fields)),
         ("padding waste", _format_padding(fields["padding_waste"])),
-        ("prompt tokens reused", f"{fields['cached_tokens']}; {fields['evictions']} kv pages given up"),
+        ("prompt tokens reused", f"{fields['cached_tokens']}; {fields['evictions']} kv pages evicted"),
         ("preemptions", str(fields["preemptions"])),
         ("tokens per round (τ)", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
         ("accepted per position", per_position or "-"),

@@ -25,7 +25,7 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
-MAX_PAGE_TABLES = 64  # kept on the device, the oldest ones are given up
+MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
 

@@ -37,6 +37,7 @@ class Options(BaseModel):
     name: str | None = None
     temperature: float | None = None
     require_signature: Path | None = None
+    prefix_caching: bool = True
     api_keys: Path | None = None  # a file of keys, read where the application is built
     without_keys: bool = False  # confirms that no keys are wanted
     replicas: int = Field(1, ge=1)
@@ -93,6 +94,7 @@ def build(options: Options) -> serve.Application:
         k=options.k,
         max_waiting=options.max_waiting,
         require_signature=signed_by,
+        prefix_caching=options.prefix_caching,
         name=options.name,
         temperature=options.temperature,
     )

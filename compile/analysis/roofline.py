@@ -175,8 +175,8 @@ class Roofline:
         return sampling + self._recur(1, 0, passes=2)
 
     def admit(self) -> RooflineCost:
-        """A slot's bias, prompt mask and counts, written. Every device reads the whole bias and prompt mask."""
-        whole = self._target.decoder.vocab * (BIAS + PROMPTED)
+        """A slot's bias, prompt mask and counts, written. Every device reads all of them."""
+        whole = self._target.decoder.vocab * (BIAS + PROMPTED + COUNTS)
         return self._row_state(BIAS + PROMPTED + COUNTS) + RooflineCost(whole, 0.0)
 
     def _row_state(self, bytes_per_token: int) -> RooflineCost:

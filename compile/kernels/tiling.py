@@ -4,12 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LANES, SUBLANES = 128, 8  # of a vector register
-PAGES = (
-    128,
-    64,
-    32,
-    16,
-)  # positions of the unit of copies; 16 rows of bfloat16 are whole memory tiles on every generation
+# Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
+PAGES = (128, 64, 32, 16)
 BLOCK = 512  # kv positions
 MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that the compiler gives a kernel by default

@@ -12,6 +12,7 @@ from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, GridProposal, MemoryPlan, MemoryPlanner, cut_grid
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
+from dflash_aot.compile.kernels.tiling import PAGES
 from dflash_aot.compile.pipeline.build_target import BuildTarget, count_target_devices, find_chip, name_platform
 from dflash_aot.compile.programs.programs import Programs
 
@@ -106,12 +107,14 @@ def plan_deployment(
 ) -> Deployment:
     """A pair on a build target; `dtype` None: float32 on a CPU, else bfloat16.
 
-    Raises BadInput where the devices cannot share the pair.
+    Raises BadInput where the devices cannot share the pair, or its kernels cannot copy pages of that size.
     """
     platform, devices = name_platform(build_target), count_target_devices(build_target)
     dtype = dtype or choose_dtype(build_target)
     chip = find_chip(build_target)
     kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
+    if kernels and grid.page % PAGES[-1]:
+        raise BadInput(f"page={grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}")
     programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels, formats, platform == "cpu")
     return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
 

@@ -456,7 +456,7 @@ class Programs:
         return {**last.state, **context, "verdicts": last.verdicts, "left_over": last.left[None]}
 
     def move(self, arrays: Arrays) -> Outputs:
-        """Copies length, anchor and sampling state of slot `source` over those of slot `destination`."""
+        """Copies length, anchor, sampling and recurrent state of slot `source` over those of slot `destination`."""
         source, destination = arrays["source"][0], arrays["destination"][0]
         large = RECURRENT_STATE if self.pair.recurrent else ()
         moved = {name: copy_slot(arrays[name], source, destination) for name in large}

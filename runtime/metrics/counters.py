@@ -56,7 +56,7 @@ class Counters:
         preemptions: times that a request gave its slot back, because the kv pages were not enough for all.
         prefix_queries: prompt tokens whose kv was looked up.
         prefix_hits: of these, those whose kv was there already.
-        evictions: kv pages whose contents were given up for other requests.
+        evictions: kv pages evicted for other requests.
         pages_used: kv pages in use, at the time of the copy.
         pages: kv pages, at the time of the copy.
         failures: executable calls that failed.

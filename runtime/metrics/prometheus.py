@@ -148,11 +148,11 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     ),
     GaugeMetric("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
     GaugeMetric("vllm:num_requests_waiting", "Requests in the queue.", lambda c: c.waiting),
-    CounterMetric("vllm:prompt_tokens", "Prompt tokens.", lambda c: c.prompt_tokens),
+    CounterMetric("vllm:prompt_tokens", "Prompt tokens that were computed.", lambda c: c.prompt_tokens),
     CounterMetric("vllm:generation_tokens", "Generated tokens.", lambda c: c.output_tokens),
     CounterMetric("vllm:prefix_cache_queries", "Prompt tokens whose kv was looked up.", lambda c: c.prefix_queries),
     CounterMetric("vllm:prefix_cache_hits", "Prompt tokens whose kv was there already.", lambda c: c.prefix_hits),
-    CounterMetric("vllm:num_preemptions", "Requests that gave their slot back for kv pages.", lambda c: c.preemptions),
+    CounterMetric("vllm:num_preemptions", "Requests preempted for lack of kv pages.", lambda c: c.preemptions),
     GaugeMetric(
         "vllm:kv_cache_usage_perc", "Share of the kv pages in use, 0 to 1.", lambda c: c.pages_used / (c.pages or 1)
     ),
@@ -183,7 +183,7 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         lambda c: c.padded_prefill,
     ),
     GaugeMetric("dflash:kv_pages", "Pages of the kv pools.", lambda c: c.pages),
-    CounterMetric("dflash:kv_page_evictions", "Pages whose contents were given up.", lambda c: c.evictions),
+    CounterMetric("dflash:kv_page_evictions", "kv pages evicted for other requests.", lambda c: c.evictions),
     CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
     GaugeMetric("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),

@@ -20,12 +20,13 @@ class PagePool:
 
     Page 0 belongs to no request: the device writes kv there that no request needs.
 
-    evictions: kept pages whose contents were given up for other requests. keyed: pages that have got a key.
+    evictions: kept pages whose contents made room for other requests. changes: how often pages were shared, returned or
+    got a key: what a waiting request may need.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self.evictions = self.keyed = 0
+        self.evictions = self.changes = 0
         self.clear()
 
     def clear(self) -> None:
@@ -47,7 +48,7 @@ class PagePool:
         return self.count - self.available
 
     def take(self, count: int) -> list[int]:
-        """Gives out `count` pages to one user, and gives up kept pages only where no page is free. Raises PoolFull."""
+        """Gives out `count` pages to one user, and evicts kept pages only where no page is free. Raises PoolFull."""
         if count > self.available:
             raise PoolFull
         taken = []
@@ -66,9 +67,11 @@ class PagePool:
         assert page in self._key_of, "only full pages are shared: nothing writes to them again"
         self._users[page] += 1
         self._kept.pop(page, None)
+        self.changes += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes one user from each page. Of the kept pages, those at the end of a text are given up first."""
+        """Takes one user from each page. Of the kept pages, those at the end of a text are evicted first."""
+        self.changes += 1
         for page in reversed(pages):
             self._users[page] -= 1
             assert self._users[page] >= 0, f"page {page} is released, but has no user"
@@ -82,7 +85,7 @@ class PagePool:
         """A page in use is full: its contents are known by `key`, unless another page with these contents is."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
-            self.keyed += 1
+            self.changes += 1
 
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)

@@ -266,8 +266,7 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        # The request that lacked pages, how many were available, and how many pages had got a key.
-        self._waiting: tuple[Request, int, int] | None = None
+        self._waiting: tuple[Request, int] | None = None  # the request that lacked pages, and the pool's changes then
         self._grid, self._queue, self._controller = grid, queue, controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
@@ -315,13 +314,11 @@ class Scheduler:
     def _open_table(self, request: Request) -> RunningRequest | None:
         """A request with pages for its text and a round; None, and no pages are taken, where too few are available.
 
-        After that the same request is looked at again when more pages are available, or others have keys.
+        After that the same request is looked at again when pages of the pool have changed.
         """
         pool = self.kv.pool
-        if self._waiting and self._waiting[0] is request:
-            _, available, keyed = self._waiting
-            if pool.available <= available and pool.keyed == keyed:
-                return None
+        if self._waiting and self._waiting[0] is request and self._waiting[1] == pool.changes:
+            return None
         mode = find_serving_mode(request.needed_mode, self._modes)
         assert mode is not None, "the request builder refuses what no executable can do"
         # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
@@ -329,13 +326,13 @@ class Scheduler:
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.page_keys)
         running = RunningRequest(request, self._controller.start_request(), mode, request.needs_mask, table=table)
-        # Without pages for a round the request would soon be set back, after its prompt was computed.
+        # Without pages for a round the request would soon be preempted, after its prompt was computed.
         room = self._grid.capacity - len(running.text)
         further = min(self._ks[-1] + 1, room) if request.limit else 0
         try:
             self._skip_tokens(running, self.kv.open(table, running.text, further))
         except PoolFull:
-            self._waiting = request, pool.available, pool.keyed
+            self._waiting = request, pool.changes
             return None
         self._waiting = None
         if not request.preemptions:
@@ -353,7 +350,7 @@ class Scheduler:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
 
         The least important ones go first, of these the newest. They continue where they were: with the same seeds at
-        the same positions. Returns those that were set back, and the next round.
+        the same positions. Returns those that were preempted, and the next round.
         """
         preempted: list[Request] = []
         while True:

@@ -40,8 +40,8 @@ class Decision:
     batch, length: of the round's bucket.
     before, after: K; `before` is None for the first decision.
     why: "worth": fewest expected seconds per token. "trial": a round to see what another K is worth.
-        "request": a request's own K. "room": too near the capacity for the K before. "loading": a better K is not
-        loaded yet.
+        "request": a request's own K. "room": the K before needs more positions or kv pages than there are.
+        "loading": a better K is not loaded yet.
     seconds: expected seconds per token of the batch, for each K that there was room for; empty where every request had
         its own K.
     """

@@ -15,20 +15,21 @@ ASKED = {
 }
 
 
-def admit(rig, arrays, slot, prompt, seed=7, tops=0, anchor=None, bias=0.0, **asked):
-    """Starts a sampled request as the engine does: at the last token of its prompt."""
+def admit(rig, arrays, slot, text, seed=7, tops=0, anchor=None, bias=0.0, answered=0, **asked):
+    """Starts a sampled request as the engine does: at the last token of its text, whose end may be of the answer."""
     columns = {**NEUTRAL_SAMPLING, **asked}
+    prompt, answer = text[: len(text) - answered], text[len(text) - answered :]
     return rig.run(
         "admit",
         arrays,
         slots=[slot],
-        starts=[len(prompt) - 1],
-        anchor=[prompt[-1] if anchor is None else anchor],
+        starts=[len(text) - 1],
+        anchor=[text[-1] if anchor is None else anchor],
         slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
         slot_seeds=[[0, seed]],
         slot_bias=np.broadcast_to(np.float32(bias), (1, VOCAB)),
         slot_prompted=np.isin(np.arange(VOCAB), prompt)[None],
-        slot_counts=np.zeros((1, VOCAB)),
+        slot_counts=np.bincount(np.array(answer, int), minlength=VOCAB)[None],
         slot_tops=[tops],
     )
 
@@ -65,6 +66,15 @@ def decode(rig, prefilled):
         return [*map(int, tokens[:steps])], likelihoods[:steps], arrays
 
     return decode
+
+
+def test_request_that_goes_on_counts_the_tokens_of_its_answer(decode):
+    asked, prompt = {"temperature": 1.2, "frequency_penalty": 1.5, "repetition_penalty": 1.3}, PROMPTS[0]
+    tokens, _, _ = decode(asked)
+    for done in (1, 4):
+        found, _, _ = decode({**asked, "answered": done}, prompt=[*prompt, *tokens[:done]], steps=STEPS - done)
+        assert found == tokens[done:]
+    assert decode(asked, prompt=[*prompt, *tokens[:4]], steps=STEPS - 4)[0] != tokens[4:]
 
 
 @pytest.mark.parametrize("kind", ASKED)

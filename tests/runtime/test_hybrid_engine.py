@@ -8,7 +8,7 @@ from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
-GRID = "batch=1,3 length=96 k=0,7 prefill=16 rounds=3"
+GRID = "batch=1,3 length=96 k=0,7 prefill=16 rounds=3 page=8"
 TOKENS, EACH = 20, 2000 // THREADS
 SPICES = (
     {},
@@ -51,6 +51,8 @@ def alone(hybrid_bundle):
 def test_drafts_change_no_token(hybrid_bundle, alone):
     with Engine.open(hybrid_bundle, k=7) as engine:
         results = [generate(engine, *request) for request in make_requests()]
+        assert engine.stats().prefix_queries == 0  # a page holds no recurrent state
+    assert not any(result.cached_tokens for result in results)
     assert [result.token_ids for result in results] == alone
     assert sum(sum(result.accepted) for result in results) > 0
 

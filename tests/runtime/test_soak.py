@@ -7,7 +7,7 @@ import pytest
 
 from dflash_aot.cache.errors import QueueFull
 from dflash_aot.runtime import Engine
-from tests.runtime.toy import ToyEngine
+from tests.runtime.toy import GRID, ToyEngine
 from tests.runtime.traffic import SLOTS, SPICES, THREADS, Memory, Traffic, check_accounts, run_threads
 
 PARTS = 10  # memory is compared between the fifth part and the last
@@ -18,7 +18,7 @@ class ToySoak:
     """Random requests on one toy engine; each that ended is checked, counted and forgotten."""
 
     def __init__(self, seed: int):
-        self.engine = ToyEngine(max_waiting=24, right=lambda text: sum(text) % 8)
+        self.engine = ToyEngine(f"{GRID} kv_positions=96", max_waiting=24, right=lambda text: sum(text) % 8)
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
 
@@ -40,6 +40,8 @@ class ToySoak:
     def _submit(self) -> None:
         rng = self._rng
         prompt = [rng.randrange(97) for _ in range(rng.choice((1, 3, 8, 30)))]
+        if rng.random() < 0.5:  # a prefix that others have too
+            prompt = [*range(rng.randrange(30)), prompt[0]]
         sampled = {"temperature": 0.5, "seed": rng.randrange(9), "frequency_penalty": rng.choice((0.0, 1.0))}
         try:
             self.engine.submit(
@@ -73,6 +75,7 @@ def test_toy_engine_accounts_for_every_request(soak_requests):
     stats = soak.engine.loop.stats()
     assert soak.ended + soak.refused == count // PARTS * PARTS
     assert (stats.running, stats.waiting, sum(stats.finished.values())) == (0, 0, soak.ended)
+    assert stats.pages_used == 0 < min(stats.preemptions, stats.prefix_hits, stats.evictions)
     assert (stats.output_tokens, stats.refused) == (soak.output_tokens, soak.refused)
     assert stats.finished.keys() == {"length", "stop", "cancelled", "error"}
     assert soak.engine.state.resets == stats.failures > 0
