@@ -75,20 +75,22 @@ def test_kv_write_reads_features_and_writes_keys_and_values():
     assert roofline().kv_write(3, 4) == RooflineCost(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
 
 
-def test_prefill_has_logits_of_one_token_and_move_copies_a_slot():
+def test_prefill_has_logits_of_one_token():
     (prefill,) = (s for s in Programs(TARGET, DRAFT, "bfloat16").list_signatures(GRID) if s.program == "prefill")
     elements = 8 * H + LAYERS * LAYER + (8 + 32) * LAYERS * KV + V * H + 8 * 2 * H
     assert roofline().cost(prefill) == RooflineCost(
         2 * elements, 2 * (8 * LAYERS * LAYER + V * H) + 4 * LAYERS * 8 * 32 * 16
     )
-    assert roofline().move() == RooflineCost(2 * 2 * (32 + 8) * (LAYERS + 1) * KV, 0)
 
 
 def test_sampled_verify_reads_sampling_state_and_writes_counts():
     greedy, sampled = roofline().verify(3, 32, 3), roofline().sampled_verify(3, 32, 3)
     assert sampled == RooflineCost(greedy.bytes + 3 * V * (4 + 1 + 4 + 4), greedy.flops)
-    assert roofline().admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4), 0)
-    assert roofline(2).admit() == RooflineCost(V * (4 + 1) + V * (4 + 1 + 4) / 2, 0)
+    row = V * (4 + 1 + 4)
+    assert roofline().admit() == RooflineCost(row + row, 0)
+    assert roofline(2).admit() == RooflineCost(row + row / 2, 0)  # every device reads all
+    assert roofline().move(samples=True) == RooflineCost(2 * row, 0)
+    assert roofline().move(samples=False) == RooflineCost(0, 0)
     signatures = Programs(TARGET, DRAFT, "bfloat16", sampling=("sample",)).list_signatures(GRID)
     costs = {one.program: roofline().cost(one) for one in signatures}
     assert costs["sampled_verify"] == sampled and costs["admit"] == roofline().admit()
