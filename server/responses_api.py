@@ -6,7 +6,7 @@ Nothing is stored, so `previous_response_id` is refused; tools are offered by /v
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -149,11 +149,13 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
 
 def _to_chat(body: ResponsesRequest) -> ChatRequest:
     asked = body.input
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    messages: list[JsonFields] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(asked, str):
         messages.append({"role": "user", "content": asked})
     else:
-        messages += [{"role": message.role, "content": _join_parts(message.content)} for message in asked]
+        messages += [{"role": message.role, "content": _to_chat_content(message.content)} for message in asked]
     return ChatRequest.model_validate(
         {
             "model": body.model,
@@ -176,8 +178,8 @@ def _find_form(body: ResponsesRequest) -> JsonFields | None:
     return None if form is None else form.model_dump()
 
 
-def _join_parts(content: str | Sequence[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _to_chat_content(content: str | Sequence[InputPart]) -> str | list[JsonFields]:
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
 
 
 def list_asked(body: ResponsesRequest) -> JsonFields:
@@ -193,11 +195,11 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
     }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response to a request of /v1/responses. asked: see `list_asked`."""
 
-    asked: JsonFields = field(default_factory=dict)
+    asked: JsonFields
     sent: int = 0  # events
 
     async def build(self) -> bytes:
