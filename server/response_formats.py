@@ -155,7 +155,7 @@ class ChatFormat:
             message = gather_parts(parts)
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **message},
+            "message": {"role": "assistant", "refusal": None, "annotations": [], **message},
             "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
             "finish_reason": reason,
             **({"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}),

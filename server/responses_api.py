@@ -4,6 +4,7 @@ Nothing is stored, so `previous_response_id` is refused; tools are offered by /v
 """
 
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -189,10 +190,28 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None} | (body.reasoning.model_dump() if body.reasoning else {}),
+        "safety_identifier": body.safety_identifier,
         "text": {"format": {"type": "text"}, **text},
     }
+
+
+# Fields that every response has with the values that change nothing.
+UNSUPPORTED: JsonFields = {
+    "background": False,
+    "frequency_penalty": 0,
+    "max_tool_calls": None,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "store": False,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
 
 
 @dataclass(kw_only=True)
@@ -252,24 +271,22 @@ class ResponsesBuilder(ResponseBuilder):
         }  # fmt: skip
 
     def _format_response(self) -> JsonFields:
-        status = self._status
+        status, params = self._status, self.generation.request.params
         usage = None if status == "in_progress" else self._format_tokens()
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model.name,
             "output": [] if status == "in_progress" else [self._format_message()],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "usage": usage,
+            **UNSUPPORTED,
             **self.asked,
         }
 
