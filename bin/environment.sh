@@ -50,6 +50,14 @@ install() {
 is_installed() { [[ "$VENV/.$1" -nt pyproject.toml && "$VENV/.$1" -nt "$CONSTRAINTS" ]]; }
 note_installed() { touch "$VENV/.$1"; }
 
+# install_clients FOLDER LIST   Makes an environment of these packages only; a complete one of this list is kept.
+install_clients() {
+    [[ "$1/.installed" -nt "$2" ]] && return
+    say "installing clients that others wrote into $1"
+    "$VENV/bin/python" -m venv --clear "$1" &&
+        "$1/bin/pip" install --quiet --disable-pip-version-check --requirement "$2" && touch "$1/.installed"
+}
+
 # write_imports FOLDER   FOLDER/dflash_aot, in which each module re-exports a module of the rooms.
 # Editors and type checkers do not run the import hook of an editable install. They search FOLDER instead
 # (pyproject.toml: tool.pyright, tool.mypy) and follow the re-export to the file in the room.

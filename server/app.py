@@ -32,11 +32,17 @@ from dflash_aot.server.request_parsing import (
 from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
 from dflash_aot.server.response_schema import ERROR_RESPONSES
-from dflash_aot.server.responses import ResponseBuilder
+from dflash_aot.server.responses import ChoicesBuilder, ResponseBuilder
 from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, rename_fields, to_chat
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
-from dflash_aot.server.streaming import ClientDisconnected, EventStream, cancel_on_disconnect, start_generation
+from dflash_aot.server.streaming import (
+    ClientDisconnected,
+    EventStream,
+    Generation,
+    cancel_on_disconnect,
+    start_generation,
+)
 from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tokenization import add_tokenization_routes
 
@@ -69,7 +75,8 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
             return CompletionFormat(tokens, parsed, body.logprobs is not None, body.prompt_logprobs is not None)
 
-        return await _respond(state, key_limits, request, body, parse_completion, make_format)
+        make_builder = partial(_make_choices_builder, body, make_format)
+        return await _respond(state, key_limits, request, body, parse_completion, make_builder)
 
     @app.post(
         "/v1/responses",
@@ -77,13 +84,10 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         response_model=None,
     )
     async def respond(body: ResponsesRequest, request: Request) -> Response:
-        def make_format(tokens: TokenFormatter, _: ParsedRequest) -> ResponseFormat:
-            return ChatFormat(tokens, logprobs=False)
-
         make_builder = partial(ResponsesBuilder, asked=list_asked(body))
         chat = to_chat(body)
         try:
-            return await _respond(state, key_limits, request, chat, parse_chat, make_format, make_builder)
+            return await _respond(state, key_limits, request, chat, parse_chat, make_builder)
         except (ApiError, BadInput) as error:
             raise rename_fields(to_api_error(error, request.state.request_id)) from error
 
@@ -96,7 +100,27 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
             return ChatFormat(tokens, bool(body.logprobs), parsed.tool_family, body.prompt_logprobs is not None)
 
-        return await _respond(state, key_limits, request, body, parse_chat, make_format)
+        make_builder = partial(_make_choices_builder, body, make_format)
+        return await _respond(state, key_limits, request, body, parse_chat, make_builder)
+
+
+def _make_choices_builder(
+    body: CompletionRequest | ChatRequest,
+    make_format: Callable[[TokenFormatter, ParsedRequest], ResponseFormat],
+    *,
+    model: ServedModel,
+    generation: Generation,
+    **others: Any,
+) -> ResponseBuilder:
+    options = body.stream_options
+    return ChoicesBuilder(
+        model=model,
+        generation=generation,
+        format=make_format(model.token_formatter, generation.request),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        **others,
+    )
 
 
 async def _respond(
@@ -105,8 +129,7 @@ async def _respond(
     request: Request,
     body: Body,
     parse: Callable[[ServedModel, Body], ParsedRequest],
-    make_format: Callable[[TokenFormatter, ParsedRequest], ResponseFormat],
-    make_builder: Callable[..., ResponseBuilder] = ResponseBuilder,
+    make_builder: Callable[..., ResponseBuilder],
 ) -> Response:
     """Generates all choices of a request: as a stream of events, or one JSON object. Raises ApiError, BadInput."""
     if body.stream_options and not body.stream:
@@ -119,16 +142,12 @@ async def _respond(
         generation = await cancel_on_disconnect(request.receive, starting)
     except ClientDisconnected:
         return Response(status_code=CLIENT_DISCONNECTED)
-    options = body.stream_options
     builder = make_builder(
         state=state,
         model=model,
         generation=generation,
-        format=make_format(model.token_formatter, generation.request),
         request_id=request.state.request_id,
         began=request.state.began,
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
     )
     if body.stream:
         return EventStream(builder.events(), generation.close)

@@ -36,7 +36,7 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
-    echoed_tokens: tuple[range, ...] = ()  # their tokens' places in each prompt, where these are scored
+    echoed_tokens: tuple[range, ...] = ()  # places in each prompt of its text's tokens, where prompts are scored
     tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
 
     @property
@@ -82,7 +82,7 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         _check_built(model, params)
         places = tuple(
-            find_written(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
+            find_text_tokens(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
             for given, prompt in zip(_list_prompts(body.prompt), prompts, strict=True)
         )
     echoes = tuple(
@@ -127,14 +127,15 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int]) -> list[int]:
     return encode_text(model, prompt) if isinstance(prompt, str) else prompt
 
 
-def find_written(prompt: Sequence[int], written: Sequence[int]) -> range:
-    """The places in a prompt of the tokens that its text has, not of those that the tokenizer puts around it.
+def find_text_tokens(prompt: Sequence[int], text_tokens: Sequence[int]) -> range:
+    """The places in a prompt of its text's tokens, without those that the tokenizer adds around the text.
 
-    written: the tokens of the text alone. All places where the prompt does not have them in a row.
+    text_tokens: the tokens of the text alone. All places where the prompt does not have them in a row.
     """
-    begins = (at for at in range(len(prompt) - len(written) + 1) if prompt[at : at + len(written)] == written)
-    first = next(begins, None)
-    return range(len(prompt)) if first is None else range(first, first + len(written))
+    count = len(text_tokens)
+    starts = (start for start in range(len(prompt) - count + 1) if prompt[start : start + count] == text_tokens)
+    first = next(starts, None)
+    return range(len(prompt)) if first is None else range(first, first + count)
 
 
 def check_scores(request: ParsedRequest, field: str) -> ParsedRequest:

@@ -116,8 +116,8 @@ class CompletionFormat:
             counted, to_bytes = self.offsets.setdefault(index, TextOffsets()), self.tokens.to_bytes
             at = self.request.find_prompt(index)
             prompt = () if echo is None else self.request.prompts[at]
-            shown = self.request.echoed_tokens[at] if prompt else range(0)
-            texts = [to_bytes(token) if place in shown else b"" for place, token in enumerate(prompt)]
+            text_places = self.request.echoed_tokens[at] if prompt else range(0)
+            texts = [to_bytes(token) if place in text_places else b"" for place, token in enumerate(prompt)]
             texts += [self.tokens.to_shown_bytes(chosen.token_id) for chosen in logprobs]
             ids = [*prompt, *(chosen.token_id for chosen in logprobs)]
             scored = [*(scores if prompt else ()), *logprobs]
@@ -158,7 +158,7 @@ class ChatFormat:
             message = gather_parts(parts)
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **message},
+            "message": {"role": "assistant", "refusal": None, "annotations": [], **message},
             "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
             "finish_reason": reason,
             **({"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}),

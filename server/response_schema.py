@@ -147,6 +147,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[None]
     tool_calls: list[ToolCall] | None = None
 
 
@@ -190,10 +191,13 @@ class ResponsesAnswer(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None  # null where max_output_tokens cut it
     status: Literal["completed", "incomplete"]
     incomplete_details: dict[str, str] | None
     model: str
     output: list[OutputMessage]
+    temperature: float
+    top_p: float
     usage: dict[str, Any]
 
 

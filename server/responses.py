@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,26 +24,55 @@ MAX_SCORES_AT_ONCE = 4096  # log-probabilities that are formatted on the event l
 END = b"data: [DONE]\n\n"
 
 
-@dataclass
-class ResponseBuilder:
+@dataclass(kw_only=True)
+class ResponseBuilder(ABC):
     """Builds the response to one request, which arrived at `began` in monotonic seconds."""
 
     state: ServerState
     model: ServedModel
     generation: Generation
-    format: ResponseFormat
     request_id: str
     began: float
-    include_usage: bool = False  # in a stream, in its last chunk; other responses always have it
-    continuous_usage: bool = False  # with `include_usage`: in every chunk, so far
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[ChoiceOutput] = field(init=False)
 
     def __post_init__(self) -> None:
         self.choices = [ChoiceOutput() for _ in range(self.generation.request.choice_count)]
 
+    @abstractmethod
     async def build(self) -> bytes:
         """The whole response as JSON, when all choices are complete. Raises ApiError."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes]:
+        """Server-sent events, with an error among them where one ends the answer."""
+
+    def _add(self, index: int, delta: Delta) -> None:
+        """Raises ApiError for a choice that was cancelled or failed."""
+        self.choices[index].add(delta)
+        if delta.finish_reason == "cancelled":
+            limit = self.state.limits.request_seconds
+            raise ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
+        if delta.finish_reason == "error":
+            if self.state.draining:
+                raise shutting_down()
+            logger.error("%s ended in an error: %s", self.request_id, delta.error)
+            raise internal_error(self.request_id, "engine_failed")
+
+    def _format_usage(self) -> JsonFields:
+        request = self.generation.request
+        return format_usage(request.prompt_tokens, self.choices, request.n)
+
+
+@dataclass(kw_only=True)
+class ChoicesBuilder(ResponseBuilder):
+    """Builds a response of /v1/completions or /v1/chat/completions: a list of choices."""
+
+    format: ResponseFormat
+    include_usage: bool = False  # in a stream, in its last chunk; other responses always have it
+    continuous_usage: bool = False  # with `include_usage`: in every chunk, so far
+
+    async def build(self) -> bytes:
         async with aclosing(self.generation.deltas()) as deltas:
             traces: list[list[Any]] = [[] for _ in self.choices]
             async for index, delta in deltas:
@@ -86,18 +116,6 @@ class ResponseBuilder:
         trace = self._format_trace(self._format_rounds(delta))
         return self._make_chunk([{**self.format.format_chunk(index, delta), **trace}])
 
-    def _add(self, index: int, delta: Delta) -> None:
-        """Raises ApiError for a choice that was cancelled or failed."""
-        self.choices[index].add(delta)
-        if delta.finish_reason == "cancelled":
-            limit = self.state.limits.request_seconds
-            raise ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
-        if delta.finish_reason == "error":
-            if self.state.draining:
-                raise shutting_down()
-            logger.error("%s ended in an error: %s", self.request_id, delta.error)
-            raise internal_error(self.request_id, "engine_failed")
-
     @property
     def _traced(self) -> bool:
         return self.generation.request.params.trace
@@ -111,10 +129,6 @@ class ResponseBuilder:
 
     def _format_trace(self, rounds: Sequence[Any]) -> JsonFields:
         return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}} if self._traced else {}
-
-    def _format_usage(self) -> JsonFields:
-        request = self.generation.request
-        return format_usage(request.prompt_tokens, self.choices, request.n)
 
     def _make_chunk(self, choices: Sequence[JsonFields], usage: JsonFields | None = None) -> bytes:
         if self.continuous_usage:

@@ -4,9 +4,10 @@ Nothing is stored, so `previous_response_id` is refused; tools are offered by /v
 """
 
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -149,11 +150,13 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
 
 def _to_chat(body: ResponsesRequest) -> ChatRequest:
     asked = body.input
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    messages: list[JsonFields] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(asked, str):
         messages.append({"role": "user", "content": asked})
     else:
-        messages += [{"role": message.role, "content": _join_parts(message.content)} for message in asked]
+        messages += [{"role": message.role, "content": _to_chat_content(message.content)} for message in asked]
     return ChatRequest.model_validate(
         {
             "model": body.model,
@@ -176,8 +179,8 @@ def _find_form(body: ResponsesRequest) -> JsonFields | None:
     return None if form is None else form.model_dump()
 
 
-def _join_parts(content: str | Sequence[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _to_chat_content(content: str | Sequence[InputPart]) -> str | list[JsonFields]:
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
 
 
 def list_asked(body: ResponsesRequest) -> JsonFields:
@@ -187,17 +190,35 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None} | (body.reasoning.model_dump() if body.reasoning else {}),
+        "safety_identifier": body.safety_identifier,
         "text": {"format": {"type": "text"}, **text},
     }
 
 
-@dataclass
+# Fields that every response has with the values that change nothing.
+UNSUPPORTED: JsonFields = {
+    "background": False,
+    "frequency_penalty": 0,
+    "max_tool_calls": None,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "store": False,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+
+
+@dataclass(kw_only=True)
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response to a request of /v1/responses. asked: see `list_asked`."""
 
-    asked: JsonFields = field(default_factory=dict)
+    asked: JsonFields
     sent: int = 0  # events
 
     async def build(self) -> bytes:
@@ -250,24 +271,22 @@ class ResponsesBuilder(ResponseBuilder):
         }  # fmt: skip
 
     def _format_response(self) -> JsonFields:
-        status = self._status
+        status, params = self._status, self.generation.request.params
         usage = None if status == "in_progress" else self._format_tokens()
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model.name,
             "output": [] if status == "in_progress" else [self._format_message()],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "usage": usage,
+            **UNSUPPORTED,
             **self.asked,
         }
 

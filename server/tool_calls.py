@@ -15,6 +15,11 @@ from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
 BLANK = " \t\r\n"
 MAX_HEAD = 160  # characters of a call before its arguments
+# A schema with one of these says itself, or may say elsewhere, which properties an object has beyond its `properties`.
+OTHER_PROPERTIES = {
+    *("additionalProperties", "unevaluatedProperties", "patternProperties"),
+    *("allOf", "anyOf", "oneOf", "$ref"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,25 @@ def find_family(template: str) -> ToolFamily | None:
 
 
 def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], parallel: bool) -> str:
-    """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments."""
+    """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments.
+
+    A function that names its arguments gets no others, unless its schema says something of them.
+    """
     calls, rules = [], []
     for number, (name, schema) in enumerate(functions.items()):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "{family.arguments}": ')
         calls.append(f'{head} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': JSON_FORM})}")
+        rules.append(f"arguments_{number}: %json {json.dumps({**_close(schema), 'x-guidance': JSON_FORM})}")
     begin, end = (f"{json.dumps(part)} " if part else "" for part in (family.begin, family.end))
     several = '("\\n" call)*' if parallel and family.parallel else ""
     return "\n".join([f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules])
+
+
+def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's arguments, without arguments that it does not name."""
+    if "properties" not in schema or schema.keys() & OTHER_PROPERTIES:
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 @dataclass(frozen=True)

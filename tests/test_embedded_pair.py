@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.runtime import Engine, SamplingParams
 
 TRAINING = Path(__file__).parents[1] / "examples/embedded_pair"
@@ -77,9 +82,31 @@ def test_other_settings_than_those_of_the_first_run_are_refused(tmp_path):
 
 
 @pytest.fixture
-def run_stage(monkeypatch):
+def script(monkeypatch):
+    """Name → a module of the training script."""
     monkeypatch.syspath_prepend(str(TRAINING))
-    return importlib.import_module("optimize").run_stage
+    return importlib.import_module
+
+
+def test_target_that_is_trained_sees_what_the_one_that_generates_sees(script):
+    """Token by token with kv, and in one causal pass: several kv heads, so that no axis is taken for another."""
+    rollouts, training = script("rollouts"), script("target_training")
+    attention = AttentionShape(heads=6, kv_heads=3, head_dim=16)
+    decoder = Decoder(3, 96, DenseMlp(128), attention, Rope(10000.0, 16), 1e-6, vocab=64, positions=512)
+    target = AbstractModel(lambda: CausalLM(Target(decoder, tied=True), WeightKind("float32")))
+    weights = script("optimize").init_weights(target.shapes(), decoder.layers, seed=0)
+    stream = np.random.default_rng(1).integers(0, decoder.vocab, 4096)
+    ids = rollouts.roll_out(target, weights, stream, rollouts.BATCH, seed=2)
+    model, positions = target.bind(weights), np.broadcast_to(np.arange(rollouts.WIDTH), ids.shape)
+    x, _, _ = model.forward(ids, positions, (0,), None, training.causal)
+    following = np.argmax(model.logits(x), axis=-1)
+    np.testing.assert_array_equal(following[:, rollouts.PROMPT - 1 : -1], ids[:, rollouts.PROMPT :])
+    assert len(np.unique(ids[:, rollouts.PROMPT :])) > 4  # not one token again and again
+
+
+@pytest.fixture
+def run_stage(script):
+    return script("optimize").run_stage
 
 
 def test_stage_keeps_its_checkpoint_until_its_file_is_written(tmp_path, run_stage, full_disk):

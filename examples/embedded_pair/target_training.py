@@ -23,7 +23,7 @@ PHASES = ((8, 256, 0.85), (4, 512, 0.15))
 
 def causal(kv, layer, q, k, v):
     """Causal attention within the window; kv is not stored."""
-    width = q.shape[1]
+    width = q.shape[-2]
     seen = jnp.tril(jnp.ones((1, width, width), bool))
     return attend(q, (k, v, seen)), kv
 

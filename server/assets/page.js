@@ -184,7 +184,7 @@ class Display {
     at("tokens").textContent = this.tokens;
     if (!this.rounds) return;
     const perToken = (this.last - this.first) / (this.tokens - 1);
-    const share = this.drafted ? `, ${Math.round((100 * this.accepted) / this.drafted)} %` : "";
+    const share = this.drafted ? `, ${Math.round((100 * this.accepted) / this.drafted)}\u00a0%` : "";
     at("tau").textContent = ((this.accepted + this.rounds) / this.rounds).toFixed(2);
     at("accepted-share").textContent = `${this.accepted} of ${this.drafted} accepted${share}`;
     at("token-time").textContent = formatMs(perToken, 2);

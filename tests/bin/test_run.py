@@ -152,6 +152,7 @@ def test_every_input_line_is_answered_in_order(command, served, tmp_path):
         assert (answer["finish_reason"] == "error") == (number in ERRORS) == (answer["error"] is not None)
         if number in ERRORS:
             assert ERRORS[number] in answer["error"] and answer["token_ids"] == []
+            assert answer["error"].startswith(f"line {number}: ")
     assert by_number[1]["text"] and by_number[1]["prompt_tokens"] > 1
     assert by_number[3]["token_ids"] == by_number[17]["token_ids"] == by_number[20]["token_ids"][:5]
     assert len(by_number[3]["token_ids"]) == 5

@@ -452,6 +452,7 @@ def test_invalid_completion_is_refused_with_the_reason(client, fields, status, c
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),
+        ({"messages": [{**MESSAGES[0], "audio": {}}]}, "messages.0.audio: this server accepts null only: leave it out"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),

@@ -5,7 +5,7 @@ import pytest
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import MAX_PROMPT_SCORES
-from dflash_aot.server.request_parsing import ParsedRequest, check_scores, find_written
+from dflash_aot.server.request_parsing import ParsedRequest, check_scores, find_text_tokens
 from dflash_aot.server.token_formatting import TextOffsets
 
 
@@ -25,8 +25,8 @@ def test_offsets_count_characters_of_the_text(parts, offsets):
 
 
 def test_tokens_around_a_text_are_not_written_in_it():
-    assert find_written((1, 7, 8, 2), (7, 8)) == range(1, 3)
-    assert find_written((7, 8), (7, 8)) == range(2) and find_written((7, 8), (8, 7)) == range(2)
+    assert find_text_tokens((1, 7, 8, 2), (7, 8)) == range(1, 3)
+    assert find_text_tokens((7, 8), (7, 8)) == range(2) and find_text_tokens((7, 8), (8, 7)) == range(2)
 
 
 def test_more_scores_than_one_answer_may_have_are_refused():

@@ -32,6 +32,7 @@ def test_response_is_the_answer_of_the_chat(client):
     response = client.responses.create(input="import os", instructions="Write Python.", **ASKED)
     assert response.output_text == chat.choices[0].message.content
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.temperature, response.top_p, response.completed_at) == (0, 1, None)
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
 
@@ -48,7 +49,7 @@ def test_earlier_output_may_be_given_as_input(client):
 def test_structured_output_follows_its_schema(client):
     response = client.responses.create(input="Where to?", text=FORM, model="embedded", max_output_tokens=60)
     assert response.status == "completed" and json.loads(response.output_text)["city"] in ("Paris", "Rome")
-    assert response.text.format.name == "visit"
+    assert response.text.format.name == "visit" and response.completed_at >= response.created_at
 
 
 def test_streamed_events_add_up_to_the_response(client):

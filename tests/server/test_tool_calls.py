@@ -1,12 +1,21 @@
 """Tool calls: the parser of an answer's text, and the grammar of calls that must come."""
 
 import json
+import re
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dflash_aot.server.tool_calls import HERMES, LLAMA, ToolCallParser, find_family, format_parts, gather_parts
+from dflash_aot.server.tool_calls import (
+    HERMES,
+    LLAMA,
+    ToolCallParser,
+    find_family,
+    format_parts,
+    gather_parts,
+    write_call_grammar,
+)
 
 PARIS = {"city": "Paris", "note": 'a "quoted" } brace and \\\\'}
 
@@ -94,3 +103,17 @@ def test_chunks_add_up_to_the_message():
 )
 def test_family_is_that_of_the_chat_template(template, family):
     assert find_family(template) is family
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        ({"properties": {"city": {"type": "string"}}}, True),
+        ({"type": "object"}, False),
+        ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
+        ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
+    ],
+)
+def test_forced_call_has_no_other_arguments_than_those_its_schema_names(schema, closed):
+    (arguments,) = re.findall(r"^arguments_0: %json (.*)$", write_call_grammar(HERMES, {"f": schema}, False), re.M)
+    assert (json.loads(arguments).get("additionalProperties") is False) is closed
