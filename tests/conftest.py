@@ -179,7 +179,7 @@ GRIDS = {
     "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64 page=8",
     "untied": "batch=2 length=224 k=0,15 prefill=32 page=24",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
-    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=16 kv_positions=304",  # tied; the pool is crowded
+    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=16 kv_positions=224",  # tied; the pool is crowded
     "sampled_small": SMALLEST,  # of the tied pair, with sampled executables
     "one row": SMALLEST,  # of the embedded pair
     "bursts": f"{SMALLEST} rounds=4",

@@ -44,7 +44,7 @@ def check_random_requests(path, texts: Sequence[Sequence[int]], seed: int, count
             text = rng.choice(texts)
             prompt = [*text[: rng.randrange(1, len(text))], *([rng.randrange(200)] if rng.random() < 0.3 else [])]
             sampled = {**SAMPLED, "seed": rng.randrange(9)} if rng.random() < 0.5 else {}
-            tokens = rng.randint(1, min(40, capacity - len(prompt)))
+            tokens = rng.randint(1, min(120, capacity - len(prompt)))
             params = SamplingParams(max_tokens=tokens, stop_token_ids=(), k=rng.choice((None, 0, 3, 7)), **sampled)
             requests.append((prompt, params, engine.stream(prompt, params, priority=rng.randrange(2))))
             if rng.random() < 0.1:
