@@ -30,8 +30,8 @@ def open_engine(spec: messages.EngineSpec) -> Iterator[Handlers]:
     max_waiting = spec.max_waiting or MAX_WAITING
     # Without preload, executables would be loaded during a measurement. Prompts are repeated, and the other contenders
     # compute them each time.
-    options = {"preload": True, "prefix_caching": False}
-    with Engine.open(spec.bundle, spec.target, spec.draft, spec.k, max_waiting, **options) as engine:
+    pair = spec.target, spec.draft
+    with Engine.open(spec.bundle, *pair, spec.k, max_waiting, preload=True, prefix_caching=False) as engine:
         yield {messages.ServeClosed: partial(serve_closed, engine), messages.ServeOpen: partial(serve_open, engine)}
 
 

@@ -158,7 +158,7 @@ def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:
         heads=sizes.value_heads,
         key_dim=sizes.key_dim,
         value_dim=sizes.value_dim,
-        window=sizes.kernel - 1,
+        window=sizes.kernel,  # one more than is needed: a TPU gives an array of 3 rows another layout, and copies it
         channels=sizes.channels,
     )
 

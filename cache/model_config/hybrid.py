@@ -3,7 +3,13 @@
 from functools import partial
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import GatedDeltaNet, Target, read_decoder, read_dense_mlp
+from dflash_aot.cache.model_config.architecture import (
+    MAX_HEAD_DIM,
+    GatedDeltaNet,
+    Target,
+    read_decoder,
+    read_dense_mlp,
+)
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
 from dflash_aot.cache.model_config.rope import read_partial_rope
 
@@ -11,7 +17,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 DEFAULT_ROTARY_FACTOR = 0.25
 MAX_KERNEL = 64  # far beyond any model
-MAX_HEADS, MAX_HEAD_DIM = 1 << 16, 1 << 16
+MAX_HEADS = 1 << 16
 
 
 def read_hybrid(config: ConfigFile, nested: bool) -> Target:

@@ -297,7 +297,7 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
     size of its features. Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
     """
     sizes, vocab = signature.bucket, pair.vocab
-    pending = estimate_pending(pair, sizes["batch"] * (sizes["k"] + 1)) if "k" in sizes else 0
+    pending = estimate_pending(pair, sizes["batch"], sizes["k"] + 1) if "k" in sizes else 0
     match signature.program:
         case "draft":
             return 4 * sizes["batch"] * sizes["k"] * vocab // devices
@@ -314,14 +314,15 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
             return 0
 
 
-def estimate_pending(pair: PairShapes, tokens: int) -> int:
+def estimate_pending(pair: PairShapes, batch: int, tokens: int) -> int:
     """Bytes of what verified tokens add to a hybrid's recurrent state: keys, updates and inputs of the convolution."""
     shape = pair.recurrent
     if shape is None:
         return 0
     updates = shape.heads * (shape.value_dim + 1)
     keys = (shape.channels - shape.heads * shape.value_dim) // 2
-    return shape.layers * tokens * (4 * (keys + updates) + ITEM_BYTES[pair.dtype] * shape.channels)
+    rows = ITEM_BYTES[pair.dtype] * shape.channels * (shape.window + tokens)
+    return shape.layers * batch * (4 * (keys + updates) * tokens + rows)
 
 
 def estimate_code(signature: Signature, block: int) -> int:

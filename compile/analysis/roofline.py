@@ -227,10 +227,12 @@ class Roofline:
         decoder, sizes = self._target.decoder, self._target.recurrent
         if sizes is None:
             return RooflineCost(0.0, 0.0)
-        mixer = sizes.channels + 2 * sizes.value_heads + 2 * sizes.value_heads * sizes.value_dim
-        rows = mixer + _mlp_rows(decoder, tokens)[0]
-        weights = len(sizes.layers) * decoder.hidden * rows
-        return self._multiply(weights, self._formats.target, 2 * tokens * weights)
+        per_row = len(sizes.layers) * decoder.hidden
+        small = per_row * 2 * sizes.value_heads  # never int8
+        large = per_row * (sizes.channels + 2 * sizes.value_heads * sizes.value_dim + _mlp_rows(decoder, tokens)[0])
+        return self._multiply(small, "plain", 2 * tokens * small) + self._multiply(
+            large, self._formats.target, 2 * tokens * large
+        )
 
     def _recur(self, B: int, T: int, passes: int) -> RooflineCost:
         """The recurrent states of B slots, read or written `passes` times, and three products of a state per token."""

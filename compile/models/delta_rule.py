@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 64  # tokens of a block of a prompt, as in the reference
 
@@ -48,11 +49,13 @@ class BlockUpdates(NamedTuple):
 
 
 class _SolvedBlock(NamedTuple):
-    """A block whose equations are solved for any state before it: U = values - factors · S0."""
+    """A block whose equations are solved for any state before it: U = inverse · β (values - e^G keys · S0)."""
 
     keys: jax.Array  # [B, Q, T, I]
+    readers: jax.Array  # keys, and behind them the queries: [B, Q, 2T, I]
     values: jax.Array  # [B, V, T, O]
-    readers: jax.Array  # factors, and behind them the queries that read S0: [B, V, 2T, I]
+    strengths: jax.Array  # β, [B, V, T]
+    inverse: jax.Array  # of I + A, [B, V, T, T]
     scores: jax.Array  # of the updates in the results, [B, V, T, T]
     decays: jax.Array  # G, [B, V, T]
 
@@ -93,30 +96,51 @@ def fold(state: jax.Array, block: BlockUpdates, counts: jax.Array, begun: jax.Ar
 
     `begun` as of `run_block`. A state with a count of 0 stays as it is, begun or not.
     """
-    index, count = jnp.arange(block.decays.shape[-1]), counts[:, None, None]
-    last = jnp.where(index == count - 1, block.decays, 0).sum(axis=-1, keepdims=True)
+    return add_updates(state, block, weigh_updates(block.decays, counts), begun | (counts == 0))
+
+
+class UpdateWeights(NamedTuple):
+    """Factors of what a state becomes by the counted tokens of a block, of one layer or of a stack of layers.
+
+    Attributes:
+        state: [.., B, V], of the state before the block.
+        updates: [.., B, V, T]; 0 behind the counted tokens.
+    """
+
+    state: jax.Array
+    updates: jax.Array
+
+
+def weigh_updates(decays: jax.Array, counts: jax.Array) -> UpdateWeights:
+    """The weights of blocks whose `decays` [.., B, V, T] are those of `BlockUpdates`, up to the count of each row."""
+    index, count = np.arange(decays.shape[-1]), counts[:, None, None]
+    last = jnp.where(index == count - 1, decays, 0).sum(axis=-1)
     taken = index < count
-    weights = jnp.where(taken, jnp.exp(jnp.where(taken, last - block.decays, 0)), 0)
-    keys = weights[..., None] * _repeat(block.keys, state)
-    kept = jnp.where((begun | (counts == 0))[:, None, None, None], jnp.exp(last)[..., None] * state, 0)
-    return kept + jnp.einsum("BVTI,BVTO->BVIO", keys, block.updates)
+    faded = jnp.exp(jnp.where(taken, last[..., None] - decays, 0))
+    return UpdateWeights(state=jnp.exp(last), updates=jnp.where(taken, faded, 0))
+
+
+def add_updates(state: jax.Array, block: BlockUpdates, weights: UpdateWeights, kept: jax.Array) -> jax.Array:
+    """The state [B, V, I, O] after a block: the weighted state where `kept` [B] is True, and the weighted updates."""
+    before = jnp.where(kept[:, None, None, None], weights.state[..., None, None] * state, 0)
+    keys = weights.updates[..., None] * _repeat(block.keys, state)
+    return before + jnp.einsum("BVTI,BVTO->BVIO", keys, block.updates)
 
 
 def _solve(rows: DeltaRows) -> _SolvedBlock:
     total = jnp.cumsum(rows.decays, axis=-1)
-    index = jnp.arange(total.shape[-1])
+    index = np.arange(total.shape[-1])  # a constant: in a loop over layers the compiler would compute it again
     earlier = index[:, None] >= index
     distance = jnp.where(earlier, total[..., :, None] - total[..., None, :], 0)  # masked before exp: it overflows
     faded = jnp.where(earlier, jnp.exp(distance), 0)
     products = _repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.keys, rows.keys), rows.values)
     inverse = invert_unit_triangular(rows.strengths[..., None] * products * faded)
-    fading = jnp.exp(total)[..., None]
-    factors = rows.strengths[..., None] * fading * _repeat(rows.keys, rows.values)
-    readers = (jnp.einsum("BVTS,BVSI->BVTI", inverse, factors), fading * _repeat(rows.queries, rows.values))
     return _SolvedBlock(
         keys=rows.keys,
-        values=jnp.einsum("BVTS,BVSO->BVTO", inverse, rows.strengths[..., None] * rows.values),
-        readers=jnp.concatenate(readers, axis=2),
+        readers=jnp.concatenate([rows.keys, rows.queries], axis=2),
+        values=rows.values,
+        strengths=rows.strengths,
+        inverse=inverse,
         scores=_repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.queries, rows.keys), rows.values) * faded,
         decays=total,
     )
@@ -124,10 +148,12 @@ def _solve(rows: DeltaRows) -> _SolvedBlock:
 
 def _apply(block: _SolvedBlock, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, BlockUpdates]:
     # One product reads the state, as it lies: a state masked before it would be copied.
-    read = jnp.einsum("BVTI,BVIO->BVTO", block.readers, state)
+    read = jnp.einsum("BVTI,BVIO->BVTO", _repeat(block.readers, state), state)
+    fading = jnp.exp(block.decays)[..., None]
     removed, carried = jnp.split(jnp.where(begun[:, None, None, None], read, 0), 2, axis=2)
-    updates = block.values - removed
-    results = carried + jnp.einsum("BVTS,BVSO->BVTO", block.scores, updates)
+    wanted = block.strengths[..., None] * (block.values - fading * removed)
+    updates = jnp.einsum("BVTS,BVSO->BVTO", block.inverse, wanted)
+    results = fading * carried + jnp.einsum("BVTS,BVSO->BVTO", block.scores, updates)
     return results, BlockUpdates(block.keys, updates, block.decays)
 
 
@@ -143,8 +169,8 @@ def invert_unit_triangular(lower: jax.Array) -> jax.Array:
     in blocks, without a loop over tokens. (A power series would need fewer products, and cancels in float32.)
     """
     tokens = lower.shape[-1]
-    index, size = jnp.arange(tokens), 1
-    inverse = jnp.broadcast_to(jnp.eye(tokens, dtype=lower.dtype), lower.shape)
+    index, size = np.arange(tokens), 1
+    inverse = jnp.broadcast_to(np.eye(tokens, dtype=lower.dtype), lower.shape)
     while size < tokens:
         half = index // size
         below = (half[:, None] == half + 1) & (half % 2 == 0)  # the lower left quarter of a block of two halves

@@ -73,20 +73,21 @@ class GatedDeltaMixer(nnx.Module):
             decays=-jnp.exp(self.a_log[...]) * steps,
         )
 
-    def convolve(self, inputs: MixerInputs, window: jax.Array) -> DeltaRows:
-        """Convolves over time and splits the channels into heads. `window` [B, J, C]: the rows before the first."""
+    def convolve(self, inputs: MixerInputs, rows: jax.Array) -> DeltaRows:
+        """Convolves over time and splits the channels into heads. `rows` [B, J+T, C]: the window, then the channels."""
         B, T, _ = inputs.channels.shape
-        rows = jnp.concatenate([window, inputs.channels], axis=1).astype(jnp.float32)
-        kernel = self.conv[...].reshape(-1, self.sizes.kernel)
-        mixed = sum(kernel[:, tap] * rows[:, tap : tap + T] for tap in range(self.sizes.kernel))
-        mixed = round_to(jax.nn.silu(mixed), window.dtype).astype(jnp.float32)
+        first = rows.shape[1] - T - self.sizes.kernel + 1  # the oldest row that the first token takes
+        kernel, wide = self.conv[...].reshape(-1, self.sizes.kernel).T, rows.astype(jnp.float32)
+        mixed = sum(kernel[tap] * wide[:, first + tap : first + tap + T] for tap in range(self.sizes.kernel))
+        mixed = round_to(jax.nn.silu(mixed), rows.dtype).astype(jnp.float32)
         I, O = self.sizes.key_dim, self.sizes.value_dim  # noqa: E741
-        heads = mixed.reshape(B, T, -1, 2 * I + self.sizes.value_heads // self.sizes.key_heads * O)
-        values = heads[..., 2 * I :].reshape(B, T, -1, O)
+        width = 2 * I + self.sizes.value_heads // self.sizes.key_heads * O
+        heads = mixed.reshape(B, T, -1, width).swapaxes(1, 2)  # split behind this: head-major slices are whole tiles
+        values = heads[..., 2 * I :].reshape(B, heads.shape[1], T, -1, O).swapaxes(2, 3)
         return DeltaRows(
-            queries=_normalize(heads[..., :I]).swapaxes(1, 2) * I**-0.5,
-            keys=_normalize(heads[..., I : 2 * I]).swapaxes(1, 2),
-            values=values.swapaxes(1, 2),
+            queries=_normalize(heads[..., :I]) * I**-0.5,
+            keys=_normalize(heads[..., I : 2 * I]),
+            values=values.reshape(B, -1, T, O),
             strengths=inputs.strengths.swapaxes(1, 2),
             decays=inputs.decays.swapaxes(1, 2),
         )
@@ -94,10 +95,10 @@ class GatedDeltaMixer(nnx.Module):
     def output(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:
         """Results of the delta rule [B, V, T, O] → [B, T, H]: normed per head, gated, projected."""
         B, V, T, O = results.shape  # noqa: E741
-        gates, heads = inputs.gates.reshape(B, T, V, O), results.swapaxes(1, 2)
-        scale = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + self.epsilon)
-        gated = heads * scale * self.norm[...] * jax.nn.silu(gates.astype(jnp.float32))
-        return self.out_proj(round_to(gated, inputs.gates.dtype).reshape(B, T, -1))
+        gates = inputs.gates.reshape(B, T, V, O).swapaxes(1, 2)
+        scale = jax.lax.rsqrt(jnp.mean(results * results, axis=-1, keepdims=True) + self.epsilon)
+        gated = results * scale * self.norm[...] * jax.nn.silu(gates.astype(jnp.float32))
+        return self.out_proj(round_to(gated, inputs.gates.dtype).swapaxes(1, 2).reshape(B, T, -1))
 
 
 def _normalize(heads: jax.Array) -> jax.Array:

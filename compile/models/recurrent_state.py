@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.models.delta_rule import BlockUpdates, fold, run_block, run_blocks
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.delta_rule import (
+    BlockUpdates,
+    add_updates,
+    run_block,
+    run_blocks,
+    weigh_updates,
+)
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer, MixerInputs
 from dflash_aot.compile.models.kv_cache import keep_layout
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
@@ -34,13 +40,13 @@ class PendingUpdates(NamedTuple):
         keys: [L, B, Q, T, I].
         updates: [L, B, V, T, O].
         decays: [L, B, V, T].
-        channels: inputs of the convolution, [L, B, T, C].
+        rows: inputs of the convolution, the window before the block and those of the block, [L, B, J+T, C].
     """
 
     keys: jax.Array
     updates: jax.Array
     decays: jax.Array
-    channels: jax.Array
+    rows: jax.Array
 
 
 def prefill_layer(
@@ -57,37 +63,36 @@ def prefill_layer(
     A prompt begins, at `start` 0, with zeros, whatever the slot held. Results behind `count` are undefined.
     """
     begun = start[None] > 0
-    before, window = _read(state, layer, slot, 1, begun)
     inputs = mixer.project(x)
-    rows = mixer.convolve(inputs, window)
+    rows = _put_behind(_take(state.windows, layer, slot, 1), begun, inputs)
+    taken = mixer.convolve(inputs, rows)
     valid = jnp.arange(x.shape[1]) < count
-    rows = rows._replace(strengths=jnp.where(valid, rows.strengths, 0), decays=jnp.where(valid, rows.decays, 0))
-    results, after = run_blocks(rows, before, begun)
+    taken = taken._replace(strengths=jnp.where(valid, taken.strengths, 0), decays=jnp.where(valid, taken.decays, 0))
+    results, after = run_blocks(taken, _take(state.states, layer, slot, 1), begun)
+    window = jax.lax.dynamic_slice_in_dim(rows, count, state.windows.shape[2], axis=1)
     return mixer.output(results, inputs), RecurrentState(
-        _write(state.states, layer, slot, after),
-        _write(state.windows, layer, slot, _advance(window, inputs.channels, count[None])),
+        _write(state.states, layer, slot, after), _write(state.windows, layer, slot, window)
     )
 
 
 def read_layer(mixer: GatedDeltaMixer, x: jax.Array) -> jax.Array:
     """Runs whole texts x [B, T, H] from their beginning, without a state: [B, T, H]."""
     inputs = mixer.project(x)
-    channels = inputs.channels
-    window = jnp.zeros((x.shape[0], mixer.sizes.kernel - 1, channels.shape[-1]), channels.dtype)
-    rows = mixer.convolve(inputs, window)
+    rows = mixer.convolve(inputs, jnp.pad(inputs.channels, ((0, 0), (mixer.sizes.kernel - 1, 0), (0, 0))))
     state = jnp.zeros((*rows.values.shape[:2], mixer.sizes.key_dim, mixer.sizes.value_dim), jnp.float32)
     return mixer.output(run_blocks(rows, state, jnp.ones(x.shape[:1], jnp.bool_))[0], inputs)
 
 
 def make_pending(state: RecurrentState, sizes: GatedDeltaNet, batch: int, tokens: int) -> PendingUpdates:
-    """Room for the updates of blocks of `tokens` tokens, all zeros."""
+    """Room for the updates of blocks of `tokens` tokens, not initialised."""
     layers, _, heads, I, O = state.states.shape  # noqa: E741
+    _, _, window, channels = state.windows.shape
     key_heads = heads * sizes.key_heads // sizes.value_heads
     return PendingUpdates(
-        keys=jnp.zeros((layers, batch, key_heads, tokens, I), state.states.dtype),
-        updates=jnp.zeros((layers, batch, heads, tokens, O), state.states.dtype),
-        decays=jnp.zeros((layers, batch, heads, tokens), state.states.dtype),
-        channels=jnp.zeros((layers, batch, tokens, state.windows.shape[-1]), state.windows.dtype),
+        keys=jax.lax.empty((layers, batch, key_heads, tokens, I), state.states.dtype),
+        updates=jax.lax.empty((layers, batch, heads, tokens, O), state.states.dtype),
+        decays=jax.lax.empty((layers, batch, heads, tokens), state.states.dtype),
+        rows=jax.lax.empty((layers, batch, window + tokens, channels), state.windows.dtype),
     )
 
 
@@ -101,11 +106,10 @@ def verify_layer(
 ) -> tuple[jax.Array, PendingUpdates]:
     """Runs a block x [B, T, H] of the first B slots. The state stays; what the block adds to it is pending."""
     begun = lengths > 0
-    before, window = _read(state, layer, 0, x.shape[0], begun)
     inputs = mixer.project(x)
-    rows = mixer.convolve(inputs, window)
-    results, updates = run_block(rows, before, begun)
-    added = zip(pending, (*updates, inputs.channels), strict=True)
+    rows = _put_behind(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
+    results, updates = run_block(mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun)
+    added = zip(pending, (*updates, rows), strict=True)
     return mixer.output(results, inputs), PendingUpdates(
         *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in added)
     )
@@ -116,20 +120,26 @@ def commit_updates(
 ) -> RecurrentState:
     """Advances the first B slots by the first `counts` tokens of their blocks, int32 [B]; 0 leaves a slot unchanged.
 
-    One product per head, with the tokens that are not accepted masked. `lengths` are those before the block.
+    One product per head, with the tokens that are not accepted masked. `lengths` are those before the block. (At length
+    0 a window is cleared even if the count is 0: nothing reads it.)
     """
+    batch, kept = counts.shape[0], (lengths > 0) | (counts == 0)
+    stacks = BlockUpdates(pending.keys, pending.updates, pending.decays)
+    weights = weigh_updates(pending.decays, counts)  # of all layers: instructions inside the loop cost more
 
-    def commit_layer(layer: jax.Array, state: RecurrentState) -> RecurrentState:
-        keys, updates, decays, channels = (jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in pending)
-        begun = lengths > 0
-        before, window = _read(state, layer, 0, counts.shape[0], begun | (counts == 0))
-        after = fold(before, BlockUpdates(keys, updates, decays), counts, begun)
-        return RecurrentState(
-            _write(state.states, layer, 0, after),
-            _write(state.windows, layer, 0, _advance(window, channels, counts)),
+    def commit_layer(layer: jax.Array, states: jax.Array) -> jax.Array:
+        block, factors = jax.tree.map(
+            lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), (stacks, weights)
         )
+        return _write(states, layer, 0, add_updates(_take(states, layer, 0, batch), block, factors, kept))
 
-    return jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state)
+    states = jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state.states)
+    windows = keep_layout(state.windows)
+    for slot in range(batch):
+        at, shape = (0, slot, counts[slot], 0), (windows.shape[0], 1, *windows.shape[2:])
+        window = jax.lax.dynamic_slice(pending.rows, at, shape)
+        windows = jax.lax.dynamic_update_slice(windows, window, (0, slot, 0, 0))
+    return RecurrentState(states, windows)
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
@@ -141,19 +151,8 @@ def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> ja
     return jax.lax.fori_loop(0, array.shape[0], copy_layer, array)
 
 
-def _read(
-    state: RecurrentState, layer: LayerIndex, slot: jax.Array | int, batch: int, begun: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """State [B, V, I, O] as stored, and window [B, J, C] of neighbouring slots in one layer.
-
-    A slot holds what its last request left: the window is zeros unless the new one has `begun` [B]. The delta rule
-    clears the state, because it reads the state in place.
-    """
-    window = _take(state.windows, layer, slot, batch)
-    return _take(state.states, layer, slot, batch), jnp.where(begun[:, None, None], window, 0)
-
-
 def _take(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, batch: int) -> jax.Array:
+    """States [B, V, I, O] or windows [B, J, C] of neighbouring slots in one layer, as stored."""
     at = (layer, slot, *(0,) * (array.ndim - 2))
     return jax.lax.dynamic_slice(keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
 
@@ -162,11 +161,6 @@ def _write(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax
     return jax.lax.dynamic_update_slice(keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
 
 
-def _advance(window: jax.Array, channels: jax.Array, counts: jax.Array) -> jax.Array:
-    """The window behind the first `counts` of the tokens, int32 [B]: window [B, J, C], channels [B, T, C]."""
-    rows = jnp.concatenate([window, channels], axis=1)
-
-    def take(rows: jax.Array, count: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(rows, count, window.shape[1])
-
-    return jnp.stack([take(rows[row], counts[row]) for row in range(rows.shape[0])])
+def _put_behind(window: jax.Array, begun: jax.Array, inputs: MixerInputs) -> jax.Array:
+    """What the convolution takes [B, J+T, C]. A slot that has not `begun` [B] holds the window of its last request."""
+    return jnp.concatenate([jnp.where(begun[:, None, None], window, 0), inputs.channels], axis=1)

@@ -48,7 +48,7 @@ def find_differences(arrays, slot: int, golden, name: str, sizes) -> list[str]:
         if (key := f"{name}.layer{layer}.recurrent") not in golden.arrays:
             continue
         expected = golden.arrays[key]
-        window = regroup(golden.arrays[f"{name}.layer{layer}.conv"].T[1:], sizes)
+        window = regroup(golden.arrays[f"{name}.layer{layer}.conv"].T, sizes)
         pairs = {key: (arrays["recurrent_states"], expected), f"{name} window": (arrays["conv_states"], window)}
         for what, (found, wanted) in pairs.items():
             compared += 1
@@ -172,8 +172,9 @@ def test_gated_delta_net_equals_the_reference(debug, models):
     assert_close(inputs.gates, found["in_proj_z"])
     assert_close(inputs.strengths, found["beta"])
     assert_close(inputs.decays, found["g"])
-    window = jnp.zeros((1, sizes.kernel - 1, sizes.channels))
-    rows = jit_quickly(lambda *given: mixer.convolve(*given))(inputs, window)
+    window = jnp.zeros((1, sizes.kernel, sizes.channels))
+    joined = jnp.concatenate([window, inputs.channels], axis=1)
+    rows = jit_quickly(lambda *given: mixer.convolve(*given))(inputs, joined)
     repeats = sizes.value_heads // sizes.key_heads
     for ours, theirs, scale in ((rows.queries, "query", sizes.key_dim**-0.5), (rows.keys, "key", 1.0)):
         heads = found[theirs][:, ::repeats]
