@@ -217,10 +217,7 @@ def describe_proposal(proposal: GridProposal, grid: Grid) -> str:
     at_length = f"batch={proposal.batch}" if proposal.batch else "no batch"
     at_batch = f"length={proposal.length}" if proposal.length else "no length"
     pool = f"kv_positions={proposal.kv_positions}" if proposal.kv_positions else "no kv_positions"
-    return (
-        f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}, {pool} at both "
-        "(all requests share that many)"
-    )
+    return f"What would fit: {at_length} at length={grid.capacity}, {at_batch} at batch={grid.slots}, {pool} at both"
 
 
 def cut_grid(grid: Grid, bucket: Bucket) -> Grid:

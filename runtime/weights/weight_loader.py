@@ -227,7 +227,11 @@ def _run_pieces(recipe: WeightRecipe, wanted: TensorSlice, work: Callable[[Place
         work(*pieces[0])
         return
     with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(work, *zip(*pieces, strict=True)):
+        try:
+            done = pool.map(work, *zip(*pieces, strict=True))
+        except RuntimeError as error:  # from the threading module, which has no class of its own for it
+            raise MemoryError(f"no thread can be started to read weights: {error}") from error
+        for _ in done:
             pass
 
 

@@ -106,7 +106,8 @@ def test_dtype_changes_the_key(small_pair, environment, verify_key):
         ("batch=1,2 length=16,40 k=0,3 prefill=4", "verify batch=2 length=40 k=3"),
         ("batch=1,2 length=16,32 k=0,2 prefill=4", "verify batch=2 length=32 k=2"),
         ("batch=1,2,4 length=16,32 k=0,3 prefill=4", VERIFY),  # more slots: the same bucket of larger arrays
-        ("batch=1,2 length=16,32 k=0,3 prefill=8", VERIFY),  # more slack: larger arrays too
+        ("batch=1,2 length=16,32 k=0,3 prefill=4 kv_positions=32", VERIFY),  # fewer pages: smaller ones
+        ("batch=1,2 length=16,32 k=0,3 prefill=4 page=8", VERIFY),
     ],
 )
 def test_bucket_and_state_shape_change_the_key(small_pair, environment, verify_key, buckets, label):
@@ -114,7 +115,7 @@ def test_bucket_and_state_shape_change_the_key(small_pair, environment, verify_k
 
 
 def test_more_buckets_below_the_maximum_keep_the_key(small_pair, environment, verify_key):
-    wider = Build(small_pair, buckets="batch=1,2 length=16,24,32 k=0,1,3 prefill=2,4")
+    wider = Build(small_pair, buckets="batch=1,2 length=16,24,32 k=0,1,3 prefill=2,4,8")
     assert wider.key(VERIFY, environment) == verify_key
 
 
@@ -157,5 +158,5 @@ def test_donated_state_comes_first_and_in_order_in_inputs_and_outputs(small_buil
 def test_check_donation_refuses_state_that_is_copied(small_build):
     signature = small_build.signatures["move"]
     check_donation(signature, signature.state)
-    with pytest.raises(BuildFailed, match="donation failed: anchors, target_v are copied instead of written in place"):
-        check_donation(signature, [name for name in signature.state if name not in ("target_v", "anchors")])
+    with pytest.raises(BuildFailed, match="donation failed: anchors, lengths are copied instead of written in place"):
+        check_donation(signature, [name for name in signature.state if name not in ("lengths", "anchors")])

@@ -36,6 +36,8 @@ REFUSED = {
     "prompt_logprobs": [*NOT_WHOLE_NUMBERS, -1, 21],
     "k": [*NOT_WHOLE_NUMBERS, -1],
     "structured_outputs": ["{}", b"{}", [1], 5, True],
+    "prefix_caching": [0, "no", None],
+    "cache_salt": [1, b"a", True],
 }
 # By parameter: the smallest and the largest value, and each type.
 ACCEPTED = {
@@ -58,6 +60,8 @@ ACCEPTED = {
     "prompt_logprobs": [None, 0, 20],
     "k": [None, 0, 15],
     "structured_outputs": [None, {"regex": "a"}],  # the engine checks what is in it
+    "prefix_caching": [True, False],
+    "cache_salt": [None, "", "tenant"],
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
-from dflash_aot.cache.self_test import is_comparable
+from dflash_aot.cache.self_test import INPUTS_VERSION, is_comparable
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 from dflash_aot.runtime.self_test.self_test import find_deviations
@@ -92,7 +92,7 @@ def test_norm_weights_are_around_one_and_vocabulary_maps_are_zero():
 
 FLOATS = SelfTestOutput("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
 TOKENS = SelfTestOutput("verdict", "int32", 4, (0.0, 17.0, 3.0, 9.0), 7.25)
-GOLDEN = SelfTest(1, (FLOATS, TOKENS))
+GOLDEN = SelfTest(INPUTS_VERSION, (FLOATS, TOKENS))
 
 
 def deviations(floats=FLOATS, tokens=TOKENS, dtype="float32", **changes):
@@ -135,7 +135,7 @@ def test_other_token_is_a_deviation_in_float32_but_may_be_a_tie_in_bfloat16():
 
 def test_record_of_other_inputs_is_not_comparable():
     assert is_comparable(GOLDEN)
-    assert not is_comparable(structs.replace(GOLDEN, version=2)) and not is_comparable(None)
+    assert not is_comparable(structs.replace(GOLDEN, version=INPUTS_VERSION + 1)) and not is_comparable(None)
 
 
 @pytest.mark.parametrize(
