@@ -113,7 +113,7 @@ def unconstrained():
     kv_cache.with_layout_constraint = lambda array, layout: array
     programs, grid = Programs(target, draft, "bfloat16", stacked=True), parse_grid(sys.argv[1], draft.block)
     source = TracedPrograms(programs, grid, "tpu")
-    (signature,) = (one for one in source.signatures if one.label == "verify batch=8 length=1024 k=0")
+    (signature,) = (one for one in source.signatures if one.label == "kv_write rows=8 width=1")
     return lower_program(source.export(signature), signature, source.known, devices).compile().as_text()
 
 head_major, heads = spec(LAYERS, ROWS, HEADS, POSITIONS, WIDTH), spec(ROWS, HEADS, TOKENS, WIDTH)
@@ -221,13 +221,13 @@ def test_copies_of_kv_are_found_in_bad_programs(bad, program):
     assert max(one.bytes for one in copies) == kv_bytes
 
 
-def test_verify_without_layout_constraint_copies_the_targets_keys(bad, pair):
+def test_kv_write_without_layout_constraint_copies_the_drafts_keys(bad, pair):
     """Shows why `kv_cache.keep_layout` is needed."""
     programs, grid = Programs(*pair, "bfloat16", stacked=True), parse_grid(BUCKETS, 16)
-    (signature,) = (one for one in programs.list_signatures(grid) if one.label == "verify batch=8 length=1024 k=0")
+    (signature,) = (one for one in programs.list_signatures(grid) if one.label == "kv_write rows=8 width=1")
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
     copies = inspect_hlo(
         bad["unconstrained"], inputs, [*signature.donated, *(one.name for one in signature.results)]
     ).copies
-    kv_bytes = programs.arrays_by_name(grid)["target_k"].bytes
-    assert ("target_k", kv_bytes) in {(one.buffer, one.bytes) for one in copies}
+    kv_bytes = programs.arrays_by_name(grid)["draft_k"].bytes
+    assert ("draft_k", kv_bytes) in {(one.buffer, one.bytes) for one in copies}

@@ -61,7 +61,8 @@ def test_kv_cache_is_empty_where_the_call_writes(bundle):
     verify = next(one for one in signatures if one.label == "verify batch=3 length=208 k=7")
     keys = make_state(manifest.arrays_by_name()["target_k"], verify, 512)
     start = int(make_state(manifest.arrays_by_name()["lengths"], verify, 512)[0])
-    (pages,) = (make_argument(one, verify, 512) for one in verify.arguments if one.name == "pages")
+    pool = keys.shape[1] - 1
+    (pages,) = (make_argument(one, verify, 512, pool) for one in verify.arguments if one.name == "pages")
     for table in pages:
         row = np.concatenate([keys[:, page] for page in table], axis=2)
         assert np.abs(row[:, :, :start]).min(axis=-1).max() > 0
