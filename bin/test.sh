@@ -62,7 +62,7 @@ build_wheel
 check_wheel
 
 if ! install_clients build/clients requirements/clients.txt; then
-    echo "They could not be installed: their tests will be skipped" >&2
+    echo "Clients that others wrote could not be installed: their tests will be skipped" >&2
     rm -rf build/clients
 fi
 

@@ -190,24 +190,24 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None} | (body.reasoning.model_dump() if body.reasoning else {}),
         "safety_identifier": body.safety_identifier,
         "text": {"format": {"type": "text"}, **text},
+        "tool_choice": body.tool_choice or "auto",
     }
 
 
 # Fields that every response has with the values that change nothing.
-UNSUPPORTED: JsonFields = {
+FIXED_FIELDS: JsonFields = {
     "background": False,
     "frequency_penalty": 0,
     "max_tool_calls": None,
-    "parallel_tool_calls": True,
     "presence_penalty": 0,
     "previous_response_id": None,
     "service_tier": "default",
     "store": False,
-    "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
@@ -286,7 +286,7 @@ class ResponsesBuilder(ResponseBuilder):
             "temperature": params.temperature,
             "top_p": params.top_p,
             "usage": usage,
-            **UNSUPPORTED,
+            **FIXED_FIELDS,
             **self.asked,
         }
 

@@ -51,7 +51,7 @@ def find_family(template: str) -> ToolFamily | None:
 def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], parallel: bool) -> str:
     """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments.
 
-    A function that names its arguments gets no others, unless its schema says something of them.
+    A function that names its arguments gets no others, unless its schema says something of them, or requires others.
     """
     calls, rules = [], []
     for number, (name, schema) in enumerate(functions.items()):
@@ -65,7 +65,9 @@ def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], paralle
 
 def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a function's arguments, without arguments that it does not name."""
-    if "properties" not in schema or schema.keys() & OTHER_PROPERTIES:
+    named = schema.get("properties")
+    required = schema.get("required", [])
+    if not isinstance(named, dict) or schema.keys() & OTHER_PROPERTIES or {*required} - named.keys():
         return schema
     return {**schema, "additionalProperties": False}
 

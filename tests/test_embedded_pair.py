@@ -93,7 +93,7 @@ def test_target_that_is_trained_sees_what_the_one_that_generates_sees(script):
     rollouts, training = script("rollouts"), script("target_training")
     attention = AttentionShape(heads=6, kv_heads=3, head_dim=16)
     decoder = Decoder(3, 96, DenseMlp(128), attention, Rope(10000.0, 16), 1e-6, vocab=64, positions=512)
-    target = AbstractModel(lambda: CausalLM(Target(decoder, tied=True), WeightKind("float32")))
+    target = AbstractModel(lambda: CausalLM(Target(decoder, tied=False), WeightKind("float32")))
     weights = script("optimize").init_weights(target.shapes(), decoder.layers, seed=0)
     stream = np.random.default_rng(1).integers(0, decoder.vocab, 4096)
     ids = rollouts.roll_out(target, weights, stream, rollouts.BATCH, seed=2)
@@ -101,7 +101,8 @@ def test_target_that_is_trained_sees_what_the_one_that_generates_sees(script):
     x, _, _ = model.forward(ids, positions, (0,), None, training.causal)
     following = np.argmax(model.logits(x), axis=-1)
     np.testing.assert_array_equal(following[:, rollouts.PROMPT - 1 : -1], ids[:, rollouts.PROMPT :])
-    assert len(np.unique(ids[:, rollouts.PROMPT :])) > 4  # not one token again and again
+    changes = np.diff(ids[:, rollouts.PROMPT - 1 :]) != 0
+    assert changes.any(axis=1).mean() > 0.9  # otherwise the last token alone would decide
 
 
 @pytest.fixture

@@ -210,6 +210,13 @@ def test_missing_or_wrong_pin_is_found(pins):
     assert find_unpinned([Requirement("jax>=0.10.2")], {**pins, "jax": "0.10.2"}) == []
 
 
+def test_clients_are_locked_as_they_are_listed():
+    listed = read_pins((REPOSITORY / "tests/server/clients.txt").read_text().replace("[openai]", ""))
+    assert (
+        len(listed) == 6 and listed.items() <= read_pins((REPOSITORY / "requirements/clients.txt").read_text()).items()
+    )
+
+
 def test_pin_of_another_python_is_ignored():
     assert read_pins('jax==1 ; python_version < "3"\nJAX_lib==2 \\\n    --hash=sha256:00\n') == {"jax-lib": "2"}
 

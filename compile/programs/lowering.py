@@ -16,9 +16,9 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 
-# Custom calls that later versions of JAX need not understand. Needed by `kv_cache.keep_layout` and `jax.lax.empty`; a
-# rebuild is checked by its self-test.
-UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", "AllocateBuffer")]
+# Custom calls that later versions of JAX need not understand. Needed by `kv_cache.keep_layout`; a rebuild is checked
+# by its self-test.
+UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 SOURCE_PLACEHOLDER = "program"  # stands for the path of a source file
 
 Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]

@@ -1,4 +1,4 @@
-"""Clients that others wrote, each a subprocess of an environment of theirs.
+"""Clients that others wrote, in processes of an environment of their own.
 
 bin/test.sh makes build/clients of clients.txt, bin/test_slow_clients.sh build/slow_clients of slow_clients.txt.
 """
@@ -23,7 +23,7 @@ from tests.server.conftest import EMBEDDED_TARGET, PATIENCE, Server
 BUILD = Path(__file__).parents[2] / "build"
 CLIENTS, SLOW_CLIENTS = BUILD / "clients" / "bin", BUILD / "slow_clients" / "bin"
 MESSAGES = [{"role": "user", "content": "import os"}]
-ASK = f'model="embedded", messages={MESSAGES}, max_tokens=4'
+ASK = f'model="embedded", messages={MESSAGES}, max_tokens=4, temperature=0'
 VISIT = """
 from pydantic import BaseModel, Field
 class Visit(BaseModel, extra="forbid"):
@@ -33,7 +33,7 @@ SCRIPTS = {
     "openai": f'import openai; print(openai.OpenAI(base_url=URL, api_key="none").chat.completions.create({ASK}))',
     "litellm": f"""
 import litellm
-print(litellm.completion(model="openai/embedded", messages={MESSAGES}, max_tokens=4, api_base=URL))
+print(litellm.completion(model="openai/embedded", messages={MESSAGES}, max_tokens=4, temperature=0, api_base=URL))
 """,
     "litellm overflow": """
 import litellm
@@ -45,7 +45,7 @@ except litellm.ContextWindowExceededError:
 """,
     "langchain": f"""{VISIT}
 from langchain_openai import ChatOpenAI
-chat = ChatOpenAI(model="embedded", base_url=URL, max_tokens=4)
+chat = ChatOpenAI(model="embedded", base_url=URL, max_tokens=4, temperature=0)
 assert "".join(part.content for part in chat.stream("import os"))
 assert chat.invoke("import os").content
 chat = ChatOpenAI(model="embedded", base_url=URL, max_tokens=80)
@@ -57,7 +57,7 @@ from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 model = OpenAIChatModel("embedded", provider=OpenAIProvider(base_url=URL))
-assert Agent(model, model_settings={{"max_tokens": 4}}).run_sync("import os").output
+assert Agent(model, model_settings={{"max_tokens": 4, "temperature": 0}}).run_sync("import os").output
 for form in (NativeOutput(Visit), ToolOutput(Visit)):
     agent = Agent(model, output_type=form, model_settings={{"max_tokens": 80}})
     print(repr(agent.run_sync("Where to?").output))
@@ -72,7 +72,8 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 """,
     "openai responses": """
 import openai
-print(openai.OpenAI(base_url=URL, api_key="none").responses.create(model="embedded", input="import os").output_text)
+asked = dict(model="embedded", input="import os", temperature=0, max_output_tokens=16)
+print(openai.OpenAI(base_url=URL, api_key="none").responses.create(**asked).output_text)
 """,
 }
 TASK = """
@@ -98,7 +99,8 @@ QUESTIONS = [("import", [" os", " zebra"], 0), ("def main(", [" apple", "):"], 1
 
 
 def mark_needed(directory: Path) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not (directory / "python").exists(), reason=f"{directory.parent} is not installed")
+    complete = (directory.parent / ".installed").exists()
+    return pytest.mark.skipif(not complete, reason=f"{directory.parent} is not installed")
 
 
 needs_clients = mark_needed(CLIENTS)
@@ -130,7 +132,7 @@ def test_llm_answers_and_follows_a_schema(served, tmp_path):
         f"- {{model_id: embedded, model_name: embedded, api_base: '{served.url}/v1', supports_schema: true}}\n"
     )
     ask = partial(call, CLIENTS / "llm", "-m", "embedded", LLM_USER_PATH=str(tmp_path))
-    assert ask("-o", "max_tokens", "8", "import os").strip()
+    assert ask("-o", "max_tokens", "8", "-o", "temperature", "0", "import os").strip()
     answer = ask("--no-stream", "--schema", "city, days int", "-o", "max_tokens", "60", "Where to?")
     assert json.loads(answer).keys() >= {"city", "days"}
 

@@ -110,6 +110,7 @@ def test_family_is_that_of_the_chat_template(template, family):
     [
         ({"properties": {"city": {"type": "string"}}}, True),
         ({"type": "object"}, False),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, False),
         ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
         ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
     ],
