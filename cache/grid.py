@@ -74,15 +74,19 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Committed kv positions that a request can hold."""
         return self.length[-1]
 
+    def count_pages(self, positions: int) -> int:
+        """Pages that hold so many kv positions."""
+        return -(-positions // self.page)
+
     @property
     def row_pages(self) -> int:
         """Pages that hold the capacity: the width of a page table."""
-        return -(-self.capacity // self.page)
+        return self.count_pages(self.capacity)
 
     @property
     def pool_pages(self) -> int:
         """Pages that the requests share."""
-        return self.slots * self.row_pages if self.kv_positions is None else -(-self.kv_positions // self.page)
+        return self.slots * self.row_pages if self.kv_positions is None else self.count_pages(self.kv_positions)
 
     @property
     def slots(self) -> int:

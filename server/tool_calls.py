@@ -65,9 +65,10 @@ def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], paralle
 
 def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a function's arguments, without arguments that it does not name."""
-    named = schema.get("properties")
-    required = schema.get("required", [])
-    if not isinstance(named, dict) or schema.keys() & OTHER_PROPERTIES or {*required} - named.keys():
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list) or schema.keys() & OTHER_PROPERTIES:
+        return schema
+    if any(name not in [*named] for name in required):  # a list, because a schema from outside may require anything
         return schema
     return {**schema, "additionalProperties": False}
 

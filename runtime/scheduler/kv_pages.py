@@ -37,11 +37,8 @@ class KvPages:
         self.queries = self.hits = 0
         self.pool = PagePool(grid.pool_pages)
         self.page = grid.page
+        self._grid = grid
         self._versions = itertools.count(1)
-
-    def count_pages(self, positions: int) -> int:
-        """Pages that hold so many positions."""
-        return -(-positions // self.page)
 
     def open(self, table: PageTable, tokens: Sequence[int], further: int = 0) -> int:
         """Gives an empty table the pages of a text and of `further` positions behind it.
@@ -88,7 +85,7 @@ class KvPages:
 
     def count_missing(self, table: PageTable, positions: int) -> int:
         """Pages that a table lacks for so many positions."""
-        return max(0, self.count_pages(positions) - len(table.pages))
+        return max(0, self._grid.count_pages(positions) - len(table.pages))
 
     def index_full_pages(self, table: PageTable, tokens: Sequence[int], length: int) -> None:
         """Keeps the full pages among the first `length` positions for others; `tokens` are the text from 0 on."""

@@ -20,8 +20,9 @@ class PagePool:
 
     Page 0 belongs to no request: the device writes kv there that no request needs.
 
-    evictions: kept pages whose contents made room for other requests. changes: how often pages were shared, returned or
-    got a key: what a waiting request may need.
+    evictions: kept pages whose contents made room for other requests.
+    changes: counts events after which a request that lacked pages may find them: pages were shared, returned, or got a
+    key.
     """
 
     def __init__(self, count: int):
@@ -31,6 +32,7 @@ class PagePool:
 
     def clear(self) -> None:
         """Forgets all users and contents, after the device state was lost."""
+        self.changes += 1
         self._users = [0] * (self.count + 1)
         self._free = list(range(self.count, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first

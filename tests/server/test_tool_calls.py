@@ -111,6 +111,8 @@ def test_family_is_that_of_the_chat_template(template, family):
         ({"properties": {"city": {"type": "string"}}}, True),
         ({"type": "object"}, False),
         ({"properties": {"a": {}}, "required": ["a", "b"]}, False),
+        *(({"properties": {"a": {}}, "required": required}, False) for required in (5, None, [["a"]], [{}])),
+        ({"properties": ["a"]}, False),
         ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
         ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
     ],
