@@ -1,7 +1,7 @@
 """Decides where programs use kernels instead of XLA's operations: by device, pair and sizes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,17 @@ from jax.sharding import AbstractDevice
 
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.kernels.tiling import LANES, AttentionSizes, choose_tiling
+from dflash_aot.compile.kernels.tiling import (
+    LANES,
+    SUBLANES,
+    AttentionSizes,
+    DeltaSizes,
+    choose_delta_heads,
+    choose_tiling,
+    round_up,
+)
+
+MAX_BLOCK = 32  # tokens of a block of `DeltaKernels`, whose equations are solved token by token
 
 
 @dataclass(frozen=True)
@@ -111,3 +121,103 @@ def attend_pages(
     pages = divide_pages(tables[:, : -(-length // page)], parts)
     paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
     return attend_kv(q, paged, starts, tiling, own, limits, device.interpret)
+
+
+@dataclass(frozen=True)
+class DeltaBlock:
+    """The blocks of a verification in one Gated DeltaNet layer, from its projections on.
+
+    L layers · N slots · B rows · T tokens · Q key heads · R value heads per key head · V = Q R · I key width
+    O value width · C = Q (2 I + R O) channels · J rows of a window
+
+    Attributes:
+        channels: what the convolution takes, [B, T, C].
+        gates: z, [B, T, V O].
+        strengths: β, float32 [B, V, T].
+        decays: g, float32 [B, V, T].
+        begun: [B]; elsewhere a slot's state and window count as zeros.
+        conv: float32 [Q, 2 I + R O, taps].
+        norm: float32 [O].
+        windows: of all layers and slots [L, N, J, C].
+        states: likewise, float32 [L, N, V, I, O].
+        epsilon: of the norm of results.
+        norm_epsilon: of the norms of queries and keys.
+    """
+
+    channels: jax.Array
+    gates: jax.Array
+    strengths: jax.Array
+    decays: jax.Array
+    begun: jax.Array
+    conv: jax.Array
+    norm: jax.Array
+    windows: jax.Array
+    states: jax.Array
+    epsilon: float
+    norm_epsilon: float
+
+
+class DeltaUpdates(NamedTuple):
+    """What the blocks of a verification add to the recurrent states, until their accepted tokens are known.
+
+    L layers · the other letters as in `DeltaBlock`
+
+    Attributes:
+        keys: float32 [L, B, Q, T, I].
+        updates: U of `models.delta_rule`, float32 [L, B, V, T, O].
+        decays: the sum of the decays up to each token, float32 [L, B, V, T].
+        channels: what the convolution took, [L, B, T, C].
+    """
+
+    keys: jax.Array
+    updates: jax.Array
+    decays: jax.Array
+    channels: jax.Array
+
+
+@dataclass(frozen=True)
+class DeltaKernels:
+    """The kernels of Gated DeltaNet layers for blocks of one width, on one device.
+
+    Attributes:
+        heads: key heads of a grid step.
+        tokens: of a block, with padding.
+        interpret: see `KernelDevice`.
+    """
+
+    heads: int
+    tokens: int
+    interpret: Any = False
+
+    def mix(self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array) -> tuple[jax.Array, DeltaUpdates]:
+        """Runs the blocks of a layer: `gated_delta.mix_block`."""
+        from dflash_aot.compile.kernels.gated_delta import mix_block  # noqa: PLC0415
+
+        return mix_block(block, pending, jnp.asarray(layer, jnp.int32), self.heads, self.interpret)
+
+    def commit(
+        self,
+        states: jax.Array,
+        windows: jax.Array,
+        pending: DeltaUpdates,
+        factors: jax.Array,
+        begun: jax.Array,
+        counts: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Advances states and windows of all layers: `gated_delta.commit_blocks`."""
+        from dflash_aot.compile.kernels.gated_delta import commit_blocks  # noqa: PLC0415
+
+        return commit_blocks(states, windows, pending, factors, begun, counts, self.heads, self.interpret)
+
+
+def choose_delta_kernels(
+    device: KernelDevice | None, sizes: DeltaSizes, tokens: int, window: int
+) -> DeltaKernels | None:
+    """The kernels for blocks of `tokens` tokens behind windows of `window` rows; None where XLA's operations run them.
+
+    That is without a device for kernels, and for sizes that `choose_delta_heads` does not divide.
+    """
+    if device is None or tokens > MAX_BLOCK or window > SUBLANES:
+        return None
+    heads = choose_delta_heads(sizes, device.cores)
+    return None if heads is None else DeltaKernels(heads, round_up(tokens, SUBLANES), device.interpret)

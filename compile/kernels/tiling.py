@@ -1,4 +1,4 @@
-"""Tiling of the attention kernel: how much of its work one grid step takes, by shapes, VMEM and cores."""
+"""Tiling of kernels: how much of their work one grid step takes, by shapes, VMEM and cores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ LANES, SUBLANES = 128, 8  # of a vector register
 PAGES = (128, 64, 32, 16)
 BLOCK = 512  # kv positions
 MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
+STATE_BYTES = 3 * 2**19  # of recurrent states of a grid step; the commit holds four times as much
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
 
 
@@ -54,6 +55,40 @@ class AttentionSizes:
     itemsize: int
     length: int
     kv_page: int
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of Gated DeltaNet layers on one device.
+
+    Attributes:
+        key_heads: of the device.
+        value_heads: of the device, a multiple.
+        key_dim: width of a key head.
+        value_dim: width of a value head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
+    """Key heads of a grid step of the Gated DeltaNet kernels on a device with `cores` TensorCores.
+
+    None where the kernels do not fit: heads are not whole registers, or no group of heads fits in VMEM.
+    """
+    if sizes.key_dim % LANES or sizes.value_dim % LANES:
+        return None
+
+    def fits(heads: int) -> bool:
+        values = heads * sizes.value_heads // sizes.key_heads
+        whole = heads == sizes.key_heads or values % SUBLANES == 0  # factors of a head are a sublane
+        shared = sizes.key_heads // heads >= min(cores, sizes.key_heads)
+        return whole and shared and 4 * values * sizes.key_dim * sizes.value_dim <= STATE_BYTES
+
+    return _largest_divisor(sizes.key_heads, fits)
 
 
 def round_up(size: int, unit: int) -> int:

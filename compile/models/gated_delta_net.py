@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
+from dflash_aot.compile.kernels.kernel_device import DeltaBlock
 from dflash_aot.compile.models.delta_rule import DeltaRows
 from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, WeightKind, parameter, read
 from dflash_aot.compile.models.matmul import matmul
@@ -90,6 +91,27 @@ class GatedDeltaMixer(nnx.Module):
             values=values.reshape(B, -1, T, O),
             strengths=inputs.strengths.swapaxes(1, 2),
             decays=inputs.decays.swapaxes(1, 2),
+        )
+
+    def describe_block(
+        self, inputs: MixerInputs, begun: jax.Array, windows: jax.Array, states: jax.Array
+    ) -> DeltaBlock:
+        """The block of a verification, for a kernel that does what `convolve`, the delta rule and `output` do.
+
+        All but `out_proj`. `begun` [B], windows and states of all layers and slots as in `DeltaBlock`.
+        """
+        return DeltaBlock(
+            channels=inputs.channels,
+            gates=inputs.gates,
+            strengths=inputs.strengths.swapaxes(1, 2),
+            decays=inputs.decays.swapaxes(1, 2),
+            begun=begun,
+            conv=self.conv[...],
+            norm=self.norm[...],
+            windows=windows,
+            states=states,
+            epsilon=self.epsilon,
+            norm_epsilon=NORM_EPSILON,
         )
 
     def output(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:

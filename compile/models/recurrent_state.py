@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
+from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates, KernelDevice, choose_delta_kernels
+from dflash_aot.compile.kernels.tiling import DeltaSizes
 from dflash_aot.compile.models.delta_rule import (
     BlockUpdates,
     add_updates,
@@ -31,22 +33,6 @@ class RecurrentState(NamedTuple):
 
     states: jax.Array
     windows: jax.Array
-
-
-class PendingUpdates(NamedTuple):
-    """What a verified block adds to the state of each layer, until it is known how many of its tokens are accepted.
-
-    Attributes:
-        keys: [L, B, Q, T, I].
-        updates: [L, B, V, T, O].
-        decays: [L, B, V, T].
-        rows: inputs of the convolution, the window before the block and those of the block, [L, B, J+T, C].
-    """
-
-    keys: jax.Array
-    updates: jax.Array
-    decays: jax.Array
-    rows: jax.Array
 
 
 def prefill_layer(
@@ -83,49 +69,73 @@ def read_layer(mixer: GatedDeltaMixer, x: jax.Array) -> jax.Array:
     return mixer.output(run_blocks(rows, state, jnp.ones(x.shape[:1], jnp.bool_))[0], inputs)
 
 
-def make_pending(state: RecurrentState, sizes: GatedDeltaNet, batch: int, tokens: int) -> PendingUpdates:
+def choose_kernels(
+    device: KernelDevice | None, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
+) -> DeltaKernels | None:
+    """The kernels that verify blocks of `tokens` tokens and commit them; None where XLA's operations do."""
+    heads, window = state.states.shape[2], state.windows.shape[2]
+    key_heads = heads * sizes.key_heads // sizes.value_heads
+    return choose_delta_kernels(device, DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window)
+
+
+def make_pending(
+    state: RecurrentState, sizes: GatedDeltaNet, batch: int, tokens: int, kernels: DeltaKernels | None
+) -> DeltaUpdates:
     """Room for the updates of blocks of `tokens` tokens, not initialised."""
     layers, _, heads, I, O = state.states.shape  # noqa: E741
-    _, _, window, channels = state.windows.shape
-    key_heads = heads * sizes.key_heads // sizes.value_heads
-    return PendingUpdates(
-        keys=jax.lax.empty((layers, batch, key_heads, tokens, I), state.states.dtype),
-        updates=jax.lax.empty((layers, batch, heads, tokens, O), state.states.dtype),
-        decays=jax.lax.empty((layers, batch, heads, tokens), state.states.dtype),
-        rows=jax.lax.empty((layers, batch, window + tokens, channels), state.windows.dtype),
+    key_heads, width = heads * sizes.key_heads // sizes.value_heads, kernels.tokens if kernels else tokens
+    dtype, rows = state.states.dtype, (layers, batch)
+    return DeltaUpdates(
+        keys=jax.lax.empty((*rows, key_heads, width, I), dtype),
+        updates=jax.lax.empty((*rows, heads, width, O), dtype),
+        decays=jax.lax.empty((*rows, heads, width), dtype),
+        channels=jax.lax.empty((*rows, width, state.windows.shape[3]), state.windows.dtype),
     )
 
 
 def verify_layer(
     state: RecurrentState,
-    pending: PendingUpdates,
+    pending: DeltaUpdates,
     layer: LayerIndex,
     mixer: GatedDeltaMixer,
     x: jax.Array,
     lengths: jax.Array,
-) -> tuple[jax.Array, PendingUpdates]:
+    kernels: DeltaKernels | None,
+) -> tuple[jax.Array, DeltaUpdates]:
     """Runs a block x [B, T, H] of the first B slots. The state stays; what the block adds to it is pending."""
     begun = lengths > 0
     inputs = mixer.project(x)
+    if kernels:
+        gated, pending = kernels.mix(mixer.describe_block(inputs, begun, state.windows, state.states), pending, layer)
+        return mixer.out_proj(gated), pending
     rows = _put_behind(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
-    results, updates = run_block(mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun)
-    added = zip(pending, (*updates, rows), strict=True)
-    return mixer.output(results, inputs), PendingUpdates(
-        *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in added)
+    results, added = run_block(mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun)
+    stacks = zip(pending, (*added, inputs.channels), strict=True)
+    return mixer.output(results, inputs), DeltaUpdates(
+        *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in stacks)
     )
 
 
 def commit_updates(
-    state: RecurrentState, pending: PendingUpdates, lengths: jax.Array, counts: jax.Array
+    state: RecurrentState,
+    pending: DeltaUpdates,
+    lengths: jax.Array,
+    counts: jax.Array,
+    kernels: DeltaKernels | None = None,
 ) -> RecurrentState:
     """Advances the first B slots by the first `counts` tokens of their blocks, int32 [B]; 0 leaves a slot unchanged.
 
     One product per head, with the tokens that are not accepted masked. `lengths` are those before the block. (At length
     0 a window is cleared even if the count is 0: nothing reads it.)
     """
-    batch, kept = counts.shape[0], (lengths > 0) | (counts == 0)
-    stacks = BlockUpdates(pending.keys, pending.updates, pending.decays)
+    batch, begun = counts.shape[0], lengths > 0
+    kept = begun | (counts == 0)
     weights = weigh_updates(pending.decays, counts)  # of all layers: instructions inside the loop cost more
+    if kernels:
+        of_states = jnp.where(kept[:, None], weights.state, 0)
+        factors = jnp.concatenate([weights.updates, of_states[..., None]], axis=-1)
+        return RecurrentState(*kernels.commit(state.states, state.windows, pending, factors, begun, counts))
+    stacks = BlockUpdates(pending.keys, pending.updates, pending.decays)
 
     def commit_layer(layer: jax.Array, states: jax.Array) -> jax.Array:
         block, factors = jax.tree.map(
@@ -134,12 +144,18 @@ def commit_updates(
         return _write(states, layer, 0, add_updates(_take(states, layer, 0, batch), block, factors, kept))
 
     states = jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state.states)
-    windows = keep_layout(state.windows)
-    for slot in range(batch):
-        at, shape = (0, slot, counts[slot], 0), (windows.shape[0], 1, *windows.shape[2:])
-        window = jax.lax.dynamic_slice(pending.rows, at, shape)
+    return RecurrentState(states, _commit_windows(state.windows, pending.channels, begun, counts))
+
+
+def _commit_windows(windows: jax.Array, channels: jax.Array, begun: jax.Array, counts: jax.Array) -> jax.Array:
+    """The windows [L, N, J, C] after the first `counts` tokens of the blocks' channels [L, B, T, C]."""
+    windows = keep_layout(windows)
+    for slot in range(counts.shape[0]):
+        before, block = windows[:, slot : slot + 1], channels[:, slot : slot + 1]
+        rows = jnp.concatenate([jnp.where(begun[slot], before, 0), block], axis=2)
+        window = jax.lax.dynamic_slice_in_dim(rows, counts[slot], windows.shape[2], axis=2)
         windows = jax.lax.dynamic_update_slice(windows, window, (0, slot, 0, 0))
-    return RecurrentState(states, windows)
+    return windows
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.signature import RECURRENT_STATE
-from dflash_aot.compile.models.recurrent_state import PendingUpdates, RecurrentState, commit_updates
+from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
+from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 
 KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D] as in `kv_cache`
 
@@ -27,6 +28,7 @@ class TargetForward(NamedTuple):
         features: [B, K+1, F], the aux hidden states of the block.
         kv: the target's kv arrays with the block written.
         pending: what the block adds to a hybrid's recurrent state; None for other targets.
+        delta: the kernels that commit it, None where XLA's operations do.
     """
 
     lengths: jax.Array
@@ -36,7 +38,8 @@ class TargetForward(NamedTuple):
     logits: jax.Array
     features: jax.Array
     kv: KvArrays
-    pending: PendingUpdates | None = None
+    pending: DeltaUpdates | None = None
+    delta: DeltaKernels | None = None
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +67,8 @@ def commit_round(
     recurrent: dict[str, jax.Array] = {}
     if forward.pending is not None:
         before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
-        after = commit_updates(before, forward.pending, forward.lengths, jnp.where(active, accepted + 1, 0))
+        counts = jnp.where(active, accepted + 1, 0)
+        after = commit_updates(before, forward.pending, forward.lengths, counts, forward.delta)
         recurrent = dict(zip(RECURRENT_STATE, after, strict=True))
     return accepted, {
         **recurrent,

@@ -39,6 +39,7 @@ from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.recurrent_state import (
     RecurrentState,
+    choose_kernels,
     copy_slot,
     make_pending,
     prefill_layer,
@@ -351,24 +352,25 @@ class Programs:
         block = arrays["block"] if k else anchors[:, None]
         positions = lengths[:, None] + jnp.arange(k + 1)
         kv = (arrays["target_k"], arrays["target_v"])
-        state, room = None, None
+        state, room, delta = None, None, None
         if sizes := self._target.module.target.recurrent:
             state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
-            room = make_pending(state, sizes, batch, k + 1)
+            delta = choose_kernels(self.kernels, state, sizes, k + 1)
+            room = make_pending(state, sizes, batch, k + 1, delta)
 
         def mix(
             carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             kv, pending = carry
             assert state is not None
-            mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths)
+            mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
             return mixed, (kv, pending)
 
         attend = self._causal_attention(arrays["pages"], positions, length)
         x, features, (kv, pending) = target.forward(
             block, positions, self._facts.target_layer_ids, (kv, room), attend, mix
         )
-        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending)
+        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta)
 
     def _causal_attention(self, tables: jax.Array, positions: jax.Array, length: int) -> Attend[TargetCarry[Any]]:
         """Causal attention over the first `length` positions of each row of the target's kv.

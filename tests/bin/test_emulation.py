@@ -16,9 +16,19 @@ from dflash_aot.compile import precompile
 from tests.optimized_programs import NEEDS_COMPILER
 from tests.runtime.conftest import MADE_UP
 
-# So wide that attention and experts are kernels.
+# So wide that attention, experts and Gated DeltaNet are kernels.
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
-PAIRS = {**MADE_UP, "wide": tuple({**config, **WIDE} for config in MADE_UP["experts"])}
+LINEAR = {f"linear_{part}": size for part, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
+LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+PAIRS = {
+    **MADE_UP,
+    "wide": tuple({**config, **WIDE} for config in MADE_UP["experts"]),
+    "wide hybrid": tuple({**config, **WIDE, **LINEAR} for config in MADE_UP["hybrid"]),
+}
+KERNELS = {
+    "wide": ["attend_kv_pages", "run_chosen_experts"],
+    "wide hybrid": ["attend_kv_pages", "mix_delta_block", "commit_delta_blocks"],
+}
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -55,6 +65,7 @@ def read_stablehlo(bundle: Path) -> str:
     [
         ("v5e:2x2", "experts", "float32"),
         ("v5e:1x1", "wide", "float32"),
+        ("v5e:1x1", "wide hybrid", "float32"),
         pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", marks=pytest.mark.slow),
     ],
 )
@@ -64,8 +75,8 @@ def test_executables_compute_what_their_programs_say(make_pair, tmp_path, topolo
     precompile(*make_pair(kind), bundle, grid=grid, topology=topology, dtype=dtype, sampling=["greedy"])
     done = verify(bundle, "--execute", "--json")
     assert done.returncode == 0, done.stderr
-    kernels = ("attend_kv_pages", "run_chosen_experts")
-    assert [name in read_stablehlo(bundle) for name in kernels] == [kind == "wide"] * 2
+    program = read_stablehlo(bundle)
+    assert [name for name in sorted({*sum(KERNELS.values(), [])}) if name in program] == sorted(KERNELS.get(kind, []))
     emulation = json.loads(done.stdout)["emulation"]
     labels = [one["label"] for one in emulation["executables"]]
     assert {label.split()[0] for label in labels} == {"prefill", "draft", "verify", "kv_write"}

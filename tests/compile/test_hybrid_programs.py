@@ -108,9 +108,9 @@ def test_wrong_commits_are_found_by_the_states(fault, hybrid, models, rig, make_
     """A test of the comparison above: text alone does not show a wrong commit for most prompts."""
     commit = acceptance.commit_updates
 
-    def commit_wrongly(state, pending, lengths, counts):
+    def commit_wrongly(state, pending, lengths, counts, kernels):
         shifted = {"all rows": K + 1, "one too few": counts - 1, "one too many": jnp.minimum(counts + 1, K + 1)}[fault]
-        return commit(state, pending, lengths, jnp.where(counts > 0, shifted, 0))
+        return commit(state, pending, lengths, jnp.where(counts > 0, shifted, 0), kernels)
 
     monkeypatch.setattr(acceptance, "commit_updates", commit_wrongly)
     prompts = [one for one in hybrid.facts["prompts"] if one["name"] in ("len30", "len131", "random12")]

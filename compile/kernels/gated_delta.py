@@ -1,0 +1,346 @@
+"""Gated DeltaNet of a verified block as Pallas TPU kernels: the mixer of a layer, and the commit of all its updates.
+
+XLA's operations (`models.delta_rule`) divide the mixer of a layer into some forty fusions, most of which lay out the
+heads of all rows anew. Here a grid step reads the states of a group of heads once, as they lie, and everything else
+stays in VMEM. The commit rewrites the states in place.
+
+L layers · N slots · B rows · T tokens of a block · Q key heads · R value heads per key head · V = Q R · I key width
+O value width · W = 2 I + R O channels of a key head · J rows of a window
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaUpdates
+from dflash_aot.compile.kernels.tiling import LANES, SUBLANES
+
+MIX, COMMIT = "mix_delta_block", "commit_delta_blocks"
+PASSES = 6  # of the MXU for a product of float32
+
+
+def mix_block(
+    block: DeltaBlock, pending: DeltaUpdates, layer: jax.Array, heads: int, interpret: Any = False
+) -> tuple[jax.Array, DeltaUpdates]:
+    """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer, in place.
+
+    The tokens of `pending`, a multiple of SUBLANES, may be more than T: no update comes from those behind the block.
+
+    Args:
+        block: one block of each row.
+        pending: of all layers.
+        layer: int32 scalar.
+        heads: key heads of a grid step.
+        interpret: for tests on CPU: `pltpu.InterpretParams`.
+    """
+    T = block.channels.shape[1]
+    padding = (0, pending.keys.shape[3] - T)
+    tokens = [jnp.pad(array, ((0, 0), padding, (0, 0))) for array in (block.channels, block.gates)]
+    factors = [jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)]
+    conv = block.conv.reshape(-1, block.conv.shape[-1]).T
+    facts = _MixFacts(heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
+    scalars = (layer.reshape(1), block.begun.astype(jnp.int32))
+    stacks = map(_keep_in_hbm, (block.windows, block.states, *pending))
+    results, *updates = _call_mix(facts, (*scalars, *tokens, *factors, conv, block.norm[None], *stacks), interpret)
+    return results[:, :T], DeltaUpdates(*updates)
+
+
+def commit_blocks(
+    states: jax.Array,
+    windows: jax.Array,
+    pending: DeltaUpdates,
+    factors: jax.Array,
+    begun: jax.Array,
+    counts: jax.Array,
+    heads: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks, in place.
+
+    Args:
+        states: before the blocks.
+        windows: likewise.
+        pending: of all layers.
+        factors: of each update, and behind them that of the state, float32 [L, B, V, T+1]. A state whose factor is 0
+            counts as zeros, whatever it holds.
+        begun: [B]; elsewhere a window counts as zeros.
+        counts: tokens of each block that are kept, int32 [B].
+        heads: key heads of a grid step.
+        interpret: for tests on CPU: `pltpu.InterpretParams`.
+    """
+    stacks = map(_keep_in_hbm, (pending.keys, pending.updates, pending.channels, windows, states))
+    windows, states = _call_commit(_CommitFacts(heads), (begun.astype(jnp.int32), counts, factors, *stacks), interpret)
+    return states, windows
+
+
+def _keep_in_hbm(array: jax.Array) -> jax.Array:
+    """XLA would copy all layers of an array to VMEM for each call, where they fit."""
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
+def interpret_mix(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """What the compiled mixer computes, as operations of any device: its metadata's facts, its operands in order."""
+    return _call_mix(msgspec.json.decode(facts, type=_MixFacts), operands, True)
+
+
+def interpret_commit(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """What the compiled commit computes, likewise."""
+    return _call_commit(msgspec.json.decode(facts, type=_CommitFacts), operands, True)
+
+
+@dataclass(frozen=True)
+class _MixFacts:
+    """What is fixed when the mixer is compiled.
+
+    Attributes:
+        heads: key heads of a grid step.
+        key_heads: Q.
+        epsilon: of the norm of results.
+        norm_epsilon: of the norms of queries and keys.
+    """
+
+    heads: int
+    key_heads: int
+    epsilon: float
+    norm_epsilon: float
+
+
+@dataclass(frozen=True)
+class _CommitFacts:
+    """What is fixed when the commit is compiled: `heads`, key heads of a grid step."""
+
+    heads: int
+
+
+def _call_mix(facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any) -> Sequence[jax.Array]:
+    """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
+    channels, gates, _, _, conv, norm, windows, states, *pending = operands[2:]
+    B, T, _ = channels.shape
+    taps, (J, C), (V, I, O) = conv.shape[0], windows.shape[2:], states.shape[2:]  # noqa: E741
+    groups, W, values = facts.key_heads // facts.heads, C // facts.key_heads, facts.heads * V // facts.key_heads
+    main_memory = pl.BlockSpec(memory_space=pl.ANY)
+
+    def by_token(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, T, width), lambda row, group, *_: (row, 0, group))
+
+    def by_head(*widths: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *widths), lambda row, group, *_: (row, group, *(0,) * (len(widths) - 1)))
+
+    def of_layer(*widths: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, *widths), lambda row, group, layer, *_: (layer[0], row, group, *(0,) * (len(widths) - 1))
+        )
+
+    def rows_of_layer(rows: int) -> pl.BlockSpec:
+        width = facts.heads * W
+        return pl.BlockSpec((None, None, rows, width), lambda row, group, layer, *_: (layer[0], row, 0, group))
+
+    factor = by_head(values, T)
+    item, read = channels.dtype.itemsize, 2 * 2 * T * I * O + 2 * T * T * O
+    call = pl.pallas_call(
+        partial(_mix_heads, facts),
+        out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gates, *pending)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, groups),
+            in_specs=[
+                by_token(facts.heads * W),
+                by_token(values * O),
+                factor,
+                factor,
+                pl.BlockSpec((taps, facts.heads * W), lambda row, group, *_: (0, group)),
+                pl.BlockSpec(norm.shape, lambda row, group, *_: (0, 0)),
+                rows_of_layer(J),
+                of_layer(values, I, O),
+                *[main_memory] * 4,
+            ],
+            out_specs=[
+                by_token(values * O),
+                of_layer(facts.heads, T, I),
+                of_layer(values, T, O),
+                of_layer(values, T),
+                rows_of_layer(T),
+            ],
+            scratch_shapes=[pltpu.VMEM((SUBLANES + T, W), jnp.float32)],
+        ),
+        input_output_aliases={10: 1, 11: 2, 12: 3, 13: 4},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=PASSES * B * (V * read + facts.key_heads * 2 * 2 * T * T * I),
+            transcendentals=B * T * (C + V * O),
+            bytes_accessed=B * (4 * V * I * O + item * (2 * T * C + J * C + 2 * T * V * O))
+            + 4 * B * T * (facts.key_heads * I + V * O),
+        ),
+        interpret=interpret,
+        name=MIX,
+        metadata={"kernel": MIX, "facts": msgspec.json.encode(facts).decode()},  # `interpret_mix` needs them
+    )
+    return call(*operands)
+
+
+def _mix_heads(
+    facts: _MixFacts,
+    _layer: Any,
+    begun: Any,
+    channels: Any,
+    gates: Any,
+    strengths: Any,
+    decays: Any,
+    conv: Any,
+    norm: Any,
+    windows: Any,
+    states: Any,
+    _keys: Any,
+    _updates: Any,
+    _decays: Any,
+    _channels: Any,
+    out: Any,
+    keys: Any,
+    updates: Any,
+    sums: Any,
+    kept: Any,
+    rows: Any,
+) -> None:
+    """The kernel: one grid step runs a group of key heads, and their value heads, of one row."""
+    T, taps, J, W = channels.shape[0], conv.shape[0], windows.shape[0], rows.shape[1]
+    values, I, O = states.shape  # noqa: E741
+    has_begun, square = begun[pl.program_id(0)] > 0, (T, T)
+    t, s = (jax.lax.broadcasted_iota(jnp.int32, square, axis) for axis in range(2))
+    kept[...] = channels[...]
+
+    def mix_key_head(head: jax.Array, _: None) -> None:
+        at = pl.ds(pl.multiple_of(head * W, LANES), W)
+        # The window, and behind it the block, in whole registers.
+        rows[SUBLANES - J : SUBLANES, :] = jnp.where(has_begun, windows[:, at].astype(jnp.float32), 0)
+        rows[SUBLANES:, :] = channels[:, at].astype(jnp.float32)
+        first = SUBLANES - taps + 1
+        mixed = sum(conv[tap : tap + 1, at] * rows[first + tap : first + tap + T, :] for tap in range(taps))
+        mixed = _silu(mixed).astype(channels.dtype).astype(jnp.float32)
+        query, key = (_normalize(mixed[:, part : part + I], facts.norm_epsilon) for part in (0, I))
+        query, keys[head] = query * I**-0.5, key
+        readers = jnp.concatenate([key, query], axis=0)
+        scores = _multiply(readers, key, ((1,), (1,)))
+        for part in range(values // facts.heads):
+            mix_value_head(head * (values // facts.heads) + part, mixed[:, 2 * I + part * O :][:, :O], readers, scores)
+
+    def mix_value_head(head: jax.Array, value: jax.Array, readers: jax.Array, scores: jax.Array) -> None:
+        decay, strength = (ref[pl.ds(head, 1), :] for ref in (decays, strengths))  # [1, T]
+        strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)  # turned: [T, 1]
+        total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
+        sums[pl.ds(head, 1), :] = turned = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)
+        distance = jnp.where(s <= t, total - turned, 0)  # masked before exp: it overflows
+        faded, fading = jnp.where(s <= t, jnp.exp(distance), 0), jnp.exp(total)
+        read = jnp.where(has_begun, _multiply(readers, states[head], ((1,), (0,))), 0)
+        update = strength * (value - fading * read[:T])
+        lower = jnp.where(s < t, strength * scores[:T] * faded, 0)
+        for token in range(T - 1):  # forward substitution: rows up to `token` are solved
+            update -= lower[:, token : token + 1] * update[token : token + 1, :]
+        result = fading * read[T:] + _multiply(scores[T:] * faded, update, ((1,), (0,)))
+        updates[head] = update
+        at = pl.ds(pl.multiple_of(head * O, LANES), O)
+        scale = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + facts.epsilon)
+        gate = _silu(gates[:, at].astype(jnp.float32))
+        out[:, at] = (result * scale * norm[...] * gate).astype(out.dtype)
+
+    jax.lax.fori_loop(0, facts.heads, mix_key_head, None)
+
+
+def _call_commit(facts: _CommitFacts, operands: Sequence[jax.Array], interpret: Any) -> Sequence[jax.Array]:
+    """operands: begun, counts, factors, keys, updates, channels, windows, states. The last two are the results."""
+    keys, updates, channels, windows, states = operands[3:]
+    (L, B, Q, T, I), (J, C) = keys.shape, windows.shape[2:]  # noqa: E741
+    V, O = updates.shape[2], updates.shape[4]  # noqa: E741
+    values, width = facts.heads * V // Q, facts.heads * C // Q
+
+    def by_head(*widths: int) -> pl.BlockSpec:
+        zeros = (0,) * (len(widths) - 1)
+        return pl.BlockSpec((None, None, *widths), lambda layer, row, group, *_: (layer, row, group, *zeros))
+
+    def by_row(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, rows, width), lambda layer, row, group, *_: (layer, row, 0, group))
+
+    results = [by_row(J), by_head(values, I, O)]
+    heads = [by_head(values, T + 1), by_head(facts.heads, T, I), by_head(values, T, O)]
+    call = pl.pallas_call(
+        partial(_commit_heads, facts),
+        out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (windows, states)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(L, B, Q // facts.heads),
+            in_specs=[*heads, by_row(T), *results],
+            out_specs=results,
+            scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32) for rows in (SUBLANES + T, J)],
+        ),
+        input_output_aliases={6: 0, 7: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=pl.CostEstimate(
+            flops=PASSES * 2 * L * B * V * T * I * O,
+            transcendentals=0,
+            bytes_accessed=L
+            * B
+            * (4 * (2 * V * I * O + Q * T * I + V * T * O) + windows.dtype.itemsize * C * (T + 2 * J)),
+        ),
+        interpret=interpret,
+        name=COMMIT,
+        metadata={"kernel": COMMIT, "facts": msgspec.json.encode(facts).decode()},  # `interpret_commit` needs them
+    )
+    return call(*operands)
+
+
+def _commit_heads(
+    facts: _CommitFacts,
+    begun: Any,
+    counts: Any,
+    factors: Any,
+    keys: Any,
+    updates: Any,
+    channels: Any,
+    windows: Any,
+    states: Any,
+    window_out: Any,
+    state_out: Any,
+    rows: Any,
+    after: Any,
+) -> None:
+    """The kernel: one grid step rewrites the states and the window of a group of heads of one row and layer."""
+    values, T, J = states.shape[0], keys.shape[1], windows.shape[0]
+    row = pl.program_id(1)
+    t, s = (jax.lax.broadcasted_iota(jnp.int32, (T, T), axis) for axis in range(2))
+    rows[SUBLANES - J : SUBLANES, :] = jnp.where(begun[row] > 0, windows[...].astype(jnp.float32), 0)
+    rows[SUBLANES:, :] = channels[...].astype(jnp.float32)
+    for index in range(J):  # one by one: the compiler loads several rows only from where registers begin
+        after[index : index + 1, :] = rows[pl.ds(SUBLANES - J + counts[row] + index, 1), :]
+    window_out[...] = after[...].astype(window_out.dtype)
+
+    def commit_value_head(head: jax.Array, _: None) -> None:
+        factor = factors[pl.ds(head, 1), :]  # [1, T+1]
+        weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)  # turned: [T, 1]
+        of_state = factor[:, T:]
+        before = jnp.where(of_state > 0, of_state * states[head], 0)
+        key = keys[jax.lax.div(head, values // facts.heads)]
+        state_out[head] = before + _multiply(weight * key, updates[head], ((0,), (0,)))
+
+    jax.lax.fori_loop(0, values, commit_value_head, None)
+
+
+def _normalize(heads: jax.Array, epsilon: float) -> jax.Array:
+    """Queries or keys [T, I] of length 1."""
+    return heads * jax.lax.rsqrt(jnp.sum(heads * heads, axis=1, keepdims=True) + epsilon)
+
+
+def _silu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(x)
+
+
+def _multiply(a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
+    # Explicit, like the precision that programs for TPUs ask for.
+    return jax.lax.dot_general(
+        a, b, (axes, ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
