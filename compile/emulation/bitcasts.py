@@ -9,6 +9,8 @@ from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, m
 
 FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
 
+LARGEST_GATHER = 1 << 12  # elements
+
 
 def translate_bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The memory of the operand, read in the order of the result's layout."""
@@ -45,12 +47,23 @@ def _relayout(
         moved = (0, *(axis + 1 for axis in order))
         exchanged = array(taken.repeats, *(sizes[axis] for axis in order))
         yield Line(f"{name}.kept", exchanged, _transpose(f"{name}.digits", moved))
+    elif taken.sources.size <= LARGEST_GATHER:
+        yield from _gather(name, taken, result.dtype)
     else:
         raise refuse(instruction, f"its layouts place elements in another order: {result}")
     yield Line(f"{name}.shaped", array(*after.dimensions), f"reshape(%{name}.kept)")
     yield Line(
         name, result, _transpose(f"{name}.shaped", [after.order.index(axis) for axis in range(len(after.order))])
     )
+
+
+def _gather(name: str, taken: BitcastMap, dtype: str) -> Iterator[Line]:
+    """Any elements one by one. The compiler reads the first 8 numbers of rows of 32 as rows of 8."""
+    count = taken.sources.size
+    yield Line(f"{name}.sources", Buffer("s32", (count,), ""), f"constant({{{', '.join(map(str, taken.sources))}}})")
+    axes = "offset_dims={0}, collapsed_slice_dims={1}, start_index_map={1}, index_vector_dim=1"
+    expression = f"gather(%{name}.rows, %{name}.sources), {axes}, slice_sizes={{{taken.repeats},1}}"
+    yield Line(f"{name}.kept", Buffer(dtype, (taken.repeats, count), ""), expression)
 
 
 def _transpose(name: str, order: Sequence[int]) -> str:

@@ -114,6 +114,20 @@ ENTRY %main (a: f32[2,3]) -> (f32[3,2]) {
     np.testing.assert_array_equal(found, values.T)
 
 
+def test_bitcast_to_narrower_rows_reads_the_first_elements_of_each_row():
+    """Rows of 32 and of 8 both take 128 places, so the compiler leaves out the slice between them."""
+    values = np.arange(64, dtype=np.float32).reshape(1, 2, 32)
+    text = """HloModule m
+ENTRY %main (a: f32[1,2,32]) -> (f32[2,8]) {
+  %a = f32[1,2,32]{2,1,0:T(1,128)} parameter(0)
+  %b = f32[2,8]{1,0:T(2,128)} bitcast(%a)
+  ROOT %t = (f32[2,8]{1,0:T(2,128)}) tuple(%b)
+}
+"""
+    (found,) = run(text, [values], [((2, 8), "float32")])
+    np.testing.assert_array_equal(found, values[0, :, :8])
+
+
 LOOP = """HloModule m
 %body (s: (s32[], s32[])) -> (s32[], s32[]) {{
   %s = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) parameter(0)
