@@ -15,6 +15,7 @@ from dflash_aot.cache.model_config.architecture import (
     Decoder,
     DenseMlp,
     Draft,
+    GatedDeltaNet,
     MixtureOfExperts,
     Target,
 )
@@ -136,14 +137,27 @@ def test_expected_experts_are_shared_by_tokens():
     assert saved[0] - saved[1] == LAYERS * H * (3 * 3 * 16 - 3 * 16)  # a byte per number, but for the router
 
 
+@pytest.mark.parametrize(("formats", "item"), [(PLAIN, 2), (WeightFormats("int8"), 1)])
+def test_hybrid_reads_its_states_twice_and_writes_them_once(formats, item):
+    """A recurrent layer of one key head and two value heads, and a layer with attention. Decays are never int8."""
+    hybrid = structs.replace(TARGET, recurrent=GatedDeltaNet(1, 2, key_dim=4, value_dim=4, kernel=4, layers=(0,)))
+    B, S, T = 3, 32, 4
+    recurrent, small, states = 8 * (16 + 2 * 8 + 3 * 16), 8 * 2 * 2, 2 * 4 * 4
+    plain = small + B * T * H + B * T * KV + B * S * KV + B * T * 2 * H
+    flops = 2 * B * T * (LAYER + recurrent + small + V * H) + 4 * B * T * S * 16 + 3 * 2 * B * T * states
+    found = Roofline(hybrid, DRAFT, "bfloat16", GRID, formats=formats).verify(B, S, T - 1)
+    assert found == RooflineCost(item * (LAYER + recurrent + V * H) + 2 * plain + 4 * 3 * B * states, flops)
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"), [("Qwen3-4B", "DFlash-b16"), ("Qwen3-8B", "DFlash-b16"), ("Qwen3-8B", "DFlash2-b16")]
+    ("name", "kind"),
+    [("Qwen3-4B", "DFlash-b16"), ("Qwen3-8B", "DFlash-b16"), ("Qwen3-8B", "DFlash2-b16"), ("Qwen3.5-4B", "DFlash")],
 )
 @pytest.mark.parametrize(
     ("devices", "formats"), [(1, PLAIN), (2, PLAIN), (1, WeightFormats("int8", "int8")), (2, WeightFormats("int8"))]
 )
 def test_every_weight_of_a_program_is_read_once(name, kind, devices, formats):
-    """Published pairs with an empty context: bytes are those of all weights but norms, untied embeddings and codes."""
+    """Published pairs with an empty context: bytes of states and of all weights but norms, embeddings and codes."""
     target, draft = read_pair(name, kind)
     programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
     grid = Grid((1,), (32,), (1,), (1,))
@@ -155,6 +169,7 @@ def test_every_weight_of_a_program_is_read_once(name, kind, devices, formats):
     for signature in programs.list_signatures(grid):
         if signature.program in costs:
             taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
+            taken += roofline.move(False).bytes / 2 * 3 if signature.program == "verify" else 0  # a hybrid's states
             assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
 
 
