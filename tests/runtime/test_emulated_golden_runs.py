@@ -26,6 +26,7 @@ GRIDS = {
     "llama": "batch=1 length=208 k=0,9 prefill=64",
     "pruned": "batch=1 length=208 k=0,7 prefill=64",
     "dflash2": "batch=1 length=208 k=0,7 prefill=64",
+    "hybrid": "batch=1 length=288 k=0,7 prefill=64",
 }
 
 
