@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
+
 from dflash_aot.cache.errors import DflashError, EngineFailed
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -48,8 +50,7 @@ class RoundOutcome(NamedTuple):
     drafted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one step added to an answer: the first token, or the tokens of one or several rounds.
 
     A round commits the drafted tokens that were accepted and one of the target's own; the last round what remains of
@@ -225,40 +226,37 @@ class Request:
         if self.first_token is None:
             self.first_token = time.monotonic()
         kept: list[int] = []
-        chosen = 0  # those of `kept` that rounds gave
+        completion: Sequence[int] | None = None
         reason: FinishReason | None = None
-        shown = ""
+        has_text, room, matcher = True, self.limit - len(self.token_ids), self.matcher
         for token in tokens:
             kept.append(token)
-            chosen = len(kept)
+            room -= 1
             if token in self.stop_token_ids:
-                reason = "stop"  # the token's text is not part of the answer
-                break
-            room = self.limit - len(self.token_ids) - len(kept)
-            if self.matcher and (completion := self.matcher.accept(token, room)) is not None:
-                forced, text, reason = self._complete(completion)
-                chosen, kept, shown = chosen - 1, [*kept[:-1], *forced], shown + text
-                break
-            shown += self.detokenizer.push([token]) if self.detokenizer else ""
-            if self.detokenizer and self.detokenizer.finished or self.matcher and self.matcher.is_complete:
+                reason, has_text = "stop", False  # the token's text is not part of the answer
+            elif matcher and (completion := matcher.accept(token, room)) is not None:
+                reason = "length"
+            elif matcher and matcher.is_complete:
                 reason = "stop"
             elif room <= 0:
                 reason = "length"
             if reason:
                 break
+        chosen = len(kept)  # those of `kept` that rounds gave
+        if completion is not None:
+            chosen -= 1
+            kept[-1:] = completion
+        shown = ""
+        if text := self.detokenizer:
+            before = text.tokens_kept
+            shown = text.push(kept if has_text else kept[:-1])
+            if text.finished:
+                reason, kept = "stop", kept[: text.tokens_kept - before]
+                chosen = min(chosen, len(kept))
         self.token_ids += kept
         self.tokens_of_model += chosen
         used = _find_used_rounds(rounds, max(chosen, 1))
         return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
-
-    def _complete(self, completion: Sequence[int]) -> tuple[list[int], str, FinishReason]:
-        """The tokens of a completion up to a stop text, the text that they add, and why the answer ends."""
-        shown = ""
-        for count, token in enumerate(completion, 1):
-            shown += self.detokenizer.push([token]) if self.detokenizer else ""
-            if self.detokenizer and self.detokenizer.finished:
-                return [*completion[:count]], shown, "stop"
-        return [*completion], shown, "length"
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends the request with the tokens that it has."""

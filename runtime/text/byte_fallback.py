@@ -1,7 +1,7 @@
 """Byte tokens of a vocabulary: byte fallback (`<0x41>`, Llama 2 and Gemma) and byte-level BPE (GPT-2, Qwen)."""
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 
@@ -25,10 +25,11 @@ class ByteFallbackJoiner:
         """How many U+FFFD the held-back bytes would become: 0, 1, or 2 for the first bytes of a surrogate."""
         return len(self._decoder.getstate()[0].decode(errors="replace"))
 
-    def push(self, token_id: int) -> list[int]:
+    def push(self, ids: Sequence[int]) -> Sequence[int]:
         """Returns the tokens whose text no later token changes."""
-        if not self._values:
-            return [token_id]
+        return [one for token_id in ids for one in self._push(token_id)] if self._values else ids
+
+    def _push(self, token_id: int) -> list[int]:
         if token_id not in self._values:
             return [*self.flush(), token_id]
         return self._to_tokens(self._decoder.decode(bytes([self._values[token_id]])))

@@ -34,6 +34,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._finder = _StopStringFinder(stops)
         self._stop_tokens = tokenizer.find_special_tokens(stops)
+        self._can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
         self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
         self._kept, self._min_tokens = 0, min_tokens
@@ -51,6 +52,9 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
         assert not self.finished
+        if not self._can_stop:
+            self._kept += len(ids)
+            return self._decoder.push([one for one in ids if not self._tokenizer.is_skipped(one)])
         shown = []
         for token_id in ids:
             self._kept += 1
@@ -70,12 +74,12 @@ class Detokenizer:
 
     def _push(self, token_id: int) -> str:
         if self._kept <= self._min_tokens:
-            return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push(token_id)
+            return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push([token_id])
         if token_id in self._stop_tokens:
             text = self.flush()
             self._finder.found = True
             return text
-        return "" if self._tokenizer.is_skipped(token_id) else self._finder.push(self._decoder.push(token_id))
+        return "" if self._tokenizer.is_skipped(token_id) else self._finder.push(self._decoder.push([token_id]))
 
 
 class _StopStringFinder:
@@ -131,13 +135,12 @@ class IncrementalDecoder:
         """
         self._joiner, self._window = ByteFallbackJoiner(values), _DecodeWindow(decode, joined=bool(values))
         self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
-        for token_id in context:
-            self.push(token_id)
+        self.push(context)
         self._replaced = self._joiner.pending or self._window.pending
 
-    def push(self, token_id: int) -> str:
-        """Returns the text that no later token changes."""
-        return self._drop_known(self._window.push(self._joiner.push(token_id)))
+    def push(self, ids: Sequence[int]) -> str:
+        """Returns the text that no later token changes: the same in total, however ids are divided into calls."""
+        return self._drop_known(self._window.push(self._joiner.push(ids)))
 
     def flush(self) -> str:
         """Returns the held-back text, with U+FFFD for a character that was never completed."""
@@ -152,7 +155,7 @@ class IncrementalDecoder:
 
 
 class _DecodeWindow:
-    """The last few tokens, decoded again with each new token, to find out what the token adds to the text.
+    """The last few tokens, decoded again with those that are pushed, to find out what these add to the text.
 
     The window begins one character boundary before the last: decoders treat the first token of a text specially.
 

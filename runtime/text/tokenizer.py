@@ -27,6 +27,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
+        self._skipped: dict[int, bool] = {}  # by token id, as far as it was asked
         self.byte_values = read_fallback_tokens(backend)
 
     @classmethod
@@ -71,7 +72,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, without special and unknown tokens; invalid bytes are U+FFFD."""
         joiner = ByteFallbackJoiner(self.byte_values)
-        whole = [one for token_id in ids if not self.is_skipped(token_id) for one in joiner.push(token_id)]
+        whole = joiner.push([token_id for token_id in ids if not self.is_skipped(token_id)])
         return self.decode_joined([*whole, *joiner.flush()])
 
     def decode_joined(self, ids: Sequence[int]) -> str:
@@ -122,7 +123,11 @@ class Tokenizer:
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether `decode` skips this token: a special token, or an id outside the vocabulary."""
-        return token_id in self._special or self._backend.id_to_token(token_id) is None
+        if (skipped := self._skipped.get(token_id)) is None:
+            skipped = self._skipped[token_id] = (
+                token_id in self._special or self._backend.id_to_token(token_id) is None
+            )
+        return skipped
 
     def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the special tokens whose written form is one of `texts`."""

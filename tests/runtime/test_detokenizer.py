@@ -190,7 +190,8 @@ def test_empty_stop_string_raises():
 @given(data=st.data())
 def test_every_tokenizer_kind_matches_the_reference_implementation(backend, data):
     tokenizer, ids = Tokenizer(backend), data.draw(ids_of(backend))
-    assert run(Detokenizer(tokenizer, []), chunked(ids, data.draw(sizes))) == tokenizer.decode(ids)
+    for pushes in (chunked(ids, data.draw(sizes)), [[one] for one in ids], [ids]):
+        assert run(Detokenizer(tokenizer, []), pushes) == tokenizer.decode(ids)
     stops = data.draw(st.lists(stop_texts | st.just(END), max_size=3))
     stream = Detokenizer(tokenizer, stops)
     text = run(stream, chunked(ids, data.draw(sizes)))
@@ -201,13 +202,26 @@ def test_every_tokenizer_kind_matches_the_reference_implementation(backend, data
 @given(data=st.data())
 def test_every_tokenizer_kind_continues_the_prompt(backend, data):
     tokenizer, prompt, ids = Tokenizer(backend), data.draw(ids_of(backend)), data.draw(ids_of(backend))
-    assert run(Detokenizer(tokenizer, [], prompt), [ids]) == added_text(prompt, ids, tokenizer)
+    for pushes in ([ids], [[one] for one in ids]):
+        assert run(Detokenizer(tokenizer, [], prompt), pushes) == added_text(prompt, ids, tokenizer)
 
 
 @given(broken_ids, broken_ids, st.sampled_from([0, 1, 2, 200]))
 def test_prompt_that_ends_inside_a_character_is_continued(prompt, ids, skipped):
     prompt = prompt + [BACKEND.token_to_id(END)] * skipped
-    assert run(Detokenizer(TOKENIZER, [], prompt), [ids]) == added_text(prompt, ids, TOKENIZER)
+    for pushes in ([ids], [[one] for one in ids]):
+        assert run(Detokenizer(TOKENIZER, [], prompt), pushes) == added_text(prompt, ids, TOKENIZER)
+
+
+@given(broken_ids | many_ids, sizes)
+def test_tokens_pushed_together_show_what_they_show_one_by_one(ids, sizes):
+    """Not only at the end: after every push the same text was shown."""
+    together, apart = Detokenizer(TOKENIZER, []), Detokenizer(TOKENIZER, [])
+    shown = ["", ""]
+    for push in chunked(ids, sizes):
+        shown[0] += together.push(push)
+        shown[1] += "".join(apart.push([one]) for one in push)
+        assert shown[0] == shown[1] and together.tokens_kept == apart.tokens_kept
 
 
 def test_character_begun_in_the_prompt_is_returned_whole():
@@ -283,6 +297,6 @@ class CountingDecoder:
 def test_decoding_work_per_token_is_bounded(data):
     counting = CountingDecoder()
     stream = IncrementalDecoder(counting.decode, {}, [])
-    assert "".join([*map(stream.push, data), stream.flush()]) == data.decode(errors="replace")
+    assert "".join([*(stream.push([one]) for one in data), stream.flush()]) == data.decode(errors="replace")
     assert counting.longest <= 2 * RESYNC_TOKENS + 1
     assert counting.decoded <= 3 * RESYNC_TOKENS * len(data)

@@ -111,7 +111,7 @@ def test_faults_with_success_between_them_do_not_end_the_engine(engine, cases):
 
 def test_detokenizer_failure_ends_one_request(engine, cases):
     class BrokenText:
-        finished = False
+        finished, tokens_kept = False, 0
 
         def push(self, tokens: list[int]) -> str:
             raise ValueError("no such character")

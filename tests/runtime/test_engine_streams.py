@@ -422,7 +422,7 @@ def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
         pass
 
     class PanickingText:
-        finished = False
+        finished, tokens_kept = False, 0
 
         def push(self, tokens):
             raise Panic("index out of bounds")
