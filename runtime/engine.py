@@ -26,6 +26,7 @@ from dflash_aot.runtime.executables.compile_guard import CompileGuard
 from dflash_aot.runtime.executables.host_memory import estimate_step_bytes
 from dflash_aot.runtime.executables.warm_up import WarmUp
 from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.requests.delta_mailbox import Mailboxes, find_mailbox
 from dflash_aot.runtime.requests.request import AsyncStream, Delta, Request, Result, Stream, check_process
 from dflash_aot.runtime.requests.request_builder import (
     DEFAULT_OPTIONS,
@@ -70,6 +71,7 @@ class Engine:
         self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
         for warning in diagnose_pair(parts.bundle.manifest, stop_token_ids):
             logger.warning(warning)
+        self._mailboxes = Mailboxes()
         self._drain_until = 0.0
         self._process = os.getpid()
         self.k = parts.bundle.k
@@ -184,11 +186,11 @@ class Engine:
         The caller must close the stream, or read it to its end: nothing else frees the request's slot.
         """
         checked = check_options(options)
-        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+        mailbox, deltas = find_mailbox(self._mailboxes), asyncio.Queue[Delta]()
 
         def hand_over(delta: Delta) -> None:
             try:
-                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+                mailbox.post(deltas, delta)
             except RuntimeError:  # the event loop is gone, and with it the reader
                 request.cancel()
 

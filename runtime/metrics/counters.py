@@ -141,7 +141,8 @@ class Counters:
             self.accepted_at.append(0)
         for position in range(k):
             self.verified_at[position] += 1
-            self.accepted_at[position] += position < accepted
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
     def note_start(self, request: Request) -> None:
         """Counts a request that was given a slot."""

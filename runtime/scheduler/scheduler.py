@@ -5,6 +5,7 @@ prefilled next and which round runs next. The answers are plain data that the di
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,7 @@ class RunningRequest:
     first_token_in_flight: the prefill that gives the first token was dispatched, and its token not yet read.
     table: its kv pages.
     text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
+    sampled: all of its tokens come from rounds: the first one starts at the last token of the text.
     """
 
     request: Request
@@ -52,14 +54,11 @@ class RunningRequest:
     first_token_in_flight: bool = False
     table: PageTable = field(default_factory=PageTable)
     text: Sequence[int] = field(init=False)
+    sampled: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = [*self.request.prompt, *self.request.token_ids]
-
-    @property
-    def sampled(self) -> bool:
-        """Whether all of its tokens come from rounds: the first one starts at the last token of the text."""
-        return (self.masked or self.mode != "greedy") and self.request.limit > 0
+        self.sampled = (self.masked or self.mode != "greedy") and self.request.limit > 0
 
     @property
     def round_mode(self) -> SamplingMode:
@@ -122,6 +121,7 @@ class Slots:
 
     def __init__(self, count: int):
         self._slots: list[RunningRequest | None] = [None] * count
+        self._taken = 0
         self._turns = itertools.count()
 
     def __iter__(self) -> Iterator[RunningRequest]:
@@ -129,7 +129,7 @@ class Slots:
 
     def __len__(self) -> int:
         """Occupied slots."""
-        return sum(1 for _ in self)
+        return self._taken
 
     @property
     def count(self) -> int:
@@ -139,19 +139,21 @@ class Slots:
     @property
     def span(self) -> int:
         """Number of slots up to the last occupied one."""
-        return max((slot + 1 for slot, running in enumerate(self._slots) if running), default=0)
+        return next((slot + 1 for slot in reversed(range(self.count)) if self._slots[slot]), 0)
 
     @property
     def is_full(self) -> bool:
-        return None not in self._slots
+        return self._taken == self.count
 
     def add(self, running: RunningRequest) -> None:
         """Takes the first free slot; the request's prefill comes after that of all others."""
         running.prefill_turn = next(self._turns)
         self._slots[self._slots.index(None)] = running
+        self._taken += 1
 
     def free(self, running: RunningRequest) -> None:
         self._slots[self._slots.index(running)] = None
+        self._taken -= 1
 
     def slot_of(self, running: RunningRequest) -> int:
         return self._slots.index(running)
@@ -270,6 +272,8 @@ class Scheduler:
         self._grid, self._queue, self._controller = grid, queue, controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
+        self._borders = sorted({length - k for length in grid.length for k in self._ks})
+        self._buckets: dict[tuple[int, int], list[Bucket]] = {}
         self._burst = BurstLength(grid.rounds)
         self._previous_k = -1
 
@@ -366,7 +370,9 @@ class Scheduler:
     def compact(self) -> list[tuple[int, int]]:
         """Moves requests to lower slots where a smaller batch bucket then holds them: (source, destination) each."""
         moves = []
-        while self.slots and self._batch_bucket(self.slots.span) > self._batch_bucket(len(self.slots)):
+        while (span := self.slots.span) > len(self.slots) > 0 and (
+            self._batch_bucket(span) > self._batch_bucket(len(self.slots))
+        ):
             move = self.slots.take_move()
             assert move is not None
             moves.append(move)
@@ -434,20 +440,23 @@ class Scheduler:
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
-        rounds = self._count_rounds(plan) if plan.multi_round else 1
         requests = plan.batch.requests
-        new = [running for running in requests if not running.has_sampling_state] if plan.batch.mode != "greedy" else []
-        plan = replace(plan, rounds=rounds, tokens_outstanding=requests[0].tokens_outstanding, new_sampling_states=new)
+        if plan.multi_round:
+            outstanding = requests[0].tokens_outstanding
+            plan = replace(plan, rounds=self._count_rounds(plan), tokens_outstanding=outstanding)
+        elif plan.batch.mode != "greedy" and (new := [one for one in requests if not one.has_sampling_state]):
+            plan = replace(plan, new_sampling_states=new)
+            for running in new:
+                running.has_sampling_state = True
         for running in requests:
-            running.start_rounds(rounds, plan.bucket.k)
-        for running in new:
-            running.has_sampling_state = True
+            running.start_rounds(plan.rounds, plan.bucket.k)
         return plan
 
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
         """A round of this plan took `seconds` on the device."""
         self._controller.note_round_time((plan.bucket, plan.batch.mode), seconds)
-        self._burst.note_round_time(plan.bucket, seconds)
+        if self._grid.rounds > 1:
+            self._burst.note_round_time(plan.bucket, seconds)
 
     def note_tokens(self, running: RunningRequest) -> None:
         """Tokens were committed to the request: its full pages are kept for others."""
@@ -466,15 +475,24 @@ class Scheduler:
 
         Raises LengthBoundTooLoose, PoolFull.
         """
-        needed = batch.length_bound + 1
-        ks = [k for k in self._ks if needed + k <= self._grid.capacity]
-        if not ks:
+        buckets = self._fit_buckets(len(batch.by_slot), batch.length_bound + 1)
+        if not buckets:
             raise LengthBoundTooLoose
-        ks = [k for k in ks if self._count_missing_pages(batch, k) <= self.kv.pool.available]
-        if not ks:
+        available = self.kv.pool.available
+        if self._count_missing_pages(batch, buckets[-1].k) > available:
+            buckets = [bucket for bucket in buckets if self._count_missing_pages(batch, bucket.k) <= available]
+        if not buckets:
             raise PoolFull
-        buckets = [self._grid.fit(len(batch.by_slot), needed + k, k) for k in ks]
         return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
+
+    def _fit_buckets(self, rows: int, positions: int) -> Sequence[Bucket]:
+        """The smallest bucket of each K that has room for so many positions and K more; made once per need."""
+        key = rows, bisect_left(self._borders, positions)
+        if key not in self._buckets:
+            ends = self._borders[key[1] :]
+            ks = [k for k in self._ks if ends and ends[0] + k <= self._grid.capacity]
+            self._buckets[key] = [self._grid.fit(rows, ends[0] + k, k) for k in ks]
+        return self._buckets[key]
 
     def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
         """Pages that the requests of a round that verifies `k` drafted tokens lack."""

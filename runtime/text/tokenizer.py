@@ -27,7 +27,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
-        self._skipped: dict[int, bool] = {}  # by token id, as far as it was asked
+        self._with_text: set[int] = set()  # those that were asked for
         self.byte_values = read_fallback_tokens(backend)
 
     @classmethod
@@ -123,11 +123,12 @@ class Tokenizer:
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether `decode` skips this token: a special token, or an id outside the vocabulary."""
-        if (skipped := self._skipped.get(token_id)) is None:
-            skipped = self._skipped[token_id] = (
-                token_id in self._special or self._backend.id_to_token(token_id) is None
-            )
-        return skipped
+        if token_id in self._with_text:
+            return False
+        if token_id in self._special or self._backend.id_to_token(token_id) is None:
+            return True
+        self._with_text.add(token_id)
+        return False
 
     def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the special tokens whose written form is one of `texts`."""

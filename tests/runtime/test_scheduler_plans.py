@@ -89,7 +89,7 @@ def test_sampled_prompt_keeps_its_last_token_for_its_first_round():
     assert (len(plan.tokens), plan.gives_first_token) == (4, False)
     first, second = start(scheduler), start(scheduler)
     assert first.batch.mode == "sample" and [*first.new_sampling_states] == [plan.running]
-    assert second.new_sampling_states == []
+    assert not second.new_sampling_states
 
 
 def test_greedy_request_is_sampled_where_no_greedy_executable_exists():

@@ -1,0 +1,92 @@
+"""Deltas cross from the engine's thread to an event loop: each once, in order, with one wake-up for many."""
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from dflash_aot.runtime.requests.delta_mailbox import DeltaMailbox, Mailboxes, find_mailbox
+from dflash_aot.runtime.requests.request import Delta
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts how often other threads wake it."""
+
+    woken = 0
+
+    def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
+        self.woken += 1
+        return super().call_soon_threadsafe(*arguments, **options)
+
+
+def post_from_a_thread(mailbox: DeltaMailbox, queues: list[asyncio.Queue[Delta]], tokens: range) -> None:
+    def post() -> None:
+        for token in tokens:
+            for queue in queues:
+                mailbox.post(queue, Delta((token,), ""))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    thread.join()  # the event loop stands still meanwhile
+
+
+def take(queue: asyncio.Queue[Delta]) -> list[int]:
+    return [token for _ in range(queue.qsize()) for token in queue.get_nowait().token_ids]
+
+
+def test_deltas_of_many_streams_wake_the_event_loop_once():
+    async def serve() -> tuple[int, list[list[int]]]:
+        mailbox, queues = DeltaMailbox(loop), [asyncio.Queue[Delta]() for _ in range(8)]
+        post_from_a_thread(mailbox, queues, range(3))
+        woken = loop.woken
+        await asyncio.sleep(0)
+        post_from_a_thread(mailbox, queues, range(3, 5))
+        assert loop.woken == woken + 1, "the second round wakes the loop again"
+        await asyncio.sleep(0)
+        return woken, [take(queue) for queue in queues]
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, CountingLoop)
+        assert runner.run(serve()) == (1, [[0, 1, 2, 3, 4]] * 8)
+
+
+def test_deltas_posted_while_the_event_loop_runs_all_arrive_in_order():
+    async def serve() -> list[int]:
+        mailbox, queue, total = DeltaMailbox(asyncio.get_running_loop()), asyncio.Queue[Delta](), 2000
+        thread = threading.Thread(target=lambda: [mailbox.post(queue, Delta((token,), "")) for token in range(total)])
+        thread.start()
+        found = [(await asyncio.wait_for(queue.get(), 60)).token_ids[0] for _ in range(total)]
+        thread.join()
+        return found
+
+    assert asyncio.run(serve()) == [*range(2000)]
+
+
+def test_closed_event_loop_raises_also_where_deltas_were_left():
+    loop = asyncio.new_event_loop()
+    mailbox, queue = DeltaMailbox(loop), asyncio.Queue[Delta]()
+    mailbox.post(queue, Delta((1,), ""))
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            mailbox.post(queue, Delta((2,), ""))
+
+
+def test_event_loop_has_one_mailbox_while_a_request_posts_to_it():
+    mailboxes = Mailboxes()
+
+    async def find() -> DeltaMailbox:
+        return find_mailbox(mailboxes)
+
+    async def find_one() -> list[DeltaMailbox]:
+        kept = find_mailbox(mailboxes)
+        return [kept, await find()]
+
+    first, again = asyncio.run(find_one())
+    assert first is again and first is not asyncio.run(find())
+    del first, again
+    gc.collect()
+    assert not mailboxes, "closed event loops are not kept"
