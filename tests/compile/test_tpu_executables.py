@@ -196,6 +196,22 @@ def test_executables_of_real_shapes_have_no_problems(built):
     assert find_layout_conflicts(built.entries) == []
 
 
+def test_hybrid_is_verified_without_copies_of_its_states(tmp_path):
+    """Qwen3.5-4B: states, windows and pending updates stay where they are, and kernels read them."""
+    topology = TOPOLOGIES["v5e:1x1"]
+    facts = [json.loads((CONFIGS / f"Qwen3.5-4B{kind}.json").read_text()) for kind in ("", "-DFlash")]
+    target = read_target(ConfigFile(CONFIGS, facts[0]))
+    draft = read_draft(ConfigFile(CONFIGS, facts[1]), target)
+    kernels = choose_kernel_device(topology.chip, target, draft)
+    programs = Programs(target, draft, "bfloat16", stacked=True, kernels=kernels)
+    source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block), "tpu"), Store(tmp_path)
+    source.signatures = [one for one in source.signatures if one.label == "verify batch=8 length=1024 k=15"]
+    with store.open_for_building(), WorkerPool(topology, tmp_path, jobs=1) as pool:
+        (entry,) = compile_all(source, pool, store).entries
+    assert entry.analysis.copies == ()
+    assert entry.cost.schedule.seconds < 0.021  # 0.0246 while XLA's operations ran the recurrent layers
+
+
 def test_memory_estimate_equals_the_compilers_figures(built):
     """Arguments are exact, the sum is within 2 %, or within the global memory of a newer libtpu."""
     known = built.programs.arrays_by_name(built.grid)
