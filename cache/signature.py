@@ -253,6 +253,7 @@ def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) 
     return {array.name: array for array in (*state, *made)}
 
 
+KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ArraySpec, Signature
+from dflash_aot.cache.bundle.manifest import Entry, LargeCopy
+from dflash_aot.cache.signature import KV_POOLS, SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
@@ -23,7 +23,7 @@ MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled
 def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, collectives: int) -> list[str]:
     """Lists what is wrong with a TPU executable, one line per problem, which names the executable and the buffer.
 
-    Not for CPU executables: XLA copies freely on CPU, and the copies are cheap.
+    Not for CPU and GPU executables: XLA copies freely there, and small copies are cheap. See `find_pool_copies`.
 
     Args:
         entry: the executable's entry in the manifest.
@@ -33,11 +33,20 @@ def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, co
     """
     found = [
         *_check_temporaries(entry, known, devices),
-        *_check_copies(entry, known),
+        *_check_copies(entry, known, devices),
         *_check_collectives(entry, collectives),
         *_check_ratio(entry),
     ]
     return [f"{entry.signature.label}: {line}" for line in found]
+
+
+def find_pool_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int) -> list[str]:
+    """Lists copies of whole kv pools, which are expensive on every platform; arguments and lines as `find_problems`."""
+    return [
+        f"{entry.signature.label}: {_describe_copy(copy)}"
+        for copy in entry.analysis.copies
+        if copy.buffer in KV_POOLS and copy.bytes >= known[copy.buffer].shard_bytes(devices)
+    ]
 
 
 def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
@@ -82,12 +91,22 @@ def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices:
     )
 
 
-def _check_copies(entry: Entry, known: Mapping[str, ArraySpec]) -> Iterable[str]:
-    """Copies of weights and state. Arguments of a call may be copied, and a move copies on purpose."""
+def _check_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int) -> Iterable[str]:
+    """Copies of weights and state. Arguments of a call may be copied, and a move copies on purpose.
+
+    A write reads a part of a page, changes it and writes it back.
+    """
     for copy in entry.analysis.copies:
-        if copy.buffer in known and entry.signature.program != "move":
-            made = f" ({copy.operation})" if copy.operation else ""
-            yield f"{copy.buffer} is copied, {_megabytes(copy.bytes)}: %{copy.instruction} = {copy.shape}{made}"
+        if copy.buffer not in known or entry.signature.program == "move":
+            continue
+        array = known[copy.buffer]
+        if copy.buffer not in KV_POOLS or copy.bytes > array.shard_bytes(devices) // array.shape[1]:
+            yield _describe_copy(copy)
+
+
+def _describe_copy(copy: LargeCopy) -> str:
+    made = f" ({copy.operation})" if copy.operation else ""
+    return f"{copy.buffer} is copied, {_megabytes(copy.bytes)}: %{copy.instruction} = {copy.shape}{made}"
 
 
 def _check_collectives(entry: Entry, expected: int) -> Iterable[str]:

@@ -102,8 +102,9 @@ def attend_pages(
     tables: jax.Array,
     starts: jax.Array,
     length: int,
-    own: tuple[jax.Array, jax.Array] | None = None,
-    limits: jax.Array | None = None,
+    own: tuple[jax.Array, jax.Array],
+    limits: jax.Array,
+    windowed: bool,
 ) -> jax.Array | None:
     """`attend_kv` over the first `length` positions of each row, by its page table; None where there is no kernel.
 
@@ -120,7 +121,7 @@ def attend_pages(
     parts = page // tiling.page
     pages = divide_pages(tables[:, : -(-length // page)], parts)
     paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
-    return attend_kv(q, paged, starts, tiling, own, limits, device.interpret)
+    return attend_kv(q, paged, starts, own, limits, tiling, windowed, device.interpret)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, Tiling, round_up
-from dflash_aot.compile.models.sliding_window import SEE_ALL
 
 NAME = "attend_kv_pages"
 MASKED_SCORE = -1e30  # finite, so that masked positions give no NaN
@@ -59,24 +58,25 @@ def attend_kv(
     q: jax.Array,
     kv: PagedKv,
     starts: jax.Array,
+    own: tuple[jax.Array, jax.Array],
+    limits: jax.Array,
     tiling: Tiling,
-    own: tuple[jax.Array, jax.Array] | None = None,
-    limits: jax.Array | None = None,
+    windowed: bool,
     interpret: Any = False,
 ) -> jax.Array:
-    """Attention of a block of T positions per row: q and result [B, G, R, T, D].
+    """Attention of a block of T positions per row, q and result [B, G, R, T, D].
 
-    Without `own`, position t of row b attends to the kv positions up to starts[b] + t (causal; the block is in the kv
-    arrays). With `own`, it attends to the kv positions before starts[b], and to the block's own keys and values.
+    Each position attends to the row's kv positions before starts[b], and to the block's own keys and values.
 
     Args:
         q: queries [B, G, R, T, D].
         kv: the kv arrays.
         starts: int32 [B], the position of each row's block.
-        tiling: from `choose_tiling`.
         own: keys and values of the block, each [B, G, T, D].
-        limits: int32 [4] of the layer, None if no layer has a window: reach, slope, behind, ahead. Position t sees
-            kv positions from starts[b] + slope · t - reach on, and the block's positions t - behind … t + ahead.
+        limits: int32 [4] of the layer: reach, slope, behind, ahead. Position t sees kv positions from
+            starts[b] + slope · t - reach on, and the block's positions t - behind … t + ahead.
+        tiling: from `choose_tiling`.
+        windowed: whether the reach of any layer hides kv positions; otherwise it is not looked at.
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
     B, G, R, T, D = q.shape
@@ -85,9 +85,8 @@ def attend_kv(
     x = q.reshape(B, G, R, tiles, tile, D).swapaxes(2, 3).reshape(B, G, tiles, R * tile, D)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
     width = round_up(T, 2 * SUBLANES)
-    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own or ()]
-    facts = _Facts(tiling, kv.parts, kv.end, T if own else 0, limits is not None, D**-0.5)
-    limits = jnp.array(SEE_ALL, jnp.int32) if limits is None else limits
+    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own]
+    facts = _Facts(tiling, kv.parts, kv.end, T, windowed, D**-0.5)
     scalars = (kv.layer.reshape(1), kv.table, starts, limits)
     mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
     mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
@@ -100,23 +99,23 @@ def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
-    """operands: layer, table, starts, limits, queries by tile, own keys and values if any, kv arrays."""
+    """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
     x, *own = operands[4:-2]
     keys, tiling, heads = operands[-2], facts.tiling, facts.tiling.heads
     B, G, tiles, M, D = x.shape
-    width = own[0].shape[2] if own else 0
+    width = own[0].shape[2]
     queries = pl.BlockSpec((1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0))
     block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
     main_memory = pl.BlockSpec(memory_space=pl.ANY)
     buffers = pltpu.VMEM((2, heads, tiling.block, D), keys.dtype)
-    scores = B * G * tiles * M * facts.end
+    scores = B * G * tiles * M * (facts.end + width)
     call = pl.pallas_call(
         partial(_attend_tile, facts),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(G // heads, B, tiles),
-            in_specs=[queries, *[block] * len(own), main_memory, main_memory],
+            in_specs=[queries, block, block, main_memory, main_memory],
             out_specs=queries,
             scratch_shapes=[
                 buffers,
@@ -134,7 +133,7 @@ def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any)
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * D,
             transcendentals=scores,
-            bytes_accessed=2 * B * G * facts.end * D * keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
+            bytes_accessed=2 * B * G * (facts.end + width) * D * keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
         ),
         interpret=interpret,
         name=NAME,
@@ -151,8 +150,8 @@ class _Facts:
         tiling: how the work is divided.
         parts: see `PagedKv`.
         end: see `PagedKv`.
-        own: positions of the block's own keys; 0 if there are none.
-        windowed: whether a layer may have a window.
+        own: positions of the block.
+        windowed: see `attend_kv`.
         scale: factor of the scores.
     """
 
@@ -173,7 +172,6 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
     reach, slope, behind, ahead = (limits[index] for index in range(4))
     M, queries = q.shape[-2], facts.tiling.queries
     t = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries  # of each query row
-    here = starts[row] + t
 
     @pl.when((row == 0) & (tile == 0))
     def start_first() -> None:
@@ -183,9 +181,14 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
         reader.start(row, tile, 0, 0)
 
     softmax.clear()
-    if facts.own:
-        other = jax.lax.broadcasted_iota(jnp.int32, (1, own[0].shape[2]), 1)
-        softmax.add(own[0].at[0], own[1].at[0], (other <= t + ahead) & (other >= t - behind) & (other < facts.own))
+    for at in range(0, own[0].shape[2], facts.tiling.block):
+        part = pl.ds(at, min(facts.tiling.block, own[0].shape[2] - at))
+        other = at + jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
+        softmax.add(
+            own[0].at[0, :, part],
+            own[1].at[0, :, part],
+            (other <= t + ahead) & (other >= t - behind) & (other < facts.own),
+        )
 
     blocks, buffer_before = reader.count_blocks(row, tile), first_buffer[0]
     first_position = reader.find_pages(row, tile)[0] * facts.tiling.page
@@ -204,7 +207,7 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
         reader.wait(row, tile, index, buffer)
         shape = (1, facts.tiling.block)
         position = first_position + index * facts.tiling.block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        mask = position < starts[row] if facts.own else position <= here
+        mask = position < starts[row]
         if facts.windowed:
             mask &= position >= starts[row] + slope * t - reach
         softmax.add(key_buffers.at[buffer], value_buffers.at[buffer], mask)
@@ -236,8 +239,7 @@ class _Reader:
         first: jax.Array | int = 0
         if self.facts.windowed:
             first = jax.lax.div(jnp.maximum(start + self.limits[1] * tile * queries - self.limits[0], 0), page)
-        end = start if self.facts.own else start + (tile + 1) * queries
-        return jnp.int32(first), jax.lax.div(jnp.minimum(end, self.facts.end) + page - 1, page)
+        return jnp.int32(first), jax.lax.div(jnp.minimum(start, self.facts.end) + page - 1, page)
 
     def count_blocks(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Blocks of a tile of a row, at least one: a block without pages copies nothing."""

@@ -121,10 +121,10 @@ def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
 
 
 def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:
-    """Bytes of VMEM: kv buffers, queries and results (two of each), softmax state, and the scores of a head."""
+    """Bytes of VMEM: kv buffers, own kv, queries and results (two of each), softmax state, and the scores of a head."""
     rows = round_up(sizes.group * tiling.queries, SUBLANES)
     width = round_up(sizes.head_dim, LANES)
-    kv = 2 * 2 * tiling.block * width * sizes.itemsize
+    kv = 2 * 2 * (tiling.block + round_up(sizes.queries, 2 * SUBLANES)) * width * sizes.itemsize
     ends = 2 * 2 * rows * width * sizes.itemsize
     state = 4 * rows * (2 * LANES + width)
     return tiling.heads * (kv + ends + state) + 2 * 4 * rows * tiling.block

@@ -3,7 +3,7 @@
 B rows · T positions of this call · S kv positions · G kv heads · R query heads per kv head · D head width
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ def attend_by_page(
 
         own = take(q)
         state = _start_softmax(own)
-        for keys, values, seen in beside:
+        for keys, values, seen in _divide(beside):
             state = _add_to_softmax(own, state, take(keys), take(values), take(seen))
 
         def add_page(entry: jax.Array, state: SoftmaxState) -> SoftmaxState:
@@ -116,10 +116,18 @@ def attend_blockwise(
         return _add_to_softmax(q, state, *context.read(index * pages, pages), mask(positions))
 
     state = _start_softmax(q)
-    for part in beside:
+    for part in _divide(beside):
         state = _add_to_softmax(q, state, *part)
     blocks = (jnp.minimum(end, context.length) + block - 1) // block
     return _finish_softmax(jax.lax.fori_loop(0, blocks, add_block, state), q.dtype)
+
+
+def _divide(parts: Sequence[MaskedKeyValues]) -> Iterator[MaskedKeyValues]:
+    """The same keys and values in parts of at most KV_BLOCK positions, so that their scores stay small."""
+    for keys, values, mask in parts:
+        for start in range(0, keys.shape[2], KV_BLOCK):
+            at = slice(start, start + KV_BLOCK)
+            yield keys[:, :, at], values[:, :, at], mask[..., at]
 
 
 # -- the online softmax (Milakov & Gimelshein 2018)

@@ -5,6 +5,7 @@ B rows of a call · T positions of a call · E entries of a page table
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +13,71 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
+KvArrays = tuple[jax.Array, jax.Array]  # keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D]
 
-def write_rows(pool: jax.Array, layer: LayerIndex, rows: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
-    """Writes rows [B, G, T, D]: row b by the page table `tables[b]` (int32 [B, E]) from position `starts[b]` on.
+
+def make_rows(kv: KvArrays, batch: int, positions: int) -> KvArrays:
+    """Room for the keys and values that a call adds to pools: zeros [L, batch, G, positions, D]."""
+    (L, _, G, _, D), dtype = kv[0].shape, kv[0].dtype
+    return (jnp.zeros((L, batch, G, positions, D), dtype),) * 2
+
+
+def put_rows(rows: KvArrays, layer: LayerIndex, keys: jax.Array, values: jax.Array) -> KvArrays:
+    """`rows`, each [L, B, G, T, D], with a layer's keys and values, each [B, G, T, D]."""
+    keys_rows, values_rows = rows
+    update = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return update(keys_rows, keys), update(values_rows, values)
+
+
+def write_kv(kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array) -> KvArrays:
+    """The pools with all layers' keys and values written, see `write_rows`.
+
+    Once for all layers: on TPU each write costs more by its start than by its bytes.
+    """
+    return write_rows(kv[0], rows[0], tables, starts), write_rows(kv[1], rows[1], tables, starts)
+
+
+def write_block(
+    x: jax.Array, kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array
+) -> tuple[jax.Array, KvArrays]:
+    """The output `x` of layers that read kv, and kv with their rows written.
+
+    Nothing is written before the last layer has read: otherwise XLA copies the pools.
+    """
+    x, rows = jax.lax.optimization_barrier((x, rows))
+    return x, write_kv(kv, rows, tables, starts)
+
+
+def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+    """Writes rows [L, B, G, T, D]: row b by the page table `tables[b]` (int32 [B, E]) from position `starts[b]` on.
 
     Positions from E · P on are written to page 0. Up to P positions behind the row, in pages of the row behind its
     first, become zero: nothing was written there yet.
 
-    A few slice updates per row, because a scatter copies: one for each page that the row may touch.
+    A few slice updates per row, because a scatter copies: one for each page that the row may touch, of all layers.
     """
-    pool = keep_layout(pool)
-    page, T = pool.shape[3], rows.shape[2]
+    page, T = pool.shape[3], rows.shape[3]
     width, parts = min(page, T), 1 if T == 1 else 2 + (T - 2) // page
     tables = jnp.pad(tables, ((0, 0), (0, parts)))
-    for row in range(rows.shape[0]):
+    for row in range(rows.shape[1]):
         entry, offset = starts[row] // page, starts[row] % page
-        new = jnp.pad(rows[row : row + 1], ((0, 0), (0, 0), (width - 1, width), (0, 0)))
+        new = jnp.pad(rows[:, row : row + 1], ((0, 0), (0, 0), (0, 0), (width - 1, width), (0, 0)))
         # The first page: the positions before the row are kept.
         begin = jnp.minimum(offset, page - width)
-        at = (layer, tables[row, entry], 0, begin, 0)
+        at = (0, tables[row, entry], 0, begin, 0)
         part = _take_positions(new, width - 1 - (offset - begin), width)
         if T > 1:
-            old = jax.lax.dynamic_slice(pool, at, (1, *part.shape))[0]
             kept = (jnp.arange(width) < offset - begin)[:, None]
-            part = jnp.where(kept, old, part)
-        pool = jax.lax.dynamic_update_slice(pool, part[None], at)
+            part = jnp.where(kept, jax.lax.dynamic_slice(pool, at, part.shape), part)
+        pool = jax.lax.dynamic_update_slice(pool, part, at)
         for index in range(1, parts):
             part = _take_positions(new, width - 1 + index * page - offset, width)
-            pool = jax.lax.dynamic_update_slice(pool, part[None], (layer, tables[row, entry + index], 0, 0, 0))
+            pool = jax.lax.dynamic_update_slice(pool, part, (0, tables[row, entry + index], 0, 0, 0))
     return pool
 
 
 def _take_positions(rows: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(rows, start, width, axis=2)
+    return jax.lax.dynamic_slice_in_dim(rows, start, width, axis=3)
 
 
 def keep_layout(array: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sliding window masks of the draft: which context and block positions a layer attends to (see `SlidingWindow`).
+"""Which context and block positions a layer attends to: all, those of a window, or causally (see `SlidingWindow`).
 
 B rows · T positions of a block · S context positions
 """
@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.cache.model_config.architecture import SlidingWindow
+from dflash_aot.cache.model_config.architecture import UNLIMITED_WINDOW, SlidingWindow
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
-UNLIMITED = 1 << 30  # more than any distance between two positions
-SEE_ALL = (UNLIMITED, 0, UNLIMITED, UNLIMITED)  # `window_limits` without a window
+CAUSAL = SlidingWindow(UNLIMITED_WINDOW, causal=True)  # of every layer of a target
 
 
 def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Array) -> jax.Array:
     """Which context positions [B, S] the block at positions [B, T] attends to: bool [B, T, S]."""
-    if window is None:
+    if window is None or not window.slides:
         return jnp.ones((1, 1, context.shape[1]), bool)
     rows = jnp.broadcast_to(block[:, :1], block.shape) if window.anchored else block
     oldest = rows - window.size + (0 if window.anchored else 1)
@@ -36,18 +35,22 @@ def block_mask(window: SlidingWindow | None, block: jax.Array) -> jax.Array:
 def window_limits(window: SlidingWindow | None) -> tuple[int, int, int, int]:
     """The same masks as `limits` of `kernels.kv_attention.attend_kv`: reach, slope, behind, ahead."""
     if window is None:
-        return SEE_ALL
+        return UNLIMITED_WINDOW, 0, UNLIMITED_WINDOW, UNLIMITED_WINDOW
     reach, slope = (window.size, 0) if window.anchored else (window.size - 1, 1)
-    near = UNLIMITED if window.anchored else window.size - 1
+    near = UNLIMITED_WINDOW if window.anchored else window.size - 1
     return reach, slope, near, 0 if window.causal else near
 
 
 class LayerWindows:
-    """The masks of one layer. In a loop over layers the index is traced, and the mask is selected on the device."""
+    """The masks of one layer. In a loop over layers the index is traced, and the mask is selected on the device.
+
+    Attributes:
+        slide: whether the window of any layer hides context.
+    """
 
     def __init__(self, windows: Sequence[SlidingWindow | None], layer: LayerIndex):
         """`windows` has one entry per layer, None for full attention."""
-        self._limited = any(window is not None for window in windows)
+        self.slide = any(window is not None and window.slides for window in windows)
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
         self._kind_of_layer = None
         if len(self._kinds) > 1:
@@ -61,10 +64,8 @@ class LayerWindows:
         """`block_mask` of this layer."""
         return self._select(lambda window: block_mask(window, block))
 
-    def limits(self) -> jax.Array | None:
-        """`window_limits` of this layer, int32 [4]; None if no layer has a window."""
-        if not self._limited:
-            return None
+    def limits(self) -> jax.Array:
+        """`window_limits` of this layer, int32 [4]."""
         limits = jnp.array([window_limits(window) for window in self._kinds], jnp.int32)
         return limits[0 if self._kind_of_layer is None else self._kind_of_layer]
 

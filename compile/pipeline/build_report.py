@@ -15,7 +15,7 @@ from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.signature import ExecutableId, Signature, state_arrays
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
-from dflash_aot.compile.analysis.executable_checks import find_problems
+from dflash_aot.compile.analysis.executable_checks import find_pool_copies, find_problems
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
 from dflash_aot.compile.pipeline.build_job import BuildJob
 from dflash_aot.compile.pipeline.compilation_manager import Compilation
@@ -172,11 +172,11 @@ def find_padding_waste(sizes: Sequence[int]) -> float:
 
 
 def _list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:
-    if deployment.platform != "tpu":
-        return []
     programs, known = deployment.programs, deployment.programs.arrays_by_name(deployment.grid)
-    return [
-        problem
-        for entry in entries
-        for problem in find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
-    ]
+
+    def find(entry: Entry) -> list[str]:
+        if deployment.platform != "tpu":
+            return find_pool_copies(entry, known, deployment.devices)
+        return find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
+
+    return [problem for entry in entries for problem in find(entry)]

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.signature import RECURRENT_STATE
 from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
+from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
-
-KvArrays = tuple[jax.Array, jax.Array]  # keys and values, each [L, N, G, C, D] as in `kv_cache`
 
 
 class TargetForward(NamedTuple):
@@ -26,7 +25,7 @@ class TargetForward(NamedTuple):
         positions: int32 [B, K+1], the absolute positions of the block.
         logits: float32 [B, K+1, V], of the token behind each token of the block.
         features: [B, K+1, F], the aux hidden states of the block.
-        kv: the target's kv arrays with the block written.
+        kv: the target's kv pools with the block written.
         pending: what the block adds to a hybrid's recurrent state; None for other targets.
         delta: the kernels that commit it, None where XLA's operations do.
     """

@@ -13,7 +13,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
 from dflash_aot.cache.signature import (
     DRAWING_STATE,
@@ -31,9 +31,9 @@ from dflash_aot.cache.signature import (
 from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_pages
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM
-from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.kv_cache import KvContext, write_rows
+from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows, write_block, write_kv
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
@@ -45,9 +45,9 @@ from dflash_aot.compile.models.recurrent_state import (
     prefill_layer,
     verify_layer,
 )
-from dflash_aot.compile.models.sliding_window import LayerWindows
+from dflash_aot.compile.models.sliding_window import CAUSAL, LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
-from dflash_aot.compile.programs.acceptance import KvArrays, TargetForward, commit_round
+from dflash_aot.compile.programs.acceptance import TargetForward, commit_round
 from dflash_aot.compile.programs.sampling import (
     SAMPLING_EXCHANGES,
     SCORING_EXCHANGES,
@@ -62,7 +62,8 @@ from dflash_aot.compile.programs.sampling import (
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
 Recurrent = TypeVar("Recurrent")
-TargetCarry = tuple[KvArrays, Recurrent]  # what the target's layers pass on: kv, and the recurrent state or its updates
+# What the target's layers pass on: the block's keys and values by layer, and the recurrent state or its updates.
+TargetCarry = tuple[KvArrays, Recurrent]
 # Parameters of each draft layer that make the context keys and values.
 CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_scale", "self_attn.kv_bias", "self_attn.k_norm.weight")
 
@@ -227,14 +228,18 @@ class Programs:
         def mix(
             carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
-            kv, recurrent = carry
+            rows, recurrent = carry
             mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
-            return mixed, (kv, recurrent)
+            return mixed, (rows, recurrent)
 
-        attend = self._causal_attention(arrays["pages"], positions, length)
-        x, features, (kv, recurrent) = target.forward(
-            tokens, positions, self._facts.target_layer_ids, (kv, before), attend, mix
+        attend, carry = (
+            self._causal_attention(kv, arrays["pages"], starts, length),
+            (make_rows(kv, *tokens.shape), before),
         )
+        x, features, (rows, recurrent) = target.forward(
+            tokens, positions, self._facts.target_layer_ids, carry, attend, mix
+        )
+        x, kv = write_block(x, kv, rows, arrays["pages"], starts)
         scores: Outputs = {}
         end = counts
         if (wanted := arrays.get("next_tokens")) is not None:
@@ -277,22 +282,9 @@ class Programs:
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
 
-        tables = arrays["pages"]
-
-        def attend_both(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            windows, kv = LayerWindows(self._facts.windows, layer), (arrays["draft_k"], arrays["draft_v"])
-            own, limits = (keys, values), windows.limits()
-            mixed = attend_pages(self.kernels, q, kv, layer, tables, lengths, length, own, limits)
-            if mixed is not None:
-                return mixed
-
-            def mask(at: jax.Array) -> jax.Array:
-                return (at < lengths[:, None])[:, None] & windows.context_mask(positions, at[None])
-
-            context, beside = KvContext(*kv, layer, tables, length), (*own, windows.block_mask(positions))
-            return attend_context(q, context, mask, lengths, beside, by_page=self._by_page)
-
-        hidden = draft.block_hidden(draft.embed(ids, target), positions, attend_both)
+        kv, tables = (arrays["draft_k"], arrays["draft_v"]), arrays["pages"]
+        attend = self._block_attention(kv, tables, lengths, length, self._facts.windows)
+        hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
         adjust = None
         if "sampled" in arrays:
             state = {name: arrays[name][:batch] for name in DRAWING_STATE}
@@ -361,40 +353,63 @@ class Programs:
         def mix(
             carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
-            kv, pending = carry
+            rows, pending = carry
             assert state is not None
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
-            return mixed, (kv, pending)
+            return mixed, (rows, pending)
 
-        attend = self._causal_attention(arrays["pages"], positions, length)
-        x, features, (kv, pending) = target.forward(
-            block, positions, self._facts.target_layer_ids, (kv, room), attend, mix
+        attend, carry = (
+            self._causal_attention(kv, arrays["pages"], lengths, length),
+            (make_rows(kv, *block.shape), room),
         )
+        x, features, (rows, pending) = target.forward(
+            block, positions, self._facts.target_layer_ids, carry, attend, mix
+        )
+        x, kv = write_block(x, kv, rows, arrays["pages"], lengths)
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta)
 
-    def _causal_attention(self, tables: jax.Array, positions: jax.Array, length: int) -> Attend[TargetCarry[Any]]:
-        """Causal attention over the first `length` positions of each row of the target's kv.
+    def _causal_attention(
+        self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
+    ) -> Attend[TargetCarry[Any]]:
+        """The target's attention, see `_block_attention`. The block's keys and values go into the carry."""
+        attend_block = self._block_attention(kv, tables, starts, length, [CAUSAL] * kv[0].shape[0])
 
-        Writes the keys and values of each row from its first position on, then attends to all positions up to each
-        query. tables [B, E], positions [B, T].
-        """
-        starts, ends = positions[:, 0], positions[:, -1] + 1
-
-        def mask(at: jax.Array) -> jax.Array:
-            return at <= positions[..., None]
-
-        def attend_written(
-            carry: TargetCarry[Any], layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+        def attend(
+            carry: TargetCarry[Any], layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
-            kv, recurrent = carry
-            keys, values = write_rows(kv[0], layer, k, tables, starts), write_rows(kv[1], layer, v, tables, starts)
-            mixed = attend_pages(self.kernels, q, (keys, values), layer, tables, starts, length)
-            if mixed is None:
-                context = KvContext(keys, values, layer, tables, length)
-                mixed = attend_context(q, context, mask, ends, by_page=self._by_page)
-            return mixed, ((keys, values), recurrent)
+            rows, recurrent = carry
+            return attend_block(layer, q, keys, values), (put_rows(rows, layer, keys, values), recurrent)
 
-        return attend_written
+        return attend
+
+    def _block_attention(
+        self,
+        kv: KvArrays,
+        tables: jax.Array,
+        starts: jax.Array,
+        length: int,
+        windows: Sequence[SlidingWindow | None],
+    ) -> AttendBlock:
+        """Attention of blocks at positions `starts` [B] to the kv positions before them, and to themselves.
+
+        kv is read up to `length` positions per row, by the page tables [B, E]. Each layer has a window or None.
+        """
+
+        def attend(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            seen, own = LayerWindows(windows, layer), (keys, values)
+            limits = seen.limits(), seen.slide
+            mixed = attend_pages(self.kernels, q, kv, layer, tables, starts, length, own, *limits)
+            if mixed is not None:
+                return mixed
+            positions = starts[:, None] + jnp.arange(q.shape[3])
+
+            def mask(at: jax.Array) -> jax.Array:
+                return (at < starts[:, None])[:, None] & seen.context_mask(positions, at[None])
+
+            context, beside = KvContext(*kv, layer, tables, length), (*own, seen.block_mask(positions))
+            return attend_context(q, context, mask, starts, beside, by_page=self._by_page)
+
+        return attend
 
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Writes the draft's context keys and values for all features.
@@ -405,10 +420,9 @@ class Programs:
         features, tables, starts = arrays["features"], arrays["pages"], arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
-        def write(kv: KvArrays, layer: LayerIndex, k: jax.Array, v: jax.Array) -> KvArrays:
-            return write_rows(kv[0], layer, k, tables, starts), write_rows(kv[1], layer, v, tables, starts)
-
-        keys, values = draft.write_context(features, positions, write, (arrays["draft_k"], arrays["draft_v"]))
+        kv = (arrays["draft_k"], arrays["draft_v"])
+        rows = draft.write_context(features, positions, put_rows, make_rows(kv, *positions.shape))
+        keys, values = write_kv(kv, rows, tables, starts)
         return {"draft_k": keys, "draft_v": values}
 
     def rounds(self, arrays: Arrays, signature: Signature) -> Outputs:

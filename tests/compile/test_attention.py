@@ -87,7 +87,7 @@ def test_attend_context_goes_blockwise_above_the_score_limit(monkeypatch):
 
 @partial(jit_quickly, static_argnames=())
 def write(pool, rows, tables, starts):
-    return write_rows(pool, 1, rows, tables, starts)
+    return write_rows(pool, rows, tables, starts)
 
 
 @given(page=st.integers(1, 5), width=st.sampled_from([1, 2, 5, 11]), data=st.data())
@@ -97,10 +97,10 @@ def test_rows_are_written_across_page_borders_and_earlier_positions_stay(page, w
     starts = [data.draw(st.integers(0, entries * page)) for _ in range(B)]
     tables = rng.permutation(np.arange(1, 1 + B * entries)).reshape(B, entries)
     pool = rng.standard_normal((2, 1 + B * entries, G, page, D)).astype(np.float32)
-    rows = rng.standard_normal((B, G, width, D)).astype(np.float32)
+    rows = rng.standard_normal((2, B, G, width, D)).astype(np.float32)
     found = np.asarray(write(pool, rows, tables, np.array(starts)))
-    np.testing.assert_array_equal(found[0], pool[0])
-    for table, start, row in zip(tables, starts, rows, strict=True):
-        before, after = (np.concatenate([state[1, one] for one in table], axis=1) for state in (pool, found))
+    for layer, row in np.ndindex(2, B):
+        table, start = tables[row], starts[row]
+        before, after = (np.concatenate([state[layer, one] for one in table], axis=1) for state in (pool, found))
         np.testing.assert_array_equal(after[:, :start], before[:, :start])
-        np.testing.assert_array_equal(after[:, start : start + width], row[:, : entries * page - start])
+        np.testing.assert_array_equal(after[:, start : start + width], rows[layer, row][:, : entries * page - start])

@@ -16,7 +16,7 @@ from dflash_aot.cache.bundle.manifest import (
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import ArraySpec
-from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
+from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_pool_copies, find_problems
 from dflash_aot.compile.programs.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
@@ -143,6 +143,17 @@ def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     (line,) = find_problems(with_analysis(entries[VERIFY], copies=(copy,)), known, 1, 0)
     shape = copy.shape
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
+
+
+def test_a_part_of_a_page_may_be_copied_and_no_more(entries, known):
+    page = known["target_k"].bytes // known["target_k"].shape[1]
+    whole = known["target_k"].bytes
+    for size, found, found_on_cpu in [(page, 0, 0), (page + 1, 1, 0), (whole - 1, 1, 0), (whole, 1, 1)]:
+        entry = with_analysis(entries[VERIFY], copies=(LargeCopy("target_k", "copy.1", "", "bf16[1]{0}", size),))
+        assert len(find_problems(entry, known, 1, 0)) == found
+        assert len(find_pool_copies(entry, known, 1)) == found_on_cpu
+    (line,) = find_pool_copies(entry, known, 1)
+    assert line.startswith(f"{VERIFY}: target_k is copied, ")
 
 
 @pytest.mark.parametrize(("label", "buffer"), [("move", "target_v"), ("kv_write rows=1 width=4", "features")])

@@ -19,7 +19,7 @@ from dflash_aot.compile.kernels.kernel_device import KernelDevice, choose_kernel
 from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
 from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
 from dflash_aot.compile.models.attention import attend
-from dflash_aot.compile.models.sliding_window import block_mask, context_mask, window_limits
+from dflash_aot.compile.models.sliding_window import CAUSAL, block_mask, context_mask, window_limits
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly
@@ -36,7 +36,6 @@ class Case:
     group: int
     T: int
     length: int
-    own: bool = False
     windowed: bool = False
     kv_heads: int = 2
     D: int = 8
@@ -50,9 +49,7 @@ class Case:
     def run(self):
         def call(q, keys, values, table, starts, own, limits):
             kv = PagedKv(keys, values, jnp.int32(1), table, self.pages, self.length)
-            return attend_kv(
-                q, kv, starts, self.tiling, own or None, limits if self.windowed else None, INTERPRETED.interpret
-            )
+            return attend_kv(q, kv, starts, own, limits, self.tiling, self.windowed, INTERPRETED.interpret)
 
         return jit_quickly(call)
 
@@ -64,21 +61,22 @@ class Case:
         position = position * page + at % page
         context = [array[1][slot, :, position].transpose(0, 2, 1, 3) for array in (keys, values)]
         block = starts[:, None] + np.arange(self.T)
-        seen = (at < starts[:, None, None]) if own else (at <= block[..., None])
-        mask = seen & (at < self.length) & context_mask(window, jnp.asarray(block), at[None])
-        parts = [(*map(np.nan_to_num, context), mask)]
-        return attend(q, *parts, *([(*own, block_mask(window, jnp.asarray(block)))] if own else []))
+        seen = (at < starts[:, None, None]) & (at < self.length)
+        before = (*map(np.nan_to_num, context), seen & context_mask(window, jnp.asarray(block), at[None]))
+        return attend(q, before, (*own, block_mask(window, jnp.asarray(block))))
 
 
 CASES = {
     "verify: one head group, blocks of two pages": Case(Tiling(2, 4, 16, 2), group=2, T=4, length=80),
     "verify: one token, head groups, pages beyond the length": Case(Tiling(1, 1, 16, 3), group=3, T=1, length=72),
     "prefill: tiles of queries": Case(Tiling(1, 8, 16, 2), group=1, T=24, length=64, rows=1),
-    "draft: its own block": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80, own=True),
-    "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, own=True, windowed=True),
+    "prefill: a block longer than a block of pages": Case(Tiling(1, 8, 16, 1), group=1, T=40, length=64, rows=1),
+    "draft: a block of five": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80),
+    "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
 }
+UNLIMITED = [None, CAUSAL]
 WINDOWS = [
-    None,
+    *UNLIMITED,
     *(
         SlidingWindow(size, causal, anchored)
         for size in (1, 4, 37)
@@ -96,20 +94,19 @@ def test_kernel_attends_as_attend_does_and_reads_no_other_page(case, capfd):
     @settings(max_examples=6)
     def check(data, seed):
         rng, page = np.random.default_rng(seed), case.tiling.page
-        last = case.length - (0 if case.own else case.T)
-        starts = np.array([data.draw(st.integers(0, last)) for _ in range(case.rows)], np.int32)
-        window = data.draw(st.sampled_from(WINDOWS)) if case.windowed else None
+        starts = np.array([data.draw(st.integers(0, case.length)) for _ in range(case.rows)], np.int32)
+        window = data.draw(st.sampled_from(WINDOWS if case.windowed else UNLIMITED))
         table = rng.permutation(SLOTS * case.pages)[: case.rows * case.pages].reshape(case.rows, case.pages)
         shape = (2, LAYERS, SLOTS, case.kv_heads, case.pages * page, case.D)
         filled, kv = rng.standard_normal(shape, np.float32), np.full(shape, np.nan, np.float32)
         for row, start in enumerate(starts):
             reach = 0 if window is None else max(0, start - window.size + (0 if window.anchored else 1))
-            for index in range(reach // page, -(-(start + (0 if case.own else case.T)) // page)):
+            for index in range(reach // page, -(-start // page)):
                 slot, at = divmod(int(table[row, index]), case.pages)
                 part = (slice(None), 1, slot, slice(None), slice(at * page, (at + 1) * page))
                 kv[part] = filled[part]
         q = rng.standard_normal((case.rows, case.kv_heads, case.group, case.T, case.D), np.float32)
-        own = tuple(rng.standard_normal((2, case.rows, case.kv_heads, case.T, case.D), np.float32)) if case.own else ()
+        own = tuple(rng.standard_normal((2, case.rows, case.kv_heads, case.T, case.D), np.float32))
         found = case.run(q, *kv, table.astype(np.int32), starts, own, jnp.array(window_limits(window), jnp.int32))
         np.testing.assert_allclose(found, case.expect(q, *kv, table, starts, own, window), rtol=1e-5, atol=1e-5)
 

@@ -82,8 +82,9 @@ def test_stacked_layers_compute_what_unrolled_layers_compute(models, make_rig):
         given = {**arguments, "features": features} if label.startswith("kv_write") else arguments
         unrolled, loop = (rig.run(label, state, **given) for rig in rigs)
         for name, array in unrolled.items():
-            # XLA fuses operations otherwise in a loop: the many small ones of a delta rule most of all.
-            tolerance = {"rtol": 0, "atol": 1e-4} if models.target.recurrent else {"rtol": 2e-5, "atol": 4e-6}
+            # In a loop XLA fuses otherwise, the many small operations of a delta rule most of all, and attention goes
+            # over all pages at once.
+            tolerance = {"rtol": 0, "atol": 1e-4} if models.target.recurrent else {"rtol": 2e-5, "atol": 2e-5}
             np.testing.assert_allclose(array, loop[name], **tolerance, err_msg=f"{label}: {name}")
 
 

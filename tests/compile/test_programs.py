@@ -1,12 +1,18 @@
 """Programs do not depend on padding, other rows, the bucket, rejected rows or a slot's earlier request."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.signature import KV_POOLS as KV
+from dflash_aot.compile.analysis.inspection import inspect_hlo
+from dflash_aot.compile.programs.lowering import lower_program
+from dflash_aot.compile.programs.program_source import TracedPrograms
 from tests.compile.conftest import read_slots
+from tests.compile.quick import QUICK
 
-KV = ("target_k", "target_v", "draft_k", "draft_v")
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3]]
 BUCKET = "batch=3 length=32 k=3"
 CAPACITY = 32
@@ -237,3 +243,30 @@ def test_move_copies_one_slot_and_changes_no_other(rig, running):
     for name in ("lengths", "anchors"):
         np.testing.assert_array_equal(moved[name], np.take(running[name], [2, 1, 2]), err_msg=name)
     assert_same(moved, running, KV)
+
+
+LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", block=4)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "prefill prefill=64 length=8192",
+        "verify batch=1 length=8192 k=3",
+        "verify batch=8 length=8192 k=0",
+        "verify batch=8 length=8192 k=3",
+        "kv_write rows=1 width=64",
+        "kv_write rows=8 width=4",
+        "rounds batch=1 length=8192 k=0 rounds=4",
+        "rounds batch=1 length=8192 k=3 rounds=4",
+    ],
+)
+def test_no_kv_pool_is_copied_on_cpu(small, label):
+    """Layers read kv in loops, one row after another, and kv is written in place behind them."""
+    source = TracedPrograms(small.programs, LARGE_POOLS, "cpu")
+    (signature,) = (one for one in source.signatures if one.label == label)
+    lowered = lower_program(source.export(signature), signature, source.known, jax.devices()[:1])
+    inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
+    outputs = [*signature.donated, *(one.name for one in signature.results)]
+    found = inspect_hlo(lowered.compile(QUICK).as_text(), inputs, outputs)
+    assert [(one.buffer, one.bytes) for one in found.copies if one.buffer in KV] == []
