@@ -27,6 +27,7 @@ from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
+from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.printable import escape_json, escape_line
 
@@ -151,6 +152,13 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
         hint = "" if target else f", and the config of {draft} names no target"
         raise BadInput(f"{given} without {missing}{hint}: give both, or neither to use the embedded pair")
     return target or EMBEDDED, draft or EMBEDDED
+
+
+def choose_draft(draft: str | None, speculative: SpeculativeConfig) -> str | None:
+    """The draft that --draft or --speculative_config names. Raises BadInput if both do, and differ."""
+    if None not in (draft, speculative.model) and draft != speculative.model:
+        raise BadInput(f"--draft is {draft}, the model of --speculative_config is {speculative.model}")
+    return draft or speculative.model
 
 
 def _read_verifier(draft: str) -> str | None:

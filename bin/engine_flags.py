@@ -1,12 +1,13 @@
 """Flags of dflash-run and dflash-serve: bundle, checkpoints and K, and the sampling parameters."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from absl import flags
 
-from dflash_aot.bin.command_line import choose_pair, default_bundle
+from dflash_aot.bin.command_line import choose_draft, choose_pair, default_bundle
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.model_config.speculative_config import KChoice, SpeculativeConfig, parse_speculative_config
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
 
 HINTS = {  # added to the help texts of dflash-run
@@ -18,7 +19,10 @@ HINTS = {  # added to the help texts of dflash-run
 
 
 class EngineFlags:
-    """Defines --bundle, --target, --draft, --k and --require_signature; the properties are read after parsing."""
+    """Defines --bundle, --target, --draft, --k, --speculative_config and --require_signature.
+
+    The properties are read after parsing.
+    """
 
     def __init__(self, flag_values: flags.FlagValues):
         self._bundle = flags.DEFINE_string(
@@ -40,6 +44,12 @@ class EngineFlags:
             "draft tokens verified per round: a K of the grid, or auto to choose K while serving",
             flag_values=flag_values,
         )
+        self._speculative = flags.DEFINE_string(
+            "speculative_config",
+            None,
+            "instead of --draft and --k: draft and K, also K by the requests in the round, as in vLLM's JSON",
+            flag_values=flag_values,
+        )
         self._require_signature = flags.DEFINE_string(
             "require_signature",
             None,
@@ -58,17 +68,27 @@ class EngineFlags:
 
     @property
     def draft(self) -> str | None:
-        return self._draft.value
+        """Raises BadInput where --draft and --speculative_config name different drafts."""
+        return choose_draft(self._draft.value, self._read_speculative_config())
 
     @property
-    def k(self) -> int | Literal["auto"]:
-        """Raises BadInput for anything else than "auto" or a number of at least 0."""
+    def k(self) -> KChoice:
+        """Raises BadInput for anything else than "auto" or a number of at least 0, and where two flags choose K."""
+        config = self._read_speculative_config()
+        chosen = config.num_speculative_tokens_per_batch_size or config.num_speculative_tokens
+        if chosen is not None:
+            if self._k.present:
+                raise BadInput(f"--k {self._k.value}: --speculative_config chooses K too. Give one of them")
+            return chosen
         value: str = self._k.value
         if value == "auto":
             return "auto"
         if not (value.isascii() and value.isdigit()):
             raise BadInput(f"--k {value}: must be auto, or a whole number of at least 0")
         return int(value)
+
+    def _read_speculative_config(self) -> SpeculativeConfig:
+        return parse_speculative_config(self._speculative.value or "{}")
 
     @property
     def signed_by(self) -> Path | None:

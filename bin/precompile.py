@@ -17,12 +17,12 @@ from typing import Any
 
 from absl import flags
 
-from dflash_aot.bin.command_line import choose_pair, default_bundle, run_command
+from dflash_aot.bin.command_line import choose_draft, choose_pair, default_bundle, run_command
 from dflash_aot.bin.precompile_report import TerminalObserver, print_plan, print_report
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE_BUCKETS
-from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, parse_speculative_config
+from dflash_aot.cache.model_config.speculative_config import parse_speculative_config
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
 from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline.compiler_pool import ATTACHED_JOBS
@@ -82,7 +82,7 @@ _SAMPLING = flags.DEFINE_string(
     "chunks that score the prompt; a request that needs another one is refused",
     flag_values=FLAGS,
 )
-_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "the draft and K, as in vLLM's JSON", flag_values=FLAGS)
+_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "draft and K, as in vLLM's JSON", flag_values=FLAGS)
 _JOBS = flags.DEFINE_integer(
     "jobs",
     None,
@@ -187,7 +187,7 @@ def _check_plan_flags() -> None:
 def _read_arguments() -> dict[str, Any]:
     """The arguments of `precompile` and `plan_build` that say what is built, and where. Raises BadInput."""
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
-    target, draft = choose_pair(_TARGET.value, _choose_draft(speculative))
+    target, draft = choose_pair(_TARGET.value, choose_draft(_DRAFT.value, speculative))
     topology = None if _TOPOLOGY.value is None or is_tpu_attached() else parse_topology(_TOPOLOGY.value).name
     return {
         "target": target,
@@ -195,6 +195,7 @@ def _read_arguments() -> dict[str, Any]:
         "bundle": _BUNDLE.value or default_bundle(target, draft, topology),
         "grid": _BUCKETS.value,
         "num_speculative_tokens": speculative.num_speculative_tokens,
+        "num_speculative_tokens_per_batch_size": speculative.num_speculative_tokens_per_batch_size,
         "platform": _PLATFORM.value,
         "topology": _TOPOLOGY.value,
         "tensor_parallel": _TENSOR_PARALLEL.value,
@@ -236,13 +237,6 @@ def _choose_ray_address() -> str | None:
     if _RAY_ADDRESS.value is not None:
         raise BadInput(f"--ray_address {_RAY_ADDRESS.value} without --executor ray: no cluster is used")
     return None
-
-
-def _choose_draft(speculative: SpeculativeConfig) -> str | None:
-    """The draft that either flag names. Raises BadInput if both do, and differ."""
-    if None not in (_DRAFT.value, speculative.model) and _DRAFT.value != speculative.model:
-        raise BadInput(f"--draft is {_DRAFT.value}, the model of --speculative_config is {speculative.model}")
-    return _DRAFT.value or speculative.model
 
 
 if __name__ == "__main__":

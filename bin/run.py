@@ -1,6 +1,7 @@
 """dflash-run: generates text with a bundle. The text goes to standard output, everything else to standard error.
 
 dflash-run --bundle DIR|URL [--target DIR --draft DIR] --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N]
+    [--speculative_config JSON]
     [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
     [--logprobs N] [--prompt_logprobs N] [--min_tokens N] [--ignore_eos] [--require_signature PUBLIC.pem]

@@ -1,9 +1,10 @@
 """dflash-serve: serves a bundle over HTTP with an OpenAI-compatible API.
 
 dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE] [--served_model_name NAME]
-    [--target DIR --draft DIR] [--k auto|N] [--temperature T] [--[no]preload] [--require_signature PUBLIC.pem]
-    [--[no]prefix_caching] [--max_waiting N] [--max_per_key N] [--max_body_bytes N] [--max_prompt_tokens N]
-    [--request_seconds S] [--drain_seconds S] [--tls_certificate FILE --tls_key FILE] [--access_log]
+    [--target DIR --draft DIR] [--k auto|N] [--speculative_config JSON] [--temperature T] [--[no]preload]
+    [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--max_waiting N] [--max_per_key N] [--max_body_bytes N]
+    [--max_prompt_tokens N] [--request_seconds S] [--drain_seconds S] [--tls_certificate FILE --tls_key FILE]
+    [--access_log]
 
 API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
 loopback address.

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -261,8 +261,8 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
     return {axis: sizes if isinstance(sizes, list) else [sizes] for axis, sizes in axes.items()}
 
 
-def default_grid(block: int, positions: int, k: int) -> Grid:
-    """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` / 2 and `k`.
+def default_grid(block: int, positions: int, k: int, ks: Sequence[int] = ()) -> Grid:
+    """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` and `ks`; without `ks` of `k` / 2.
 
     Raises BadInput for models with fewer positions than a block.
     """
@@ -276,7 +276,7 @@ def default_grid(block: int, positions: int, k: int) -> Grid:
         {
             "batch": [1, 4],
             "length": sorted({max(block, longest // 4), longest}),
-            "k": sorted({0, k // 2, k}),
+            "k": sorted({0, k, *(ks or [k // 2])}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
         },
         block,

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.locations import is_url
+from dflash_aot.cache.model_config.speculative_config import KChoice
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
@@ -86,7 +87,7 @@ class Engine:
         bundle: str | Path,
         target: str | Path | None = None,
         draft: str | Path | None = None,
-        k: int | Literal["auto"] = "auto",
+        k: KChoice = "auto",
         max_waiting: int = MAX_WAITING,
         require_signature: str | Path | None = None,
         preload: bool = False,
@@ -98,7 +99,8 @@ class Engine:
         bundle: a directory, or the URL of a pushed bundle, which is copied to the user's cache first.
         target, draft: directories or hub ids instead of the bundle's own, of the same architecture and shapes.
         k: drafted tokens verified per round, one of the grid's K; "auto" chooses a K of the grid for every round, by
-            measured round times and by how many drafted tokens are accepted.
+            measured round times and by how many drafted tokens are accepted; ((first, last, K), ...) is K by the number
+            of requests in the round, see `check_k_ranges`.
         max_waiting: requests that may wait for a slot; further requests are refused, or wait if their caller says so.
         require_signature: the public key, a PEM file, that must have signed the bundle.
         preload: loads, calls and times every executable before this returns; otherwise that happens when a request

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.model_config.speculative_config import KChoice, check_k_ranges, list_range_ks
 from dflash_aot.cache.sampling_state import list_modes
 from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.compile_guard import CompileGuard
@@ -26,9 +26,9 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     report_out_of_memory,
     warm_up_executable,
 )
-from dflash_aot.runtime.requests.grid_refusals import refuse_k
+from dflash_aot.runtime.requests.grid_refusals import refuse_ks
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
-from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, SpeculationController
+from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, KByBatchSize, SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
@@ -59,7 +59,7 @@ def load_engine_parts(
     path: Path,
     target: str | Path | None,
     draft: str | Path | None,
-    k: int | Literal["auto"],
+    k: KChoice,
     signed_by: Path | None = None,
     preload: bool = True,
     on_phase: Callable[[str], None] | None = None,
@@ -72,6 +72,8 @@ def load_engine_parts(
     timer = _PhaseTimer(on_phase)
     timer.enter("bundle")
     manifest = read_compatible_manifest(path, signed_by)
+    if isinstance(k, list | tuple):
+        k = check_k_ranges(k, "k")
     most = _find_largest_k(manifest, path, k)
     directories = locate_checkpoint_pair(manifest, target, draft)
     check_pair_facts(path, manifest, directories)
@@ -85,7 +87,7 @@ def load_engine_parts(
         devices = bundle_devices(manifest)
         weights |= load_weights(manifest.weights, directories, devices)
         bundle, state = LoadedBundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
-        controller: SpeculationController = FixedK(most)
+        controller: SpeculationController = KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
         adapts = k == "auto" and most > 0
         if preload:
             timer.enter("canaries")
@@ -133,22 +135,24 @@ class _PhaseTimer:
             self.seconds[self._phase] = time.perf_counter() - self._began
 
 
-def _find_largest_k(manifest: Manifest, path: Path, k: int | Literal["auto"]) -> int:
+def _find_largest_k(manifest: Manifest, path: Path, k: KChoice) -> int:
     """Returns the largest K that is served. Raises BadInput, GridMiss."""
     ks = manifest.grid.k
     if k == "auto":
         return ks[-1]
-    if type(k) is not int or k < 0:
+    if not isinstance(k, tuple) and (type(k) is not int or k < 0):
         raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
-    if k not in ks:
-        raise refuse_k(manifest, path, k)
-    return k
+    named = list_range_ks(k) if isinstance(k, tuple) else [k]
+    if missing := [one for one in named if one not in ks]:
+        raise refuse_ks(manifest, path, missing)
+    return named[-1]
 
 
-def _order_ks(manifest: Manifest, most: int, k: int | Literal["auto"], estimates: RoundTimes) -> list[int]:
+def _order_ks(manifest: Manifest, most: int, k: KChoice, estimates: RoundTimes) -> list[int]:
     """Returns the served Ks in loading order: the user's K or the best for one short request, then 0, then the others.
 
-    The best has the least estimated time per expected token of a request without history.
+    Of ranges, the user's K is that of a request alone. The best has the least estimated time per expected token of a
+    request without history.
     """
     grid = manifest.grid
     tokens, mode = AcceptanceEstimate().expected_tokens(most), list_modes(manifest.sampling)[0]
@@ -158,5 +162,6 @@ def _order_ks(manifest: Manifest, most: int, k: int | Literal["auto"], estimates
 
     best, *others = sorted((one for one in grid.k if one <= most), key=seconds_per_token)
     if k != "auto":
-        best, others = k, [one for one in grid.k if one < k]
+        best = k if isinstance(k, int) else k[0][-1]
+        others = [one for one in grid.k if one <= most and one != best]
     return [best, *sorted(others, key=lambda one: one != 0)]

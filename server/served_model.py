@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +13,7 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.locations import is_url
+from dflash_aot.cache.model_config.speculative_config import KChoice
 from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.cache.sampling_state import needs_sampling_state
@@ -34,7 +35,7 @@ class ServingConfig:
     bundle: str
     target: str | None = None
     draft: str | None = None
-    k: int | Literal["auto"] = "auto"
+    k: KChoice = "auto"
     max_waiting: int = MAX_WAITING
     require_signature: Path | None = None
     preload: bool = True

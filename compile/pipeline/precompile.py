@@ -25,7 +25,14 @@ from dflash_aot.cache.model_config.quantization import (
     plan_conversion,
     read_quantization,
 )
-from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig, choose_k
+from dflash_aot.cache.model_config.speculative_config import (
+    BY_BATCH_SIZE,
+    KRanges,
+    SpeculativeConfig,
+    check_k_ranges,
+    choose_k,
+    list_range_ks,
+)
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
@@ -51,6 +58,7 @@ def precompile(
     *,
     grid: Grid | str | None = None,
     num_speculative_tokens: int | None = None,
+    num_speculative_tokens_per_batch_size: KRanges | None = None,
     platform: str | None = None,
     topology: str | None = None,
     tensor_parallel: int | None = None,
@@ -79,6 +87,8 @@ def precompile(
         grid: the grid; or text such as "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256", or the name of a .toml with
             these keys; None: a default for the pair.
         num_speculative_tokens: the largest k of the default grid; None: as the draft's config says.
+        num_speculative_tokens_per_batch_size: (first, last, K) by requests in the round, as the bundle is to be served:
+            the default grid has every K, any other grid must have it.
         platform: "cpu", "cuda" or "tpu"; None: what is attached.
         topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
         tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
@@ -108,6 +118,7 @@ def precompile(
         _choose_bundle(bundle),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
         platform=platform,
         topology=topology,
         tensor_parallel=tensor_parallel,
@@ -132,6 +143,7 @@ def plan_build(
     *,
     grid: Grid | str | None = None,
     num_speculative_tokens: int | None = None,
+    num_speculative_tokens_per_batch_size: KRanges | None = None,
     platform: str | None = None,
     topology: str | None = None,
     tensor_parallel: int | None = None,
@@ -155,6 +167,7 @@ def plan_build(
         _choose_bundle(bundle),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
         platform=platform,
         topology=topology,
         tensor_parallel=tensor_parallel,
@@ -240,6 +253,7 @@ def _prepare_build(
     *,
     grid: Grid | str | None,
     num_speculative_tokens: int | None,
+    num_speculative_tokens_per_batch_size: KRanges | None,
     platform: str | None,
     topology: str | None,
     tensor_parallel: int | None,
@@ -256,7 +270,13 @@ def _prepare_build(
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
     kinds = check_sampling_kinds(sampling, f"--sampling '{','.join(sampling)}'")
     target_facts, draft_facts = read_pair(target, draft)
-    chosen = choose_grid(target_facts, draft_facts, grid, num_speculative_tokens)
+    by_batch_size = num_speculative_tokens_per_batch_size
+    if by_batch_size is not None:
+        by_batch_size = check_k_ranges(by_batch_size, BY_BATCH_SIZE)
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=num_speculative_tokens, num_speculative_tokens_per_batch_size=by_batch_size
+    )
+    chosen = choose_grid(target_facts, draft_facts, grid, speculative)
     build_target = choose_build_target(platform, topology, tensor_parallel)
     dtype = dtype or choose_dtype(build_target)
     stored = read_stored_formats(target, draft)
@@ -368,18 +388,23 @@ def _plan_conversions(
     }
 
 
-def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, num_speculative_tokens: int | None) -> Grid:
-    """The requested grid, or a default one. Raises BadInput."""
+def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, speculative: SpeculativeConfig) -> Grid:
+    """The requested grid, or a default one, with every K that is named. Raises BadInput."""
     positions = min(target.decoder.positions, draft.decoder.positions)
-    k = choose_k(SpeculativeConfig(num_speculative_tokens=num_speculative_tokens), draft)
+    k, by_batch_size = choose_k(speculative, draft), list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
-        return default_grid(draft.block, positions, k)
+        return default_grid(draft.block, positions, k, by_batch_size)
     # A Grid is checked as its text is.
     chosen = parse_grid(str(grid), draft.block)
     check_positions(chosen, positions)
-    if num_speculative_tokens not in (None, chosen.k[-1]):
+    if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(
             f"--speculative_config: num_speculative_tokens is {k}, but the largest k of --buckets is {chosen.k[-1]}"
+        )
+    if missing := [str(one) for one in by_batch_size if one not in chosen.k]:
+        raise BadInput(
+            f"--speculative_config: {BY_BATCH_SIZE} has K = {', '.join(missing)}, which --buckets lacks: it has "
+            f"k={','.join(map(str, chosen.k))}"
         )
     return chosen
 

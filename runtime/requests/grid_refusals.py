@@ -32,17 +32,18 @@ def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
     )
 
 
-def refuse_k(manifest: Manifest, bundle: Path, k: int) -> GridMiss:
-    """The error for a K that was not built; it names a wider grid where draft and grid allow that K."""
+def refuse_ks(manifest: Manifest, bundle: Path, ks: Sequence[int]) -> GridMiss:
+    """The error for Ks that were not built; it names a wider grid where draft and grid allow them."""
     grid = manifest.grid
     most = min(manifest.draft.facts.block, grid.length[0]) - 1
-    missing = f"no executable verifies k={k} tokens: the grid has k={','.join(map(str, grid.k))}"
-    if k > most:
+    asked, there = (",".join(map(str, one)) for one in (ks, grid.k))
+    missing = f"no executable verifies k={asked} tokens: the grid has k={there}"
+    if max(ks) > most:
         return GridMiss(
             f"{missing}. More than k={most} cannot be added: a block has {manifest.draft.facts.block} tokens, the "
             f"shortest length of the grid is {grid.length[0]}"
         )
-    wider = msgspec.structs.replace(grid, k=tuple(sorted({*grid.k, k})))
+    wider = msgspec.structs.replace(grid, k=tuple(sorted({*grid.k, *ks})))
     return GridMiss(f"{missing}. Precompile it: {_build_command(manifest, bundle, wider)}")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.sampling_state import SamplingMode, find_serving_mode
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.requests.grid_refusals import refuse_k, refuse_length, refuse_sampling
+from dflash_aot.runtime.requests.grid_refusals import refuse_ks, refuse_length, refuse_sampling
 from dflash_aot.runtime.requests.request import Delta, Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
@@ -204,7 +204,7 @@ class RequestBuilder:
             if names and find_serving_mode(mode, manifest.sampling) is None:
                 raise refuse_sampling(manifest, bundle.path, mode, names)
         if params.k is not None and params.k not in manifest.grid.k:
-            raise refuse_k(manifest, bundle.path, params.k)
+            raise refuse_ks(manifest, bundle.path, [params.k])
         if params.k is not None and params.k > bundle.k:
             raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
 

@@ -1,12 +1,14 @@
 """The speculation controller: how many drafted tokens (K) the next round verifies. No JAX and no clock."""
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.model_config.speculative_config import KRanges
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
@@ -112,6 +114,18 @@ class FixedK(SpeculationController):
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return _find_bucket(buckets, max(self._k if one.requested_k is None else one.requested_k for one in members))
+
+
+class KByBatchSize(SpeculationController):
+    """K by the number of requests in the round, for every request without its own K."""
+
+    def __init__(self, ranges: KRanges):
+        """ranges: see `check_k_ranges`."""
+        self._ends, self._ks = [last for _, last, _ in ranges], [k for *_, k in ranges]
+
+    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
+        k = self._ks[min(bisect_left(self._ends, len(members)), len(self._ks) - 1)]
+        return FixedK(k).choose_bucket(buckets, members, mode)
 
 
 class AdaptiveK(SpeculationController):

@@ -92,6 +92,8 @@ def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd)
         ({"grid": "batch=1"}, BadInput, "length, k, prefill missing"),
         ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
         ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, "the largest k of"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 0), (3, 3, 1)]}, BadInput, "K = 1, 2, which"),
+        ({"num_speculative_tokens_per_batch_size": [(2, 2, 0)]}, BadInput, "the first range must start at 1"),
         ({"sampling": ["beam"]}, BadInput, "beam"),
         ({"platform": "cpu", "topology": "v5e:2x2"}, BadInput, "v5e:2x2"),
         ({"platform": "cpu", "tau": 2.0}, BadInput, "--tau 2"),
@@ -102,6 +104,13 @@ def test_unusable_argument_is_refused(pair, tmp_path, changes, error, words):
     with pytest.raises(error, match=words):
         precompile(**{**pair, "bundle": tmp_path / "bundle", "grid": GRID, **changes})
     assert not (tmp_path / "bundle").exists()
+
+
+def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
+    ranges = ((1, 1, 5), (2, 3, 2), (4, 8, 0))
+    asked = {**pair, "bundle": tmp_path, "platform": "cpu", "num_speculative_tokens_per_batch_size": ranges}
+    assert plan_build(**asked).deployment.grid.k == (0, 2, 5)
+    assert plan_build(**asked, num_speculative_tokens=7).deployment.grid.k == (0, 2, 5, 7)
 
 
 def test_rebuild_without_a_bundle_is_refused(tmp_path):

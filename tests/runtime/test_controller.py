@@ -14,8 +14,10 @@ from dflash_aot.runtime.speculation.controller import (
     TRIALS_SAVED,
     AdaptiveK,
     FixedK,
+    KByBatchSize,
     SpeculationController,
 )
+from tests.runtime.toy import ToyEngine, always, rounds_of
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
 # Tokens expected at K = 0, 3, 7: of a hopeless row 1, 1, 1; of a fair one 1, 2.53, 3.14; of a sure one 1, 4, 8.
@@ -56,7 +58,9 @@ def ask_often(
 # -- requested K
 
 
-@pytest.mark.parametrize("depth", [FixedK(3), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))])
+@pytest.mark.parametrize(
+    "depth", [FixedK(3), KByBatchSize(((1, 9, 3),)), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))]
+)
 @pytest.mark.parametrize(
     ("wanted", "k"),
     [([None], 3), ([7], 7), ([0], 0), ([None, 7], 7), ([None, 0], 3), ([0, 0], 0), ([0, 7], 7)],
@@ -67,7 +71,12 @@ def test_round_uses_the_largest_requested_k(depth, wanted, k):
 
 @pytest.mark.parametrize(("ks", "k"), [((0, 3, 7), 7), ((0, 3), 3), ((0,), 0)])
 def test_k_falls_to_the_next_smaller_bucket_without_room(ks, k):
-    for depth, wanted in ((FixedK(7), None), (FixedK(0), 7), (AdaptiveK(make_times(TIMES)), 7)):
+    for depth, wanted in (
+        (FixedK(7), None),
+        (KByBatchSize(((1, 1, 7),)), None),
+        (FixedK(0), 7),
+        (AdaptiveK(make_times(TIMES)), 7),
+    ):
         assert ask(depth, [row(SURE, wanted)], ks) == k
 
 
@@ -311,3 +320,18 @@ def test_number_of_decisions_is_limited():
     assert len(depth.decisions) == 512
     assert depth.decisions[-1].round > depth.decisions[0].round > 1
     assert FixedK(3).decisions == ()
+
+
+def test_k_follows_the_number_of_requests_in_the_round():
+    engine = ToyEngine(k=7, controller=KByBatchSize(((1, 1, 7), (2, 3, 3), (4, 4, 0))), right=always(1))
+    requests = []
+    for count in range(1, 7):
+        requests.append(engine.submit([1, 2, count], 50))
+        for _ in range(4):
+            engine.step()
+        # More than the last range names: its K.
+        assert rounds_of(engine.steps[-1:])[0].bucket.k == {1: 7, 2: 3, 3: 3}.get(count, 0)
+    requests[0].cancel()
+    engine.run()
+    for request in requests:
+        engine.check(request)

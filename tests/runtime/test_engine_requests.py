@@ -119,8 +119,22 @@ def test_no_prompts_give_no_results(serve):
         (True, BadInput, "True"),
         ("many", BadInput, "many"),
         (None, BadInput, "None"),
+        ([(1, 1, 2), (2, 2, 3), (3, 3, 1)], GridMiss, r"k=1,2.*grid has k=0,3.*dflash-precompile.*k=0,1,2,3"),
+        ([(1, 1, 3), (3, 3, 0)], BadInput, "no K for 2 to 2 requests in the round"),
     ],
 )
 def test_k_outside_the_grid_is_refused(bundle, k, error, words):
     with pytest.raises(error, match=words):
         Engine.open(bundle("tiny"), k=k)
+
+
+def test_k_by_batch_size_gives_the_same_tokens(bundle, cases):
+    """Alone with K = 7, together without drafts."""
+    names = ["len5", "len30", "len70"]
+    with Engine.open(bundle("tied"), k=((1, 1, 7), (2, 8, 0))) as engine:
+        params = SamplingParams(max_tokens=30, stop_token_ids=())
+        alone = engine.generate(cases["len5"].prompt, params)
+        together = engine.generate_all([cases[name].prompt for name in names], params)
+        ks = {bucket.k for bucket, _ in engine.stats().bucket_rounds}
+    assert [one.token_ids for one in (alone, *together)] == [cases[name].answer[:30] for name in ("len5", *names)]
+    assert ks == {0, 7} and len(alone.accepted) < 30
