@@ -7,6 +7,7 @@ B blocks · T rows of a block · H hidden · G groups of channels · J taps, the
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
@@ -45,7 +46,8 @@ def spread_groups(values: jax.Array, size: int) -> jax.Array:
 
     def multiply_ones(values: jax.Array) -> jax.Array:
         groups = values.shape[-1]
-        ones = (jnp.arange(groups * size) // size == jnp.arange(groups)[:, None]).astype(values.dtype)
+        group = np.arange(groups * size, dtype=np.int32) // size  # a constant: the compiler would divide in every call
+        ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
         precise = jax.lax.Precision.HIGHEST
         return jnp.matmul(values, ones, precision=precise, preferred_element_type=jnp.float32)
 

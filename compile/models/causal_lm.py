@@ -176,6 +176,10 @@ class CausalLM(nnx.Module):
         return self.head(self.model.norm(x))
 
     def head(self, normed: jax.Array) -> jax.Array:
-        """Normed hidden states [.., H] → float32 logits [.., V]. Drafts without a head of their own use it too."""
-        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        return head(normed, jnp.float32)
+        """Normed hidden states [.., H] → float32 logits [.., V]."""
+        return self.head_layer(normed, jnp.float32)
+
+    @property
+    def head_layer(self) -> Linear:
+        """The layer of `head`. Drafts without a head of their own use it too."""
+        return self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens

@@ -20,7 +20,7 @@ from dflash_aot.compile.models.block_convolution import SublayerConvolution, con
 from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
-from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, WeightKind, parameter
+from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, WeightKind, parameter, read
 from dflash_aot.compile.models.rounding import add, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
@@ -121,38 +121,47 @@ class DFlash(nnx.Module):
         return x if scale == 1 else round_to(x.astype(jnp.float32) * scale, x.dtype)
 
     def propose(
-        self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, adjust: AdjustScores | None = None
+        self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int, adjust: AdjustScores | None = None
     ) -> jax.Array:
-        """Normed hidden states [B, K, H] of the positions behind the anchors [B] → drafted tokens, int32 [B, K].
+        """Normed hidden states [B, T, H] of the blocks of anchors [B] → the first K drafted tokens, int32 [B, K].
 
         With `adjust` the largest adjusted score decides; without it, the largest score.
         """
-        head = self.head(hidden, target)
         if self.draft.selector is None and adjust is None:
             # A scale and a cap keep the order.
-            return self.to_target(self.tp.argmax(head))
-        tokens, scores = self.score_candidates(hidden, head, anchors)
+            return self.to_target(self.tp.argmax(self.head(hidden[:, 1 : k + 1], target)))
+        tokens, scores = self.score_candidates(hidden, anchors, target, k)
         return choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
 
-    def score_candidates(self, hidden: jax.Array, head: jax.Array, anchors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def score_candidates(
+        self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int
+    ) -> tuple[jax.Array, jax.Array]:
         """The candidates of each position, int32 [B, K, C], and their scores float32 [B, K, P, C].
 
-        `head` float32 [B, K, V] is what `head` returns for `hidden`. With a selector P is C, as in
-        `PathSelector.scores`; otherwise the scores are the logits, whatever token comes before, and P is 1.
+        Arguments are those of `propose`. With a selector P is C, as in `PathSelector.scores`; otherwise the scores are
+        the logits, whatever token comes before, and P is 1.
         """
-        selector = self.draft.selector
+        selector, head, drafted = self.draft.selector, self.head_layer(target), slice(1, k + 1)
         count = min(DRAWN_CANDIDATES, self.draft.vocab or self.draft.decoder.vocab)
-        values, tokens = self.tp.top_values(head, count if selector is None else selector.candidates)
+        values, tokens = self.tp.top_outputs(
+            head.weight[...],
+            hidden,
+            read(head.weight_scale),
+            drafted,
+            count if selector is None else selector.candidates,
+        )
         logits = self.scale_logits(values)
         if selector is None:
             return self.to_target(tokens), logits[:, :, None]
-        return tokens, self.candidate_selector.scores(hidden, logits, tokens, anchors)
+        return tokens, self.candidate_selector.scores(hidden[:, drafted], logits, tokens, anchors)
 
     def head(self, normed: jax.Array, target: CausalLM) -> jax.Array:
         """Normed hidden states [.., H] → the head's output, float32 [.., V], over the draft's own vocabulary if any."""
-        if self.draft.vocab is None:
-            return target.head(normed)
-        return self.lm_head(normed, jnp.float32)
+        return self.head_layer(target)(normed, jnp.float32)
+
+    def head_layer(self, target: CausalLM) -> Linear:
+        """The layer of `head`: the target's, unless the draft has its own."""
+        return target.head_layer if self.draft.vocab is None else self.lm_head
 
     def scale_logits(self, head: jax.Array) -> jax.Array:
         """The head's output [..] → logits [..]: scaled, then capped."""

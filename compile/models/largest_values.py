@@ -7,6 +7,8 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 LANES = 128  # of a TPU's vector register: the width of a tile
 MIN_TILE = 16  # rows whose length has no larger common divisor with LANES are padded
@@ -29,12 +31,31 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
     _, chosen = jax.lax.top_k(tiles.max(axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # so that the places below have the order of the indices
     searched = jnp.take_along_axis(tiles, chosen[..., None], axis=-2, mode="promise_in_bounds")
-    rows, _, width = searched.shape
+    return _search_tiles(searched, chosen)
+
+
+def find_largest_in_tiles(tiles: jax.Array, rows: np.ndarray, count: int) -> Found:
+    """As `find_largest_values`, of some `rows` [R] of values [V / width, n, width], which lie in tiles of neighbours.
+
+    Of equal values any may come first, and any of the smallest may be left out.
+    """
+    # Without the constraint the small arrays that follow stay transposed, and each is copied on v5p.
+    largest = with_layout_constraint(tiles.max(axis=-1)[:, rows].T, Layout((0, 1)))
+    _, chosen = jax.lax.top_k(largest, count)
+    places = chosen * tiles.shape[1] + rows[:, None].astype(np.int32)
+    flat = tiles.reshape(-1, tiles.shape[-1])
+    return _search_tiles(flat.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False), chosen)
+
+
+def _search_tiles(searched: jax.Array, chosen: jax.Array) -> Found:
+    """The largest values of tiles [R, count, width], a power of two, whose numbers are `chosen` [R, count]."""
+    rows, count, width = searched.shape
     found, places = jax.lax.top_k(searched.reshape(rows, -1), count)
-    # The tile of a place, by a sum with one term: gathers are slow on TPU. Widths are powers of two.
+    # The tile of a place, by a sum with one term: gathers are slow on TPU.
     bits = width.bit_length() - 1
-    tile = jnp.where((places >> bits)[..., None] == jnp.arange(count), chosen[..., None, :], 0).sum(axis=-1)
-    return found, (tile << bits) + (places & (width - 1))
+    first = chosen[:, None] << bits
+    inside = (places & (width - 1))[..., None]
+    return found, jnp.where((places >> bits)[..., None] == jnp.arange(count), first + inside, 0).sum(axis=-1)
 
 
 def split_tiles(values: jax.Array) -> jax.Array:

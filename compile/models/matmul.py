@@ -47,6 +47,18 @@ def matmul_padded_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
     return matmul_rows_first(weight, jnp.pad(rows, ((0, padding), (0, 0))))[: rows.shape[0]]
 
 
+def matmul_by_tile(weight: jax.Array, rows: jax.Array, scale: jax.Array | None, width: int) -> jax.Array:
+    """W · x with outputs in tiles of neighbours: rows [n, in] → float32 [out / width, at least n, width].
+
+    Arguments are those of `matmul`. Rows behind the first n are padding. On TPU the largest value of each tile is found
+    while the product is in registers, and a tile of a row can be taken without moving the others.
+    """
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % SUBLANES), (0, 0)))
+    tiles = weight.astype(rows.dtype).reshape(-1, width, weight.shape[1])
+    product = jnp.einsum("nh,twh->tnw", rows, tiles, preferred_element_type=jnp.float32)
+    return product if scale is None else product * scale.reshape(-1, 1, width)
+
+
 def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """(W · rowsᵀ)ᵀ, the same product in the order that is faster on CPU: weight [out, in], rows [n, in] → [n, out].
 

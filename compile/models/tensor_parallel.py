@@ -19,8 +19,8 @@ import numpy as np
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
-from dflash_aot.compile.models.largest_values import find_largest_values
-from dflash_aot.compile.models.matmul import matmul
+from dflash_aot.compile.models.largest_values import LANES, find_largest_in_tiles, find_largest_values
+from dflash_aot.compile.models.matmul import matmul, matmul_by_tile
 from dflash_aot.compile.models.rounding import round_to
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
@@ -140,10 +140,39 @@ class TensorParallel:
 
         In descending order; of equal logits the lower token comes first.
         """
-        values, tokens = find_largest_values(logits, min(count, logits.shape[-1]))
+        return self._merge(find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count)
+
+    def top_outputs(
+        self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, taken: slice, count: int
+    ) -> ValuesAndIndices:
+        """`top_values` of W · x for the positions `taken` of x [B, T, H]: each [B, taken, count].
+
+        weight [V/devices, H] is split by tokens; `scale` is that of `matmul`. On TPU, of equal logits any may come
+        first.
+        """
+        own, (B, T, width) = weight.shape[0], x.shape
+        places = np.arange(B * T).reshape(B, T)[:, taken]
+        most = min(count, own)
+
+        def find(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
+            return find_largest_values(matmul(weight, x[:, taken], scale, dtype=jnp.float32), most)
+
+        def find_by_tile(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
+            # Of all positions, because dropping some before the product takes a copy, and their rows are padded again.
+            tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
+            values, tokens = find_largest_in_tiles(tiles, places.ravel(), most)
+            return values.reshape(*places.shape, most), tokens.reshape(*places.shape, most)
+
+        tiled = own % LANES == 0 and own // LANES > 2 * most
+        found = jax.lax.platform_dependent(weight, x, tpu=find_by_tile if tiled else find, default=find)
+        return self._merge(found, own, count)
+
+    def _merge(self, found: ValuesAndIndices, width: int, count: int) -> ValuesAndIndices:
+        """The `count` largest of what each device found in its part of the vocabulary, of `width` tokens."""
         if self.count == 1:
-            return values, tokens
-        tokens += jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
+            return found
+        values, tokens = found
+        tokens += jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
         # One exchange instead of two, see `argmax`.
         packed = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), tokens])
         bits, tokens = jax.lax.all_gather(packed, MESH_AXIS, axis=packed.ndim - 1, tiled=True)

@@ -291,7 +291,7 @@ class Programs:
             adjust = partial(
                 perturb_draft_scores, positions=positions[:, 1 : k + 1], sampled=arrays["sampled"], state=state
             )
-        drafted = draft.propose(hidden[:, 1 : k + 1], anchors, target, adjust)
+        drafted = draft.propose(hidden, anchors, target, k, adjust)
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
     def verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:

@@ -72,35 +72,10 @@ def block_loss(
     `batch` holds ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
     """
     ids, features, last, anchors = batch
-    mask_token, (N, T), A = models[1].module.draft.mask_token, ids.shape, anchors.shape[1]
     model, drafter = models[0].bind(target_weights), models[1].bind(weights)
-    context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
-    context = drafter.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
-
-    positions = (anchors[:, :, None] + jnp.arange(phase.block)).reshape(N, -1)
-    truth = jnp.take_along_axis(ids, positions, axis=1)
+    positions = list_positions(anchors, phase.block)
     offset = jnp.arange(positions.shape[1]) % phase.block
-    blocks = jnp.where(offset == 0, truth, mask_token)
-    before = context_positions[:, None, :] < jnp.repeat(anchors, phase.block, axis=1)[:, :, None]
-    block = jnp.arange(positions.shape[1]) // phase.block
-    together = (block[:, None] == block)[None]
-
-    def join(x: jax.Array) -> jax.Array:
-        """[N · A, .., block, D] → [N, .., A · block, D]."""
-        x = jnp.moveaxis(x.reshape(N, A, *x.shape[1:]), 1, -3)
-        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
-
-    def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        past_keys, past_values = context[layer]
-        mixed = attend(join(q), (past_keys, past_values, before), (join(keys), join(values), together))
-        mixed = mixed.reshape(*mixed.shape[:-2], A, phase.block, mixed.shape[-1])
-        return jnp.moveaxis(mixed, -3, 1).reshape(q.shape)
-
-    # Each block is a row of its own, because convolutions must not cross blocks.
-    rows = (N * A, phase.block)
-    hidden = drafter.block_hidden(
-        drafter.embed(blocks.reshape(rows), model), positions.reshape(rows), attend_both
-    ).reshape(N, A * phase.block, -1)
+    hidden = run_blocks(model, drafter, phase.block, ids, features, anchors)
     logits = drafter.logits(hidden, model)
     # The token at a position is chosen from the hidden state before it.
     teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
@@ -111,7 +86,44 @@ def block_loss(
         scores = logits + score_transitions(drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1))
         losses = (losses + optax.softmax_cross_entropy(scores, labels)) / 2
     weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
-    return (losses * weight).sum() / (weight.sum() * N)
+    return (losses * weight).sum() / (weight.sum() * len(ids))
+
+
+def list_positions(anchors: jax.Array, width: int) -> jax.Array:
+    """The positions of the blocks of anchors [N, A], block by block: [N, A · width]."""
+    return (anchors[:, :, None] + jnp.arange(width)).reshape(len(anchors), -1)
+
+
+def run_blocks(
+    model: CausalLM, drafter: DFlash, width: int, ids: jax.Array, features: jax.Array, anchors: jax.Array
+) -> jax.Array:
+    """The draft's normed hidden states of every anchor's block, [N, A · width, H]; arguments as in `block_loss`."""
+    (N, T), A = ids.shape, anchors.shape[1]
+    context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
+    context = drafter.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
+
+    positions = list_positions(anchors, width)
+    truth = jnp.take_along_axis(ids, positions, axis=1)
+    block, offset = jnp.divmod(jnp.arange(positions.shape[1]), width)
+    blocks = jnp.where(offset == 0, truth, drafter.draft.mask_token)
+    before = context_positions[:, None, :] < jnp.repeat(anchors, width, axis=1)[:, :, None]
+    together = (block[:, None] == block)[None]
+
+    def join(x: jax.Array) -> jax.Array:
+        """[N · A, .., block, D] → [N, .., A · block, D]."""
+        x = jnp.moveaxis(x.reshape(N, A, *x.shape[1:]), 1, -3)
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+    def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        past_keys, past_values = context[layer]
+        mixed = attend(join(q), (past_keys, past_values, before), (join(keys), join(values), together))
+        mixed = mixed.reshape(*mixed.shape[:-2], A, width, mixed.shape[-1])
+        return jnp.moveaxis(mixed, -3, 1).reshape(q.shape)
+
+    # Each block is a row of its own, because convolutions must not cross blocks.
+    rows = (N * A, width)
+    x = drafter.embed(blocks.reshape(rows), model)
+    return drafter.block_hidden(x, positions.reshape(rows), attend_both).reshape(N, A * width, -1)
 
 
 def score_transitions(drafter: DFlash, hidden: jax.Array, previous: jax.Array) -> jax.Array:

@@ -178,9 +178,10 @@ class Models(TargetModel):
 
     def draft_candidates(self, features: np.ndarray, anchor: int) -> tuple[np.ndarray, np.ndarray]:
         """As `draft_hidden` → the candidates [block - 1, C] of a DFlash2 draft, and their scores [block - 1, C, C]."""
-        hidden = self.draft_hidden(features, anchor)[None, 1:]
-        head = self.dflash.head(hidden, self.causal_lm)
-        tokens, scores = self.dflash.score_candidates(hidden, head, jnp.asarray([anchor]))
+        hidden = self.draft_hidden(features, anchor)[None]
+        tokens, scores = self.dflash.score_candidates(
+            hidden, jnp.asarray([anchor]), self.causal_lm, hidden.shape[1] - 1
+        )
         return np.asarray(tokens)[0], np.asarray(scores)[0]
 
     def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:

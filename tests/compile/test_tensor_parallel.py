@@ -47,6 +47,11 @@ print(json.dumps({
     "row_parallel_matmul": both("row_parallel_matmul", matrices, [1, 1]),
     "logsumexp_and_logits": both("logsumexp_and_logits", [logits[3:], rng.integers(0, 8, 47)], [1, None]),
     "top_values": both("top_values", [logits[3:]], [1], count=6),
+    "top_outputs": both(
+        "top_outputs",
+        [rng.integers(-2, 3, (48, 8)).astype(np.float32), rng.integers(-2, 3, (2, 5, 8)).astype(np.float32)],
+        [0, None], scale=None, taken=slice(1, 4), count=15,
+    ),
 }))
 """
 
@@ -60,7 +65,9 @@ def together():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_values"])
+@pytest.mark.parametrize(
+    "method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_outputs", "top_values"]
+)
 def test_several_devices_compute_what_one_device_computes(together, method):
     alone, shared = together[method]
     assert alone == shared
