@@ -2,11 +2,14 @@
 
 Both use the same noise for the target, so both generate the same texts. Beside them stands the overlap of the two
 distributions, Σ min(target, draft): no draft whose tokens have the draft's distribution is accepted more often. The
-likeliest token may be, where the draft is less certain than the target. Nothing is timed.
+likeliest token may be, where the draft is less certain than the target. Requests with top_k, top_p or min_p are
+measured with a draft that keeps to their limits and with one that does not. The draft program that can draw is timed
+beside the one that cannot.
 
 B rows · T positions of a text · K drafted tokens · V vocabulary · F width of the features
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_aot.benchmarks import contenders, tables
+from dflash_aot.benchmarks.estimates import choose
 from dflash_aot.benchmarks.quality_bench import read_text
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
@@ -39,6 +43,16 @@ from dflash_aot.runtime.weights.weight_loader import load_weights
 
 PROMPT = 8  # random tokens before each text
 WAYS = {"drawn": True, "likeliest": False}
+UNLIMITED = "drawn without limits"
+LIMITED_REQUESTS = (
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+)
+LIMIT_COLUMNS = ("top_k", "top_p", "min_p")
+DRAWING, NOT_DRAWING = "draws", "cannot draw"  # draft programs that are timed
+TIMED_CALLS = 40  # of each, in turns
+Request = Mapping[str, float]  # sampling parameters
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Settings(contenders.PairSettings):
     temperatures: tuple[float, ...] = setting((0.3, 0.7, 1.0), "temperatures", least=0.01)
     texts: int = setting(32, "texts for each temperature", least=1)
     tokens: int = setting(160, "tokens of a text", least=32)
+    limits: bool = setting(True, "requests with top_k, top_p and min_p too, and the time of the draft program")
 
 
 class Sampler:
@@ -63,6 +78,7 @@ class Sampler:
         self.bucket = f"batch={self.rows} length={length} k={self.k}"
         self.grid = parse_grid(f"{self.bucket} prefill=16", self.draft.block)
         programs = Programs(target, self.draft, "float32", sampling=("sample",))
+        self._greedy = Programs(target, self.draft, "float32", sampling=("greedy",))
         self.vocab, self._known = target.decoder.vocab, state_arrays(programs.pair, self.grid)
         self._signatures = {one.label: one for one in programs.list_signatures(self.grid)}
         self._jitted = {label: jax.jit(programs.function(one)) for label, one in self._signatures.items()}
@@ -71,14 +87,23 @@ class Sampler:
         self._target = _bind(AbstractModel(lambda: CausalLM(target, WeightKind("float32"))), "target", self._weights)
         self._draft = _bind(AbstractModel(lambda: DFlash(self.draft, WeightKind("float32"))), "draft", self._weights)
 
-    def run_texts(self, temperature: float, draws: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Generates all texts: tokens [B, T], and (text, first position, accepted tokens) of each round [rounds, 3]."""
-        prompts = self._start(temperature)
+    def run_texts(self, asked: Request, draws: bool, limited: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Generates all texts: tokens [B, T], and (text, first position, accepted tokens) of each round [rounds, 3].
+
+        Unless `limited`, the draft does not know of top_k, top_p and min_p.
+        """
+        prompts = self._start(asked)
+        known = self._arrays["sampling"]
+        unlimited = known
+        for name in LIMIT_COLUMNS:
+            unlimited = unlimited.at[:, SAMPLING_COLUMNS.index(name)].set(NEUTRAL_SAMPLING[name])
         texts = np.zeros((self.rows, self.limit + self.k + 1), np.int32)
         texts[:, :PROMPT], rounds = prompts, []
         while (active := np.asarray(self._arrays["lengths"]) < self.limit - 1).any():
             pages = {"pages": self.grid.separate_tables(range(self.rows))}
+            self._arrays["sampling"] = known if limited else unlimited
             self._run(f"draft {self.bucket}", sampled=[draws], **pages)
+            self._arrays["sampling"] = known
             verified = self._run(f"sampled_verify {self.bucket}", active=active, **pages)
             self._run(f"kv_write rows={self.rows} width={self.k + 1}", **pages)
             starts, verdict = np.asarray(verified["starts"]), np.asarray(verified["verdict"])
@@ -101,10 +126,28 @@ class Sampler:
                 found[index] = np.asarray(shared)[:reached].tolist()
         return found
 
-    def _start(self, temperature: float) -> np.ndarray:
+    def time_drafts(self) -> Iterator[Sample]:
+        """Seconds of each call of the draft program with and without drawing, in turns, after `run_texts`."""
+        label = f"draft {self.bucket}"
+        (greedy,) = (one for one in self._greedy.list_signatures(self.grid) if one.label == label)
+        ways = {
+            DRAWING: (self._signatures[label], self._jitted[label]),
+            NOT_DRAWING: (greedy, jax.jit(self._greedy.function(greedy))),
+        }
+        given = {"pages": self.grid.separate_tables(range(self.rows)), "sampled": [True]}
+        calls = {way: (function, self._collect(one, given)) for way, (one, function) in ways.items()}
+        for function, inputs in calls.values():
+            jax.block_until_ready(function(inputs))
+        for _ in range(TIMED_CALLS):
+            for way, (function, inputs) in calls.items():
+                began = time.perf_counter()
+                jax.block_until_ready(function(inputs))
+                yield {"kind": "timing", "way": way, "rows": self.rows, "seconds": time.perf_counter() - began}
+
+    def _start(self, asked: Request) -> np.ndarray:
         """Random prompts [B, PROMPT] in all slots, each with its own seed."""
         self._arrays = {one.name: jnp.zeros(one.shape, one.dtype) for one in self._known}
-        columns = {**NEUTRAL_SAMPLING, "temperature": temperature}
+        columns = {**NEUTRAL_SAMPLING, **asked}
         prompts = np.random.default_rng(0).integers(0, self.vocab, (self.rows, PROMPT))
         for slot, prompt in enumerate(prompts):
             place: dict[str, Any] = {"pages": self.grid.separate_tables([slot]), "starts": [0]}
@@ -128,14 +171,17 @@ class Sampler:
 
     def _run(self, label: str, **given: Any) -> dict[str, Any]:
         """Calls a program on the state, on `given`, and on the results of earlier programs."""
-        signature: Signature = self._signatures[label]
+        found = self._jitted[label](self._collect(self._signatures[label], given))
+        self._arrays |= found
+        return found
+
+    def _collect(self, signature: Signature, given: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The inputs of a program."""
         inputs = {name: self._weights[name] for name in signature.weights}
         inputs |= {name: self._arrays[name] for name in signature.state}
         for one in signature.arguments:
             inputs[one.name] = jnp.asarray(given.get(one.name, self._arrays.get(one.name)), one.dtype)
-        found = self._jitted[label](inputs)
-        self._arrays |= found
-        return found
+        return inputs
 
 
 def _bind(parameters: AbstractModel[Model], role: str, weights: Mapping[str, jax.Array]) -> Model:
@@ -183,13 +229,13 @@ def overlap(
         return attend(q, (*context[layer], seen), (k, v, block_mask(window, at)))
 
     ids = jnp.where(jnp.arange(K + 1) == 0, block[0], facts.mask_token)[None]
-    hidden = draft.block_hidden(draft.embed(ids, target), at, attend_both)[:, 1:]
-    head, p = draft.head(hidden, target), jax.lax.dynamic_slice_in_dim(likely, start, K)
+    hidden = draft.block_hidden(draft.embed(ids, target), at, attend_both)
+    p = jax.lax.dynamic_slice_in_dim(likely, start, K)
     if facts.selector is None:
-        q = jax.nn.softmax(draft.scale_logits(head)[0] / temperature)
+        q = jax.nn.softmax(draft.logits(hidden[:, 1:], target)[0] / temperature)
         own = draft.to_target(jnp.arange(q.shape[-1]))
         return jnp.minimum(p[:, own], q).sum(axis=-1)
-    tokens, scores = draft.score_candidates(hidden, head, block[:1])
+    tokens, scores = draft.score_candidates(hidden, block[:1], target, K)
     before = jnp.argmax(tokens[0, :-1] == block[1:K, None], axis=-1)
     before = jnp.concatenate([jnp.full(1, tokens.shape[-1] - 1, before.dtype), before])
     q = jax.nn.softmax(scores[0, jnp.arange(K), before] / temperature)
@@ -197,54 +243,80 @@ def overlap(
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """A sample for each temperature and way of drafting: of each round, the accepted tokens and the overlaps.
+    """A sample for each request and way of drafting: of each round, the accepted tokens and the overlaps.
 
-    Raises BadInput, BadCheckpoint.
+    Then one for each timed call of the draft program. Raises BadInput, BadCheckpoint.
     """
     select_jax_platforms("cpu")
     sampler = Sampler(settings, contenders.choose_pair(settings, scratch))
-    for temperature in settings.temperatures:
-        texts = {way: sampler.run_texts(temperature, draws) for way, draws in WAYS.items()}
+    plain: list[Request] = [{"temperature": temperature} for temperature in settings.temperatures]
+    for asked in [*plain, *(LIMITED_REQUESTS if settings.limits else ())]:
+        texts = {way: sampler.run_texts(asked, draws) for way, draws in WAYS.items()}
+        if len(asked) > 1:
+            texts[UNLIMITED] = sampler.run_texts(asked, draws=True, limited=False)
+        same = all(
+            (tokens[:, : sampler.limit] == texts["drawn"][0][:, : sampler.limit]).all() for tokens, _ in texts.values()
+        )
         for way, (tokens, rounds) in texts.items():
             accepted = rounds[:, 2].tolist()
-            note(f"temperature {temperature:g}, {way}: {len(accepted)} rounds, {np.mean(accepted):.2f} accepted")
-            overlaps = sampler.list_overlaps(tokens, rounds, temperature) if WAYS[way] else []
-            facts: Sample = {"temperature": temperature, "way": way, "k": sampler.k}
-            yield {**facts, "accepted": accepted, "overlaps": overlaps, "same": bool(_equal(texts, sampler.limit))}
+            note(f"{describe_request(asked)}, {way}: {len(accepted)} rounds, {np.mean(accepted):.2f} accepted")
+            overlapping = way == "drawn" and len(asked) == 1
+            overlaps = sampler.list_overlaps(tokens, rounds, asked["temperature"]) if overlapping else []
+            facts: Sample = {"kind": "texts", "asked": dict(asked), "way": way, "k": sampler.k, "same": bool(same)}
+            yield {**facts, "accepted": accepted, "overlaps": overlaps}
+    if settings.limits:
+        yield from sampler.time_drafts()
 
 
-def _equal(texts: Mapping[str, tuple[np.ndarray, np.ndarray]], length: int) -> bool:
-    one, other = (tokens[:, :length] for tokens, _ in texts.values())
-    return bool((one == other).all())
+def describe_request(asked: Request) -> str:
+    """ "temperature 0.7, top_k 20"."""
+    return ", ".join(f"{name} {value:g}" for name, value in asked.items())
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
     """Texts that depend on how the draft draws."""
-    return "" if all(one["same"] for one in samples) else "drawn and greedy drafts gave different texts"
+    return (
+        ""
+        if all(one["same"] for one in choose(samples, kind="texts"))
+        else "drawn and greedy drafts gave different texts"
+    )
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """A table with a row for each temperature and way: tokens per round, and acceptance at each position reached."""
+    """A row for each request and way: tokens per round, and acceptance at each position; and the time of drawing."""
     rows: list[tuple[Any, ...]] = []
-    for one in record.samples:
+    for one in choose(record.samples, kind="texts"):
         accepted = np.array(one["accepted"])
         reached = [np.mean(accepted[accepted >= at] > at) if (accepted >= at).any() else None for at in range(one["k"])]
-        rows.append((one["temperature"], one["way"], len(accepted), np.mean(accepted), reached))
+        request = describe_request(one["asked"])
+        rows.append((request, one["way"], len(accepted), np.mean(accepted), reached))
         if one["overlaps"]:
             columns = [[each[at] for each in one["overlaps"] if len(each) > at] for at in range(one["k"])]
-            rows.append(
-                (one["temperature"], "overlap", "", None, [np.mean(each) if each else None for each in columns])
-            )
-    header = ("temperature", "draft", "rounds", "accepted", *(str(at + 1) for at in range(len(rows[0][-1]))))
+            rows.append((request, "overlap", "", None, [np.mean(each) if each else None for each in columns]))
+    header = ("request", "draft", "rounds", "accepted", *(str(at + 1) for at in range(len(rows[0][-1]))))
     cells = tuple(
-        (f"{temperature:g}", way, str(count), *(map(_show, (mean, *reached))))
-        for temperature, way, count, mean, reached in rows
+        (request, way, str(count), *(map(_show, (mean, *reached)))) for request, way, count, mean, reached in rows
     )
     note = (
         "Accepted: drafted tokens per round. 1, 2, …: acceptance at each position, of the rounds that accepted all "
         "before it. Overlap: Σ min(target, draft) there."
     )
-    return tables.Findings((tables.Table("acceptance", "Sampling", header, cells, note),))
+    found = [tables.Table("acceptance", "Sampling", header, cells, note)]
+    timed = choose(record.samples, kind="timing")
+    if timed:
+        found.append(tabulate_times(timed))
+    return tables.Findings(tuple(found))
+
+
+def tabulate_times(timed: Sequence[Sample]) -> tables.Table:
+    """Medians of both draft programs, and the median of the ratios of calls that were measured side by side."""
+    drawing, plain = ([one["seconds"] for one in choose(timed, way=way)] for way in (DRAWING, NOT_DRAWING))
+    ratio = np.median(np.array(drawing) / plain)
+    row = (str(timed[0]["rows"]), *(f"{np.median(one) * 1e3:.3g}" for one in (plain, drawing)), f"{ratio:.2f}")
+    header = ("rows", f"{NOT_DRAWING}, ms", f"{DRAWING}, ms", "ratio")
+    return tables.Table(
+        "drawing", "The draft program", header, (row,), "Medians; the ratio is that of neighbouring calls."
+    )
 
 
 def _show(value: float | None) -> str:
