@@ -42,9 +42,8 @@ def find_largest_in_tiles(tiles: jax.Array, rows: np.ndarray, count: int) -> Fou
     # Without the constraint the small arrays that follow stay transposed, and each is copied on v5p.
     largest = with_layout_constraint(tiles.max(axis=-1)[:, rows].T, Layout((0, 1)))
     _, chosen = jax.lax.top_k(largest, count)
-    places = chosen * tiles.shape[1] + rows[:, None].astype(np.int32)
-    flat = tiles.reshape(-1, tiles.shape[-1])
-    return _search_tiles(flat.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False), chosen)
+    searched = tiles.at[chosen, rows[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return _search_tiles(searched, chosen)
 
 
 def _search_tiles(searched: jax.Array, chosen: jax.Array) -> Found:
