@@ -308,7 +308,7 @@ def make_findings(record: Record) -> tables.Findings:
     return tables.Findings(tuple(found))
 
 
-def tabulate_times(timed: Sequence[Sample]) -> tables.Table:
+def tabulate_times(timed: Sequence[Mapping[str, Any]]) -> tables.Table:
     """Medians of both draft programs, and the median of the ratios of calls that were measured side by side."""
     drawing, plain = ([one["seconds"] for one in choose(timed, way=way)] for way in (DRAWING, NOT_DRAWING))
     ratio = np.median(np.array(drawing) / plain)
