@@ -34,14 +34,17 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
     return _search_tiles(searched, chosen)
 
 
-def find_largest_in_tiles(tiles: jax.Array, rows: np.ndarray, count: int) -> Found:
-    """As `find_largest_values`, of some `rows` [R] of values [V / width, n, width], which lie in tiles of neighbours.
+def find_largest_in_tiles(tiles: jax.Array, shape: tuple[int, int], taken: slice, count: int) -> Found:
+    """As `find_largest_values`, for the positions `taken` of B blocks of T positions: each [B · taken, count].
 
-    Of equal values any may come first, and any of the smallest may be left out.
+    Values [V / width, at least B · T, width] lie in tiles of neighbours, `shape` is (B, T). Of equal values any may
+    come first, and any of the smallest may be left out.
     """
+    total = math.prod(shape)
+    rows = np.arange(total).reshape(shape)[:, taken].ravel()
+    largest = tiles.max(axis=-1)[:, :total].reshape(-1, *shape)[:, :, taken].reshape(len(tiles), -1)
     # Without the constraint the small arrays that follow stay transposed, and each is copied on v5p.
-    largest = with_layout_constraint(tiles.max(axis=-1)[:, rows].T, Layout((0, 1)))
-    _, chosen = jax.lax.top_k(largest, count)
+    _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
     searched = tiles.at[chosen, rows[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return _search_tiles(searched, chosen)
 

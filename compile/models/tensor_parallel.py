@@ -151,7 +151,6 @@ class TensorParallel:
         first.
         """
         own, (B, T, width) = weight.shape[0], x.shape
-        places = np.arange(B * T).reshape(B, T)[:, taken]
         most = min(count, own)
 
         def find(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
@@ -160,8 +159,8 @@ class TensorParallel:
         def find_by_tile(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
             # Of all positions, because dropping some before the product takes a copy, and their rows are padded again.
             tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
-            values, tokens = find_largest_in_tiles(tiles, places.ravel(), most)
-            return values.reshape(*places.shape, most), tokens.reshape(*places.shape, most)
+            values, tokens = find_largest_in_tiles(tiles, (B, T), taken, most)
+            return values.reshape(B, -1, most), tokens.reshape(B, -1, most)
 
         tiled = own % LANES == 0 and own // LANES > 2 * most
         found = jax.lax.platform_dependent(weight, x, tpu=find_by_tile if tiled else find, default=find)
