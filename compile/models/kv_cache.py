@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
@@ -78,15 +77,6 @@ def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.
 
 def _take_positions(rows: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(rows, start, width, axis=3)
-
-
-def keep_layout(array: jax.Array) -> jax.Array:
-    """Constrains the array to the memory layout of the arguments: major to minor. The API is experimental in JAX.
-
-    Without it XLA gives an array that a loop carries the layout that suits the loop's body, and copies the whole array
-    before and after the loop: for Qwen3-4B on v5e a kv_write of single positions copied the draft's keys and values.
-    """
-    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
 @dataclass(frozen=True)

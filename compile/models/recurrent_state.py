@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates, KernelDevice, choose_delta_kernels
@@ -19,7 +20,6 @@ from dflash_aot.compile.models.delta_rule import (
     weigh_updates,
 )
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer, MixerInputs
-from dflash_aot.compile.models.kv_cache import keep_layout
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 
@@ -50,7 +50,7 @@ def prefill_layer(
     """
     begun = start[None] > 0
     inputs = mixer.project(x)
-    rows = _put_behind(_take(state.windows, layer, slot, 1), begun, inputs)
+    rows = _prepend_window(_take(state.windows, layer, slot, 1), begun, inputs)
     taken = mixer.convolve(inputs, rows)
     valid = jnp.arange(x.shape[1]) < count
     taken = taken._replace(strengths=jnp.where(valid, taken.strengths, 0), decays=jnp.where(valid, taken.decays, 0))
@@ -108,7 +108,7 @@ def verify_layer(
     if kernels:
         gated, pending = kernels.mix(mixer.describe_block(inputs, begun, state.windows, state.states), pending, layer)
         return mixer.out_proj(gated), pending
-    rows = _put_behind(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
+    rows = _prepend_window(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
     results, added = run_block(mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun)
     stacks = zip(pending, (*added, inputs.channels), strict=True)
     return mixer.output(results, inputs), DeltaUpdates(
@@ -149,7 +149,7 @@ def commit_updates(
 
 def _commit_windows(windows: jax.Array, channels: jax.Array, begun: jax.Array, counts: jax.Array) -> jax.Array:
     """The windows [L, N, J, C] after the first `counts` tokens of the blocks' channels [L, B, T, C]."""
-    windows = keep_layout(windows)
+    windows = _keep_layout(windows)
     for slot in range(counts.shape[0]):
         before, block = windows[:, slot : slot + 1], channels[:, slot : slot + 1]
         rows = jnp.concatenate([jnp.where(begun[slot], before, 0), block], axis=2)
@@ -170,13 +170,22 @@ def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> ja
 def _take(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, batch: int) -> jax.Array:
     """States [B, V, I, O] or windows [B, J, C] of neighbouring slots in one layer, as stored."""
     at = (layer, slot, *(0,) * (array.ndim - 2))
-    return jax.lax.dynamic_slice(keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
+    return jax.lax.dynamic_slice(_keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
 
 
 def _write(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
+    return jax.lax.dynamic_update_slice(_keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
 
 
-def _put_behind(window: jax.Array, begun: jax.Array, inputs: MixerInputs) -> jax.Array:
+def _prepend_window(window: jax.Array, begun: jax.Array, inputs: MixerInputs) -> jax.Array:
     """What the convolution takes [B, J+T, C]. A slot that has not `begun` [B] holds the window of its last request."""
     return jnp.concatenate([jnp.where(begun[:, None, None], window, 0), inputs.channels], axis=1)
+
+
+def _keep_layout(array: jax.Array) -> jax.Array:
+    """Constrains the array to the memory layout of the arguments: major to minor. The API is experimental in JAX.
+
+    Without it XLA gives an array that a loop carries the layout that suits the loop's body, and copies the whole array
+    before and after the loop.
+    """
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))

@@ -16,7 +16,7 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 
-# Custom calls that later versions of JAX need not understand. Needed by `kv_cache.keep_layout`; a rebuild is checked
+# Custom calls that later versions of JAX need not understand. Layouts of recurrent states need it; a rebuild is checked
 # by its self-test.
 UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 SOURCE_PLACEHOLDER = "program"  # stands for the path of a source file
