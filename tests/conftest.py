@@ -196,7 +196,8 @@ GRIDS["hybrid"] = "batch=1 length=288 k=0,7 prefill=64"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Bundles whose weights are int8, of reference runs.
-INT8_RUNS = ("tied", "untied", "llama", "llama3rope", "pruned", "swa", "flash", "anchored", "converted")
+INT8_RUNS = ["tied", "untied", "llama", "llama3rope", "pruned", "converted", "dflash2", "dflash2_speculators"]
+INT8_RUNS += ["swa", "flash", "unwindowed", "anchored", "anchored_noncausal"]
 INT8 = {f"int8 {run}": run for run in INT8_RUNS}
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | {"int8 tied": "batch=1,3 length=208 k=0,7 prefill=64"}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
@@ -214,7 +215,7 @@ PAIRS = {
 OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
 SAMPLED = {"sampled": ("greedy", "sample"), "sampled_small": ("greedy", "sample", "prompt_logprobs")}
 SAMPLED["served"] = ("greedy", "sample", "constrain", "prompt_logprobs")
-SAMPLED["int8 tied"] = ("greedy", "sample")
+SAMPLED |= dict.fromkeys(("int8 tied", "int8 untied"), ("greedy", "sample"))
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "tied", "sampled", "one row", "bursts", "embedded", "served")
 
