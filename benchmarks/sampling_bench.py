@@ -42,7 +42,7 @@ from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 PROMPT = 8  # random tokens before each text
-WAYS = {"drawn": True, "likeliest": False}
+CONTENDERS = {"drawn": True, "likeliest": False}
 UNLIMITED = "drawn without limits"
 LIMITED_REQUESTS = (
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
@@ -130,19 +130,19 @@ class Sampler:
         """Seconds of each call of the draft program with and without drawing, in turns, after `run_texts`."""
         label = f"draft {self.bucket}"
         (greedy,) = (one for one in self._greedy.list_signatures(self.grid) if one.label == label)
-        ways = {
+        programs = {
             DRAWING: (self._signatures[label], self._jitted[label]),
             NOT_DRAWING: (greedy, jax.jit(self._greedy.function(greedy))),
         }
         given = {"pages": self.grid.separate_tables(range(self.rows)), "sampled": [True]}
-        calls = {way: (function, self._collect(one, given)) for way, (one, function) in ways.items()}
+        calls = {name: (function, self._collect(one, given)) for name, (one, function) in programs.items()}
         for function, inputs in calls.values():
             jax.block_until_ready(function(inputs))
         for _ in range(TIMED_CALLS):
-            for way, (function, inputs) in calls.items():
+            for name, (function, inputs) in calls.items():
                 began = time.perf_counter()
                 jax.block_until_ready(function(inputs))
-                yield {"kind": "timing", "way": way, "rows": self.rows, "seconds": time.perf_counter() - began}
+                yield {"kind": "timing", "way": name, "rows": self.rows, "seconds": time.perf_counter() - began}
 
     def _start(self, asked: Request) -> np.ndarray:
         """Random prompts [B, PROMPT] in all slots, each with its own seed."""
@@ -206,7 +206,7 @@ def overlap(
     start: jax.Array,
     temperature: jax.Array,
 ) -> jax.Array:
-    """Σ min(target, draft) at the K positions behind `start`, [K].
+    """Σ min(target, draft) at the K positions behind `start`, [K]. The draft's distribution is over its candidates.
 
     Args:
         models: target and draft.
@@ -231,19 +231,16 @@ def overlap(
     ids = jnp.where(jnp.arange(K + 1) == 0, block[0], facts.mask_token)[None]
     hidden = draft.block_hidden(draft.embed(ids, target), at, attend_both)
     p = jax.lax.dynamic_slice_in_dim(likely, start, K)
-    if facts.selector is None:
-        q = jax.nn.softmax(draft.logits(hidden[:, 1:], target)[0] / temperature)
-        own = draft.to_target(jnp.arange(q.shape[-1]))
-        return jnp.minimum(p[:, own], q).sum(axis=-1)
     tokens, scores = draft.score_candidates(hidden, block[:1], target, K)
     before = jnp.argmax(tokens[0, :-1] == block[1:K, None], axis=-1)
     before = jnp.concatenate([jnp.full(1, tokens.shape[-1] - 1, before.dtype), before])
+    before = jnp.minimum(before, scores.shape[2] - 1)  # without a selector, scores do not depend on it
     q = jax.nn.softmax(scores[0, jnp.arange(K), before] / temperature)
     return jnp.minimum(jnp.take_along_axis(p, tokens[0], axis=-1), q).sum(axis=-1)
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """A sample for each request and way of drafting: of each round, the accepted tokens and the overlaps.
+    """A sample for each request and contender: of each round, the accepted tokens and the overlaps.
 
     Then one for each timed call of the draft program. Raises BadInput, BadCheckpoint.
     """
@@ -251,18 +248,18 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     sampler = Sampler(settings, contenders.choose_pair(settings, scratch))
     plain: list[Request] = [{"temperature": temperature} for temperature in settings.temperatures]
     for asked in [*plain, *(LIMITED_REQUESTS if settings.limits else ())]:
-        texts = {way: sampler.run_texts(asked, draws) for way, draws in WAYS.items()}
+        texts = {name: sampler.run_texts(asked, draws) for name, draws in CONTENDERS.items()}
         if len(asked) > 1:
             texts[UNLIMITED] = sampler.run_texts(asked, draws=True, limited=False)
         same = all(
             (tokens[:, : sampler.limit] == texts["drawn"][0][:, : sampler.limit]).all() for tokens, _ in texts.values()
         )
-        for way, (tokens, rounds) in texts.items():
+        for name, (tokens, rounds) in texts.items():
             accepted = rounds[:, 2].tolist()
-            note(f"{describe_request(asked)}, {way}: {len(accepted)} rounds, {np.mean(accepted):.2f} accepted")
-            overlapping = way == "drawn" and len(asked) == 1
+            note(f"{describe_request(asked)}, {name}: {len(accepted)} rounds, {np.mean(accepted):.2f} accepted")
+            overlapping = name == "drawn" and len(asked) == 1
             overlaps = sampler.list_overlaps(tokens, rounds, asked["temperature"]) if overlapping else []
-            facts: Sample = {"kind": "texts", "asked": dict(asked), "way": way, "k": sampler.k, "same": bool(same)}
+            facts: Sample = {"kind": "texts", "asked": dict(asked), "way": name, "k": sampler.k, "same": bool(same)}
             yield {**facts, "accepted": accepted, "overlaps": overlaps}
     if settings.limits:
         yield from sampler.time_drafts()
@@ -283,7 +280,7 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """A row for each request and way: tokens per round, and acceptance at each position; and the time of drawing."""
+    """A row for each request and contender: tokens per round, acceptance at each position; and the time of drawing."""
     rows: list[tuple[Any, ...]] = []
     for one in choose(record.samples, kind="texts"):
         accepted = np.array(one["accepted"])
@@ -295,7 +292,7 @@ def make_findings(record: Record) -> tables.Findings:
             rows.append((request, "overlap", "", None, [np.mean(each) if each else None for each in columns]))
     header = ("request", "draft", "rounds", "accepted", *(str(at + 1) for at in range(len(rows[0][-1]))))
     cells = tuple(
-        (request, way, str(count), *(map(_show, (mean, *reached)))) for request, way, count, mean, reached in rows
+        (request, name, str(count), *(map(_show, (mean, *reached)))) for request, name, count, mean, reached in rows
     )
     note = (
         "Accepted: drafted tokens per round. 1, 2, …: acceptance at each position, of the rounds that accepted all "
@@ -310,7 +307,7 @@ def make_findings(record: Record) -> tables.Findings:
 
 def tabulate_times(timed: Sequence[Mapping[str, Any]]) -> tables.Table:
     """Medians of both draft programs, and the median of the ratios of calls that were measured side by side."""
-    drawing, plain = ([one["seconds"] for one in choose(timed, way=way)] for way in (DRAWING, NOT_DRAWING))
+    drawing, plain = ([one["seconds"] for one in choose(timed, way=name)] for name in (DRAWING, NOT_DRAWING))
     ratio = np.median(np.array(drawing) / plain)
     row = (str(timed[0]["rows"]), *(f"{np.median(one) * 1e3:.3g}" for one in (plain, drawing)), f"{ratio:.2f}")
     header = ("rows", f"{NOT_DRAWING}, ms", f"{DRAWING}, ms", "ratio")

@@ -1,5 +1,7 @@
 """dflash-bench sampling: acceptance of drawn and greedy drafts on a golden pair, and its table."""
 
+import numpy as np
+
 from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.sampling_bench import Settings, find_fault, make_findings, measure
@@ -25,3 +27,19 @@ def test_both_ways_give_the_same_texts_and_the_table_shows_each_position(runs, t
     assert times.rows[0][0] == "3" and all(float(cell) > 0 for cell in times.rows[0])
     first = sum(one > 0 for one in drawn["accepted"]) / len(drawn["accepted"])
     assert table.rows[0][4] == f"{first:.2f}"
+
+
+def test_no_more_draws_are_accepted_than_the_distributions_overlap(runs, tmp_path):
+    """At each position, within three standard errors. Most of this draft's probability lies outside its candidates."""
+    pair = {"target": str(runs["softcap"].target), "draft": str(runs["softcap"].draft)}
+    settings = Settings(**pair, temperatures=(1.0,), texts=8, tokens=96, limits=False)
+    drawn = next(measure(settings, tmp_path, lambda _: None))
+    for position in range(drawn["k"]):
+        excess = [
+            (accepted > position) - overlaps[position]
+            for accepted, overlaps in zip(drawn["accepted"], drawn["overlaps"], strict=True)
+            if accepted >= position
+        ]
+        assert position or len(excess) > 300
+        if len(excess) > 20:
+            assert np.mean(excess) <= 3 * np.std(excess, ddof=1) / len(excess) ** 0.5, position
