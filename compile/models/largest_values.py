@@ -37,14 +37,14 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
 def find_largest_in_tiles(tiles: jax.Array, shape: tuple[int, int], taken: slice, count: int) -> Found:
     """As `find_largest_values`, for the positions `taken` of B blocks of T positions: each [B · taken, count].
 
-    Values [V / width, at least B · T, width] lie in tiles of neighbours, `shape` is (B, T). Of equal values any may
-    come first, and any of the smallest may be left out.
+    Values [V / width, at least B · T, width] lie in tiles of neighbours, `shape` is (B, T).
     """
     total = math.prod(shape)
     rows = np.arange(total).reshape(shape)[:, taken].ravel()
     largest = tiles.max(axis=-1)[:, :total].reshape(-1, *shape)[:, :, taken].reshape(len(tiles), -1)
     # Without the constraint the small arrays that follow stay transposed, and each is copied on v5p.
     _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
+    chosen = jnp.sort(chosen, axis=-1)  # as in `find_largest_values`
     searched = tiles.at[chosen, rows[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return _search_tiles(searched, chosen)
 

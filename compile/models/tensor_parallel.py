@@ -10,7 +10,8 @@ B rows · T positions of this call · V vocabulary · H hidden · W any width th
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from dflash_aot.compile.models.matmul import matmul, matmul_by_tile
 from dflash_aot.compile.models.rounding import round_to
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
+Search = Callable[..., ValuesAndIndices]  # as `search_outputs`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,33 +142,24 @@ class TensorParallel:
 
         In descending order; of equal logits the lower token comes first.
         """
-        return self._merge(find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count)
+        return self.merge(find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count)
 
     def top_outputs(
         self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, taken: slice, count: int
     ) -> ValuesAndIndices:
         """`top_values` of W · x for the positions `taken` of x [B, T, H]: each [B, taken, count].
 
-        weight [V/devices, H] is split by tokens; `scale` is that of `matmul`. On TPU, of equal logits any may come
-        first.
+        weight [V/devices, H] is split by tokens; `scale` is that of `matmul`.
         """
-        own, (B, T, width) = weight.shape[0], x.shape
+        own = weight.shape[0]
         most = min(count, own)
+        find = {
+            platform: partial(search, scale=scale, taken=taken, count=most)
+            for platform, search in choose_searches(own, most).items()
+        }
+        return self.merge(jax.lax.platform_dependent(weight, x, **find), own, count)
 
-        def find(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
-            return find_largest_values(matmul(weight, x[:, taken], scale, dtype=jnp.float32), most)
-
-        def find_by_tile(weight: jax.Array, x: jax.Array) -> ValuesAndIndices:
-            # Of all positions, because dropping some before the product takes a copy, and their rows are padded again.
-            tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
-            values, tokens = find_largest_in_tiles(tiles, (B, T), taken, most)
-            return values.reshape(B, -1, most), tokens.reshape(B, -1, most)
-
-        tiled = own % LANES == 0 and own // LANES > 2 * most
-        found = jax.lax.platform_dependent(weight, x, tpu=find_by_tile if tiled else find, default=find)
-        return self._merge(found, own, count)
-
-    def _merge(self, found: ValuesAndIndices, width: int, count: int) -> ValuesAndIndices:
+    def merge(self, found: ValuesAndIndices, width: int, count: int) -> ValuesAndIndices:
         """The `count` largest of what each device found in its part of the vocabulary, of `width` tokens."""
         if self.count == 1:
             return found
@@ -180,6 +173,33 @@ class TensorParallel:
 
 
 ONE_DEVICE = TensorParallel()
+
+
+def choose_searches(vocab: int, count: int) -> dict[str, Search]:
+    """The search for the `count` largest of `vocab` outputs on each platform.
+
+    Tiles are searched on TPU, where they save reading all outputs again, if fewer than half of them are chosen.
+    """
+    tiled = vocab % LANES == 0 and vocab // LANES > 2 * count
+    return {"tpu": search_tiles if tiled else search_outputs, "default": search_outputs}
+
+
+def search_outputs(
+    weight: jax.Array, x: jax.Array, scale: jax.Array | None, taken: slice, count: int
+) -> ValuesAndIndices:
+    """`TensorParallel.top_outputs` of the outputs of one device."""
+    return find_largest_values(matmul(weight, x[:, taken], scale, dtype=jnp.float32), count)
+
+
+def search_tiles(
+    weight: jax.Array, x: jax.Array, scale: jax.Array | None, taken: slice, count: int
+) -> ValuesAndIndices:
+    """As `search_outputs`, by tile: LANES divides the number of outputs."""
+    B, T, width = x.shape
+    # Of all positions, because dropping some before the product takes a copy, and their rows are padded again.
+    tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
+    values, tokens = find_largest_in_tiles(tiles, (B, T), taken, count)
+    return values.reshape(B, -1, count), tokens.reshape(B, -1, count)
 
 
 def check_divisible(target: Target, draft: Draft, devices: int) -> None:

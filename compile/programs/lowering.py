@@ -16,8 +16,8 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 
-# Custom calls that later versions of JAX need not understand. Layouts of recurrent states need it; a rebuild is checked
-# by its self-test.
+# Custom calls that later versions of JAX need not understand. Layouts of recurrent states and of the largest values of
+# tiles need it; a rebuild is checked by its self-test.
 UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 SOURCE_PLACEHOLDER = "program"  # stands for the path of a source file
 

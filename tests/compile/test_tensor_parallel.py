@@ -11,7 +11,12 @@ from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
-from dflash_aot.compile.models.tensor_parallel import check_divisible
+from dflash_aot.compile.models.tensor_parallel import (
+    check_divisible,
+    choose_searches,
+    search_outputs,
+    search_tiles,
+)
 from dflash_aot.compile.programs.programs import Programs
 
 DEVICES = 4
@@ -22,7 +27,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 from dflash_aot.cache.devices import make_mesh
 from dflash_aot.cache.signature import MESH_AXIS
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel, search_outputs, search_tiles
 
 devices = jax.devices()
 tp = TensorParallel(len(devices))
@@ -39,6 +44,16 @@ def both(method, arguments, split, **more):
 rng = np.random.default_rng(0)
 logits = rng.integers(0, 3, (50, 8)).astype(np.float32)  # ties within a device and across them
 logits[0], logits[1], logits[2, 5] = 0, -np.inf, np.nan
+weight = rng.integers(-2, 3, (4 * 2304, 8)).astype(np.float32)
+x = rng.integers(-2, 3, (2, 5, 8)).astype(np.float32)
+
+def search(find, tp):
+    def run(weight, x):
+        return tp.merge(find(weight, x, None, slice(1, 4), 8), weight.shape[0], 8)
+    shares = dict(in_specs=(P(MESH_AXIS), P()), out_specs=P(), check_vma=False)
+    run = run if tp.count == 1 else jax.shard_map(run, mesh=make_mesh(devices), **shares)
+    return jax.tree.map(lambda array: np.asarray(array).tolist(), jax.jit(run)(weight, x))
+
 matrices = [rng.integers(-3, 4, (rows, 8)) * 1.0 for rows in (5, 2)]
 print(json.dumps({
     "argmax": both("argmax", [logits], [1]),
@@ -52,6 +67,8 @@ print(json.dumps({
         [rng.integers(-2, 3, (48, 8)).astype(np.float32), rng.integers(-2, 3, (2, 5, 8)).astype(np.float32)],
         [0, None], scale=None, taken=slice(1, 4), count=15,
     ),
+    "searches": [search(find, one) for find in (search_outputs, search_tiles) for one in (ONE_DEVICE, tp)],
+    "products": (x[:, 1:4] @ weight.T).tolist(),
 }))
 """
 
@@ -71,6 +88,20 @@ def together():
 def test_several_devices_compute_what_one_device_computes(together, method):
     alone, shared = together[method]
     assert alone == shared
+
+
+def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(together):
+    """Of equal outputs, those of the lowest tokens."""
+    products = np.array(together["products"])
+    tokens = np.argsort(-products, axis=-1, kind="stable")[..., :8]
+    values = np.take_along_axis(products, tokens, axis=-1)
+    assert (values[..., 0] == values[..., 1]).any() and (values[..., 7] == np.sort(products)[..., -9]).any()  # ties
+    assert together["searches"] == [[values.tolist(), tokens.tolist()]] * 4
+
+
+def test_tiles_are_searched_on_tpu_if_more_than_twice_the_count():
+    for vocab, count, tpu in ((2304, 8, search_tiles), (2304, 9, search_outputs), (2312, 8, search_outputs)):
+        assert choose_searches(vocab, count) == {"tpu": tpu, "default": search_outputs}
 
 
 def test_several_devices_compute_the_logsumexp_and_logits_of_one_device(together):
