@@ -94,14 +94,24 @@ def _logits_bytes(signature: Signature, known: Mapping[str, ArraySpec], devices:
 def _check_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int) -> Iterable[str]:
     """Copies of weights and state. Arguments of a call may be copied, and a move copies on purpose.
 
-    A write reads a part of a page, changes it and writes it back.
+    A write to a kv pool reads as many positions of a page as it writes, at most a page, of all layers, changes them and
+    writes them back.
     """
     for copy in entry.analysis.copies:
         if copy.buffer not in known or entry.signature.program == "move":
             continue
-        array = known[copy.buffer]
-        if copy.buffer not in KV_POOLS or copy.bytes > array.shard_bytes(devices) // array.shape[1]:
+        written = _count_written_bytes(entry.signature, known[copy.buffer], devices) if copy.buffer in KV_POOLS else 0
+        if copy.bytes > written:
             yield _describe_copy(copy)
+
+
+def _count_written_bytes(signature: Signature, pool: ArraySpec, devices: int) -> int:
+    """The part of a page of a kv pool that one write of a call changes, in all layers; 0 if the call writes none."""
+    if pool.name not in signature.donated:
+        return 0
+    (_, pages, _, page, _), sizes = pool.shape, signature.bucket
+    positions = max(sizes.get("prefill", 0), sizes.get("width", 0), sizes.get("k", -1) + 1, sizes.get("rounds", 0))
+    return pool.shard_bytes(devices) * min(page, positions) // (pages * page)
 
 
 def _describe_copy(copy: LargeCopy) -> str:

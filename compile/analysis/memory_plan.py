@@ -290,8 +290,9 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
     """Estimates the temporaries of an executable on each TPU device, in bytes.
 
     A layer's intermediate results stay in VMEM. Main memory holds the float32 logits of verified and drafted tokens
-    (twice with sampling), what verified tokens add to a hybrid's recurrent state, and for a prefill chunk twice the
-    size of its features. Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
+    (twice with sampling), what verified tokens add to a hybrid's recurrent state, and for a prefill chunk its keys and
+    values in all layers and twice the size of its features. Those of verified tokens take the place of the logits.
+    Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
     """
     sizes, vocab = signature.bucket, pair.vocab
     pending = estimate_pending(pair, sizes["batch"], sizes["k"] + 1) if "k" in sizes else 0
@@ -301,9 +302,11 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
         case "verify" | "rounds":
             return (4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "prefill":
-            return 2 * sum(array.bytes for array in signature.results)
+            return (
+                2 * sum(array.bytes for array in signature.results) + count_kv_bytes(pair, sizes["prefill"]) // devices
+            )
         case "scored_prefill":
-            features = 2 * signature.results[0].bytes
+            features = 2 * signature.results[0].bytes + count_kv_bytes(pair, sizes["prefill"]) // devices
             return features + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
         case "sampled_verify" | "constrained_verify":
             return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
@@ -311,11 +314,21 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
             return 0
 
 
+def count_kv_bytes(pair: PairShapes, tokens: int) -> int:
+    """Bytes of the target's keys and values of so many tokens, in all layers."""
+    shape = pair.target_kv
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * ITEM_BYTES[pair.dtype] * tokens
+
+
 def estimate_pending(pair: PairShapes, batch: int, tokens: int) -> int:
-    """Bytes of what verified tokens add to a hybrid's recurrent state: keys, updates and inputs of the convolution."""
+    """Bytes of what verified tokens add to a hybrid's recurrent state: keys, updates and inputs of the convolution.
+
+    The kernels pad the tokens to whole tiles.
+    """
     shape = pair.recurrent
     if shape is None:
         return 0
+    tokens = -(-tokens // SUBLANES) * SUBLANES
     updates = shape.heads * (shape.value_dim + 1)
     keys = (shape.channels - shape.heads * shape.value_dim) // 2
     rows = ITEM_BYTES[pair.dtype] * shape.channels * (shape.window + tokens)

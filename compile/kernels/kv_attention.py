@@ -181,14 +181,15 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
         reader.start(row, tile, 0, 0)
 
     softmax.clear()
-    for at in range(0, own[0].shape[2], facts.tiling.block):
+
+    def add_own(at: int) -> None:
         part = pl.ds(at, min(facts.tiling.block, own[0].shape[2] - at))
         other = at + jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
-        softmax.add(
-            own[0].at[0, :, part],
-            own[1].at[0, :, part],
-            (other <= t + ahead) & (other >= t - behind) & (other < facts.own),
-        )
+        mask = (other <= t + ahead) & (other >= t - behind) & (other < facts.own)
+        softmax.add(own[0].at[0, :, part], own[1].at[0, :, part], mask)
+
+    for at in range(0, own[0].shape[2], facts.tiling.block):
+        pl.when(at < (tile + 1) * queries + ahead)(partial(add_own, at))
 
     blocks, buffer_before = reader.count_blocks(row, tile), first_buffer[0]
     first_position = reader.find_pages(row, tile)[0] * facts.tiling.page

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 LANES, SUBLANES = 128, 8  # of a vector register
 # Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
@@ -105,19 +106,20 @@ def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
     if page is None:
         return None
     pages = max(1, min(BLOCK, round_up(sizes.length, page)) // page)
-    queries = _largest_divisor(
-        sizes.queries, lambda size: sizes.group * size <= MAX_QUERY_ROWS and (size == sizes.queries or size % 8 == 0)
-    )
-    if queries is None:
-        return None
 
-    def fits(heads: int) -> bool:
+    def fits(queries: int, heads: int) -> bool:
         rows, vmem = heads * sizes.group * queries, count_vmem(sizes, Tiling(heads, queries, page, pages))
         divided = sizes.kv_heads // heads >= min(cores, sizes.kv_heads)
-        return divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
+        whole = queries == sizes.queries or queries % 8 == 0
+        return whole and divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
 
-    heads = _largest_divisor(sizes.kv_heads, fits)
-    return None if heads is None else Tiling(heads, queries, page, pages)
+    # The largest tile of queries first: each of them reads the kv again.
+    queries = _largest_divisor(sizes.queries, lambda size: fits(size, 1))
+    if queries is None:
+        return None
+    heads = _largest_divisor(sizes.kv_heads, partial(fits, queries))
+    assert heads is not None
+    return Tiling(heads, queries, page, pages)
 
 
 def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:

@@ -38,7 +38,8 @@ def attend_context(
     if by_page:
         return attend_by_page(q, context, mask, ends, beside)
     _, G, R, T, _ = q.shape
-    if 4 * G * R * T * context.length <= MAX_SCORE_BYTES:
+    scored = context.length + sum(part[0].shape[2] for part in beside)
+    if 4 * G * R * T * scored <= MAX_SCORE_BYTES:
         keys, values = context.read(0, context.pages)
         return attend(q, (keys, values, mask(jnp.arange(keys.shape[2]))), *beside)
     return attend_blockwise(q, context, mask, ends.max(), beside, max(1, KV_BLOCK // context.page))

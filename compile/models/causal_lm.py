@@ -23,8 +23,8 @@ from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.rounding import add, multiply, sigmoid
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
-Kv = TypeVar("Kv")  # keys and values, and of a hybrid also the recurrent state
-# Writes keys and values, then attends:
+Kv = TypeVar("Kv")  # what layers pass on: their keys and values, and of a hybrid also the recurrent state
+# Attends to what came before and to the block itself, and adds the block's keys and values to what is passed on:
 # (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
 # Runs a Gated DeltaNet on its state: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)

@@ -28,7 +28,7 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 # (layer, queries [B,G,R,T,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,G,R,T,D]
 AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
 
-# Writes the context keys and values of a layer:
+# Takes the context keys and values of a layer:
 # (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
 WriteContext = Callable[[Kv, LayerIndex, jax.Array, jax.Array], Kv]
 

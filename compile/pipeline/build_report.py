@@ -64,7 +64,7 @@ class BuildReport(msgspec.Struct, frozen=True):
         entries: all executables, in the grid's order.
         compiled: keys of the executables that this build compiled; the others were found.
         seconds: how long compiling took, found executables included.
-        findings: what a TPU executable does and should not; empty on other platforms.
+        findings: what executables do and should not, see `executable_checks`.
         memory: device memory and round times, from the compiler's figures; None for devices without figures.
         reproducibility: how far a second build agrees, if that was checked.
         store: what was found in the shared store and written to it, if there is one.

@@ -232,10 +232,8 @@ class Programs:
             mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
             return mixed, (rows, recurrent)
 
-        attend, carry = (
-            self._causal_attention(kv, arrays["pages"], starts, length),
-            (make_rows(kv, *tokens.shape), before),
-        )
+        attend = self._causal_attention(kv, arrays["pages"], starts, length)
+        carry = (make_rows(kv, *tokens.shape), before)
         x, features, (rows, recurrent) = target.forward(
             tokens, positions, self._facts.target_layer_ids, carry, attend, mix
         )
@@ -358,10 +356,8 @@ class Programs:
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
             return mixed, (rows, pending)
 
-        attend, carry = (
-            self._causal_attention(kv, arrays["pages"], lengths, length),
-            (make_rows(kv, *block.shape), room),
-        )
+        attend = self._causal_attention(kv, arrays["pages"], lengths, length)
+        carry = (make_rows(kv, *block.shape), room)
         x, features, (rows, pending) = target.forward(
             block, positions, self._facts.target_layer_ids, carry, attend, mix
         )

@@ -145,13 +145,20 @@ def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
 
 
-def test_a_part_of_a_page_may_be_copied_and_no_more(entries, known):
-    page = known["target_k"].bytes // known["target_k"].shape[1]
-    whole = known["target_k"].bytes
-    for size, found, found_on_cpu in [(page, 0, 0), (page + 1, 1, 0), (whole - 1, 1, 0), (whole, 1, 1)]:
+def test_what_a_write_changes_of_a_page_may_be_copied_and_no_more(entries, known):
+    """VERIFY writes four positions of each row."""
+    pool = known["target_k"]
+    whole = pool.bytes
+    part = whole * 4 // (pool.shape[1] * pool.shape[3])
+    assert pool.shape[3] > 4
+    for size, found, found_on_cpu in [(part, 0, 0), (part + 1, 1, 0), (whole - 1, 1, 0), (whole, 1, 1)]:
         entry = with_analysis(entries[VERIFY], copies=(LargeCopy("target_k", "copy.1", "", "bf16[1]{0}", size),))
         assert len(find_problems(entry, known, 1, 0)) == found
         assert len(find_pool_copies(entry, known, 1)) == found_on_cpu
+    reading = with_analysis(
+        entries["draft batch=1 length=16 k=3"], copies=(LargeCopy("draft_k", "copy.1", "", "bf16[1]{0}", 1),)
+    )
+    assert len(find_problems(reading, known, 1, 0)) == 1
     (line,) = find_pool_copies(entry, known, 1)
     assert line.startswith(f"{VERIFY}: target_k is copied, ")
 

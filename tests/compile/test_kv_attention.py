@@ -126,6 +126,9 @@ QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize
         (replace(QWEN3_4B_VERIFY, queries=256), 1, Tiling(1, 256, 128, 4)),
         (replace(QWEN3_4B_VERIFY, queries=1000), 1, Tiling(1, 200, 128, 4)),  # tiles of whole registers
         (replace(QWEN3_4B_VERIFY, queries=509), 1, None),  # prime: no tile divides it
+        (replace(QWEN3_4B_VERIFY, queries=6144), 1, Tiling(1, 192, 128, 4)),  # smaller, because the block is in VMEM
+        (replace(QWEN3_4B_VERIFY, queries=2048, head_dim=256), 1, Tiling(1, 128, 128, 4)),
+        (replace(QWEN3_4B_VERIFY, queries=16384), 1, None),  # a block of 16 MB
         (replace(QWEN3_4B_VERIFY, kv_page=256), 1, Tiling(8, 16, 128, 4)),  # a page is copied in two parts
         (replace(QWEN3_4B_VERIFY, kv_page=48), 1, Tiling(8, 16, 16, 32)),
         (replace(QWEN3_4B_VERIFY, kv_page=24), 1, None),  # no part of it is a whole memory tile

@@ -45,6 +45,7 @@ BUILDS = {
             "sampled_verify batch=1 length=1024 k=0",
             "sampled_verify batch=8 length=1024 k=15",
             "kv_write rows=8 width=16",
+            "rounds batch=1 length=1024 k=0 rounds=4",
             "rounds batch=1 length=1024 k=15 rounds=4",
             "move",
             "admit",
