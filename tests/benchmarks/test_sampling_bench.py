@@ -30,7 +30,7 @@ def test_both_ways_give_the_same_texts_and_the_table_shows_each_position(runs, t
 
 
 def test_no_more_draws_are_accepted_than_the_distributions_overlap(runs, tmp_path):
-    """At each position, within three standard errors. Most of this draft's probability lies outside its candidates."""
+    """At each position, within three standard errors. Much of the draft's probability lies outside the candidates."""
     pair = {"target": str(runs["softcap"].target), "draft": str(runs["softcap"].draft)}
     settings = Settings(**pair, temperatures=(1.0,), texts=8, tokens=96, limits=False)
     drawn = next(measure(settings, tmp_path, lambda _: None))
