@@ -229,6 +229,9 @@ class Request:
         completion: Sequence[int] | None = None
         reason: FinishReason | None = None
         has_text, room, matcher = True, self.limit - len(self.token_ids), self.matcher
+        text, shown = self.detokenizer, ""
+        pushed = 0  # how many tokens of `kept` the text has
+        before = text.tokens_kept if text else 0
         for token in tokens:
             kept.append(token)
             room -= 1
@@ -242,14 +245,17 @@ class Request:
                 reason = "length"
             if reason:
                 break
+            if matcher and text and text.can_stop:  # the grammar may not allow the tokens behind a stop text
+                shown, pushed = shown + text.push([token]), len(kept)
+                if text.finished:
+                    break
         chosen = len(kept)  # those of `kept` that rounds gave
         if completion is not None:
             chosen -= 1
             kept[-1:] = completion
-        shown = ""
-        if text := self.detokenizer:
-            before = text.tokens_kept
-            shown = text.push(kept if has_text else kept[:-1])
+        if text:
+            if not text.finished:
+                shown += text.push(kept[pushed:] if has_text else kept[pushed:-1])
             if text.finished:
                 reason, kept = "stop", kept[: text.tokens_kept - before]
                 chosen = min(chosen, len(kept))

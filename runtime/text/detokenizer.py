@@ -18,6 +18,9 @@ class Detokenizer:
     The texts that `push` and, at the end, `flush` return add up to what the ids add to the text of `prompt`; without
     a prompt, to `tokenizer.decode(all ids)`. The text ends earlier at a stop string, or at a special token whose
     written form is a stop string, although special tokens have no text.
+
+    Attributes:
+        can_stop: whether there are stop strings.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._finder = _StopStringFinder(stops)
         self._stop_tokens = tokenizer.find_special_tokens(stops)
-        self._can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
+        self.can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
         self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
         self._kept, self._min_tokens = 0, min_tokens
@@ -52,7 +55,7 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
         assert not self.finished
-        if not self._can_stop:
+        if not self.can_stop:
             self._kept += len(ids)
             return self._decoder.push([one for one in ids if not self._tokenizer.is_skipped(one)])
         shown = []

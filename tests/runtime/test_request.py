@@ -1,9 +1,12 @@
 """What a request makes of the tokens that are committed to it."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome, TokenLogprob
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.text.detokenizer import Detokenizer
@@ -73,6 +76,43 @@ def test_text_is_cut_before_the_stop_string(prompt, text, stops, data):
     kept = request.token_ids
     assert kept == ids[: len(kept)] and (kept == ids or any(stop in TOKENIZER.decode(kept) for stop in stops))
     assert not any(stop in TOKENIZER.decode(kept[:-1]) for stop in stops)
+
+
+class FailAt:
+    """A grammar that cannot be followed at one token."""
+
+    is_complete, ends = False, frozenset[int]()
+
+    def __init__(self, token: int):
+        self._token, self.seen = token, list[int]()
+
+    def accept(self, token: int, room: int) -> Sequence[int] | None:
+        self.seen.append(token)
+        if token == self._token:
+            raise EngineFailed("the grammar cannot be followed: too complex")
+        return None
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_stop_text_ends_an_answer_before_its_grammar_sees_the_tokens_behind(block):
+    ids = [token for letter in "abcd" for token in TOKENIZER.encode(letter)]
+    grammar = FailAt(ids[2])
+    request = Request([1], SamplingParams(), 9, frozenset(), Detokenizer(TOKENIZER, ["b"]), print)
+    request.matcher = grammar  # type: ignore[assignment]
+    while request.finish_reason is None:
+        request.take(ids[len(request.token_ids) :][:block])
+    result = request.result()
+    assert (result.text, result.token_ids, result.finish_reason) == ("a", ids[:2], "stop")
+    assert grammar.seen == ids[:2]
+
+
+@pytest.mark.parametrize("stops", [[], ["c"]])
+def test_token_that_the_grammar_cannot_follow_raises_before_a_stop_text(stops):
+    ids = [token for letter in "abc" for token in TOKENIZER.encode(letter)]
+    request = Request([1], SamplingParams(), 9, frozenset(), Detokenizer(TOKENIZER, stops), print)
+    request.matcher = FailAt(ids[1])  # type: ignore[assignment]
+    with pytest.raises(EngineFailed, match="too complex"):
+        request.take(ids)
 
 
 @pytest.mark.parametrize("asked", [None, 0, 1])
