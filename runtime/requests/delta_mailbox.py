@@ -8,9 +8,10 @@ from dflash_aot.runtime.requests.request import Delta
 
 
 class DeltaMailbox:
-    """Hands deltas over to an event loop, which is woken once for all deltas that it has not taken yet.
+    """Hands deltas over to an event loop, in one call for all deltas that it has not taken yet.
 
-    So the requests of a round that one server streams cost one wake-up, not one each.
+    So the requests of a round that one server streams mostly cost one wake-up, not one each: the event loop may take
+    the first deltas while others are posted.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -27,8 +28,15 @@ class DeltaMailbox:
     def _deliver(self) -> None:
         with self._lock:
             posted, self._posted = self._posted, []
-        for deltas, delta in posted:
-            deltas.put_nowait(delta)
+        rest = iter(posted)
+        try:
+            for deltas, delta in rest:
+                deltas.put_nowait(delta)
+        finally:
+            if left := [*rest]:  # one stream took no delta: the others get theirs
+                with self._lock:
+                    self._posted[:0] = left
+                    self._loop.call_soon(self._deliver)
 
 
 Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]  # kept as long as a request posts to it

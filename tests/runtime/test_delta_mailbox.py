@@ -65,6 +65,21 @@ def test_deltas_posted_while_the_event_loop_runs_all_arrive_in_order():
     assert asyncio.run(serve()) == [*range(2000)]
 
 
+def test_full_queue_delays_no_delta_of_other_streams():
+    async def serve() -> tuple[list[type], list[list[int]]]:
+        loop, failures = asyncio.get_running_loop(), list[type]()
+        loop.set_exception_handler(lambda _, context: failures.append(type(context["exception"])))
+        mailbox, full, other = DeltaMailbox(loop), asyncio.Queue[Delta](maxsize=1), asyncio.Queue[Delta]()
+        post_from_a_thread(mailbox, [full, other], range(3))
+        await asyncio.sleep(0)  # the second delta of `full` raises
+        post_from_a_thread(mailbox, [other], range(3, 5))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return failures, [take(queue) for queue in (full, other)]
+
+    assert asyncio.run(serve()) == ([asyncio.QueueFull] * 2, [[0], [0, 1, 2, 3, 4]])
+
+
 def test_closed_event_loop_raises_also_where_deltas_were_left():
     loop = asyncio.new_event_loop()
     mailbox, queue = DeltaMailbox(loop), asyncio.Queue[Delta]()
