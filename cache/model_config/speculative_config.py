@@ -73,13 +73,18 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise BadInput(
             f"{FLAG}: draft_tensor_parallel_size is {config.draft_tensor_parallel_size}; only 1 is supported"
         )
+    check_largest_k(config, f"{FLAG}: {BY_BATCH_SIZE}")
+    return config
+
+
+def check_largest_k(config: SpeculativeConfig, source: str) -> None:
+    """Raises BadInput for ranges with a K above `num_speculative_tokens`. `source` names the ranges in the message."""
     most, ks = config.num_speculative_tokens, list_range_ks(config.num_speculative_tokens_per_batch_size)
     if most is not None and (above := [str(k) for k in ks if k > most]):
         raise BadInput(
-            f"{FLAG}: {BY_BATCH_SIZE} has K = {', '.join(above)}, more than num_speculative_tokens = {most}, which "
-            f"vLLM would use instead: write {most}"
+            f"{source} has K = {', '.join(above)}, more than num_speculative_tokens = {most}, which vLLM would use "
+            f"instead: write {most}"
         )
-    return config
 
 
 def check_k_ranges(value: object, source: str) -> KRanges:
@@ -126,7 +131,7 @@ def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
     for key, ks in (("num_speculative_tokens", [most or 0]), (BY_BATCH_SIZE, by_batch_size)):
         if above := [str(k) for k in ks if k > draft.block - 1]:
             raise BadInput(
-                f"{FLAG}: {key} is {', '.join(above)}, but the draft's block_size is {draft.block}: "
+                f"{key} ({FLAG}) is {', '.join(above)}, but the draft's block_size is {draft.block}: "
                 f"the last token and at most {draft.block - 1} drafted tokens"
             )
     if most is None:

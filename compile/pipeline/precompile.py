@@ -27,9 +27,11 @@ from dflash_aot.cache.model_config.quantization import (
 )
 from dflash_aot.cache.model_config.speculative_config import (
     BY_BATCH_SIZE,
+    FLAG,
     KRanges,
     SpeculativeConfig,
     check_k_ranges,
+    check_largest_k,
     choose_k,
     list_range_ks,
 )
@@ -276,6 +278,7 @@ def _prepare_build(
     speculative = SpeculativeConfig(
         num_speculative_tokens=num_speculative_tokens, num_speculative_tokens_per_batch_size=by_batch_size
     )
+    check_largest_k(speculative, BY_BATCH_SIZE)
     chosen = choose_grid(target_facts, draft_facts, grid, speculative)
     build_target = choose_build_target(platform, topology, tensor_parallel)
     dtype = dtype or choose_dtype(build_target)
@@ -399,11 +402,11 @@ def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, speculati
     check_positions(chosen, positions)
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(
-            f"--speculative_config: num_speculative_tokens is {k}, but the largest k of --buckets is {chosen.k[-1]}"
+            f"num_speculative_tokens ({FLAG}) is {k}, but the largest k of grid (--buckets) is {chosen.k[-1]}"
         )
     if missing := [str(one) for one in by_batch_size if one not in chosen.k]:
         raise BadInput(
-            f"--speculative_config: {BY_BATCH_SIZE} has K = {', '.join(missing)}, which --buckets lacks: it has "
+            f"{BY_BATCH_SIZE} ({FLAG}) has K = {', '.join(missing)}, which grid (--buckets) lacks: it has "
             f"k={','.join(map(str, chosen.k))}"
         )
     return chosen

@@ -364,7 +364,11 @@ def test_speculative_config_sets_draft_and_k(command, tied, tmp_path):
     ("asked", "arguments", "words"),
     [
         ({"num_speculative_tokens": 8}, [], "block_size is 8"),
-        ({"num_speculative_tokens": 7}, [f"--buckets={GRID}"], "num_speculative_tokens is 7, but the largest k of"),
+        (
+            {"num_speculative_tokens": 7},
+            [f"--buckets={GRID}"],
+            "num_speculative_tokens (--speculative_config) is 7, but the largest k of grid (--buckets)",
+        ),
         ({"model": "/nowhere"}, [], "the model of --speculative_config is /nowhere"),
         ({"methode": "dflash"}, [], "unknown key 'methode'"),
     ],

@@ -111,7 +111,9 @@ def test_largest_k_of_ranges_is_that_of_the_grid(draft):
 
 
 def test_every_k_of_ranges_that_is_larger_than_a_block_is_named(draft):
-    with pytest.raises(BadInput, match="per_batch_size is 16, 20, but the draft's block_size is 16"):
+    with pytest.raises(
+        BadInput, match=r"per_batch_size \(--speculative_config\) is 16, 20, but the draft's block_size is 16"
+    ):
         choose_k(parse_ranges([[1, 1, 20], [2, 2, 16], [3, 3, 15]]), draft)
 
 
@@ -122,5 +124,8 @@ def test_k_is_the_override_or_the_default_of_the_draft(draft):
 
 
 def test_k_larger_than_a_block_is_refused(draft):
-    with pytest.raises(BadInput, match="num_speculative_tokens is 16, but the draft's block_size is 16: .* 15 drafted"):
+    with pytest.raises(
+        BadInput,
+        match=r"num_speculative_tokens \(--speculative_config\) is 16, but the draft's block_size is 16: .* 15 drafted",
+    ):
         choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)

@@ -91,8 +91,17 @@ def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd)
         ({"target": "/nowhere"}, BadCheckpoint, "/nowhere: no such directory"),
         ({"grid": "batch=1"}, BadInput, "length, k, prefill missing"),
         ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
-        ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, "the largest k of"),
-        ({"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 0), (3, 3, 1)]}, BadInput, "K = 1, 2, which"),
+        (
+            {"grid": GRID, "num_speculative_tokens": 5},
+            BadInput,
+            r"^num_speculative_tokens \(--speculative_config\) is 5, but the largest k of grid \(--buckets\) is",
+        ),
+        ({"num_speculative_tokens": 8}, BadInput, r"^num_speculative_tokens \(--spec.*\) is 8, but .* block_size is 8"),
+        (
+            {"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 0), (3, 3, 1)]},
+            BadInput,
+            r"^num_speculative_tokens_per_batch_size \(--spec.*\) has K = 1, 2, which grid \(--buckets\) lacks",
+        ),
         ({"num_speculative_tokens_per_batch_size": [(2, 2, 0)]}, BadInput, "the first range must start at 1"),
         ({"sampling": ["beam"]}, BadInput, "beam"),
         ({"platform": "cpu", "topology": "v5e:2x2"}, BadInput, "v5e:2x2"),
@@ -111,6 +120,8 @@ def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
     asked = {**pair, "bundle": tmp_path, "platform": "cpu", "num_speculative_tokens_per_batch_size": ranges}
     assert plan_build(**asked).deployment.grid.k == (0, 2, 5)
     assert plan_build(**asked, num_speculative_tokens=7).deployment.grid.k == (0, 2, 5, 7)
+    with pytest.raises(BadInput, match="^num_speculative_tokens_per_batch_size has K = 5, more than .* = 3"):
+        plan_build(**asked, num_speculative_tokens=3)
 
 
 def test_rebuild_without_a_bundle_is_refused(tmp_path):
