@@ -215,7 +215,7 @@ class Engine:
         return copied
 
     def decisions(self) -> tuple[Decision, ...]:
-        """The latest changes of K and their reasons, oldest first; none where K is fixed."""
+        """The latest changes of K and their reasons, oldest first; none unless `k` is "auto"."""
         return self._controller.decisions
 
     def metrics(self, model_name: str | None = None) -> "CollectorRegistry":

@@ -141,7 +141,10 @@ def _find_largest_k(manifest: Manifest, path: Path, k: KChoice) -> int:
     if k == "auto":
         return ks[-1]
     if not isinstance(k, tuple) and (type(k) is not int or k < 0):
-        raise BadInput(f"k is {k!r}: 'auto' or one of {', '.join(map(str, ks))} is needed")
+        raise BadInput(
+            f"k is {k!r}: 'auto', one of {', '.join(map(str, ks))}, or ranges ((first, last, K), ...) of requests in "
+            "the round are needed"
+        )
     named = list_range_ks(k) if isinstance(k, tuple) else [k]
     if missing := [one for one in named if one not in ks]:
         raise refuse_ks(manifest, path, missing)

@@ -5,14 +5,15 @@ serve run dflash_aot.server.ray_replica:build bundle=s3://bucket/served/qwen3 re
 
 import gc
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Json
 from ray import serve
 from starlette.types import ASGIApp
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.cache.model_config.speculative_config import KChoice, KRanges
 from dflash_aot.cache.remote.fetch import locate_bundle
 from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
 from dflash_aot.server.app import create_app
@@ -33,7 +34,7 @@ class Options(BaseModel):
     bundle: str  # a URL, or a directory that all nodes can read
     target: str | None = None
     draft: str | None = None
-    k: int | Literal["auto"] = "auto"
+    k: KChoice | Json[KRanges] = "auto"  # ranges as JSON: k=[[1,4,7],[5,8,0]]
     name: str | None = None
     temperature: float | None = None
     require_signature: Path | None = None

@@ -206,7 +206,7 @@ class RequestBuilder:
         if params.k is not None and params.k not in manifest.grid.k:
             raise refuse_ks(manifest, bundle.path, [params.k])
         if params.k is not None and params.k > bundle.k:
-            raise BadInput(f"k is {params.k}, but the engine was opened with k={bundle.k}: open it with k='auto'")
+            raise BadInput(f"k is {params.k}, but the engine was opened for K up to {bundle.k}: open it with k='auto'")
 
     def _find_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""

@@ -27,7 +27,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
-        self._with_text: set[int] = set()  # those that were asked for
+        self._with_text: set[int] = set()  # token ids known to have text
         self.byte_values = read_fallback_tokens(backend)
 
     @classmethod

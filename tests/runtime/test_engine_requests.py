@@ -115,7 +115,7 @@ def test_no_prompts_give_no_results(serve):
     [
         (2, GridMiss, r"k=2.*grid has k=0,3.*dflash-precompile.*k=0,2,3"),
         (8, GridMiss, r"k=8.*More than k=7 cannot be added"),
-        (-1, BadInput, r"-1.*'auto' or one of 0, 3"),
+        (-1, BadInput, r"-1.*'auto', one of 0, 3.*, or ranges \(\(first, last, K\), \.\.\.\)"),
         (True, BadInput, "True"),
         ("many", BadInput, "many"),
         (None, BadInput, "None"),
@@ -129,12 +129,14 @@ def test_k_outside_the_grid_is_refused(bundle, k, error, words):
 
 
 def test_k_by_batch_size_gives_the_same_tokens(bundle, cases):
-    """Alone with K = 7, together without drafts."""
+    """Alone with K = 3, together without drafts."""
     names = ["len5", "len30", "len70"]
-    with Engine.open(bundle("tied"), k=((1, 1, 7), (2, 8, 0))) as engine:
+    with Engine.open(bundle("tied"), k=((1, 1, 3), (2, 8, 0))) as engine:
         params = SamplingParams(max_tokens=30, stop_token_ids=())
         alone = engine.generate(cases["len5"].prompt, params)
         together = engine.generate_all([cases[name].prompt for name in names], params)
         ks = {bucket.k for bucket, _ in engine.stats().bucket_rounds}
+        with pytest.raises(BadInput, match="k is 7, but the engine was opened for K up to 3: .*k='auto'"):
+            engine.generate(cases["len5"].prompt, SamplingParams(k=7))
     assert [one.token_ids for one in (alone, *together)] == [cases[name].answer[:30] for name in ("len5", *names)]
-    assert ks == {0, 7} and len(alone.accepted) < 30
+    assert ks == {0, 3} and len(alone.accepted) < 30
