@@ -272,11 +272,8 @@ def describe_request(asked: Request) -> str:
 
 def find_fault(samples: Sequence[Sample]) -> str:
     """Texts that depend on how the draft draws."""
-    return (
-        ""
-        if all(one["same"] for one in choose(samples, kind="texts"))
-        else "drawn and greedy drafts gave different texts"
-    )
+    same = all(one["same"] for one in choose(samples, kind="texts"))
+    return "" if same else "drawn and greedy drafts gave different texts"
 
 
 def make_findings(record: Record) -> tables.Findings:

@@ -42,9 +42,10 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
         sizes = getattr(manifest.grid, axis)
         if not sizes or any(size >= after for size, after in pairwise(sizes)):
             return f"grid: {axis} is empty or not ascending"
-    if manifest.grid.rounds < 1:
-        return f"grid: rounds is {manifest.grid.rounds}, expected at least 1"
-    if not 1 <= (grid := manifest.grid).page <= MAX_SIZE:
+    grid = manifest.grid
+    if grid.rounds < 1:
+        return f"grid: rounds is {grid.rounds}, expected at least 1"
+    if not 1 <= grid.page <= MAX_SIZE:
         return f"grid: page is {grid.page}, expected 1 to {MAX_SIZE}"
     if grid.kv_positions is not None and not grid.capacity <= grid.kv_positions <= MAX_SIZE:
         return f"grid: kv_positions is {grid.kv_positions}, expected {grid.capacity} to {MAX_SIZE}"

@@ -20,10 +20,11 @@ from dflash_aot.cache.signature import (
     state_arrays,
 )
 from dflash_aot.cache.topology import Chip
+from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, round_up
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.sampling import SCORED_ROWS
 
-LANES, SUBLANES, LONGEST_TILE = 128, 8, 1024
+LONGEST_TILE = 1024
 PROPOSED_LENGTH_STEP = 128  # proposed lengths are multiples
 MAX_PROPOSED_BATCH = 1 << 16
 # libtpu 0.0.52 counts 1 MiB of "global memory" as code of every executable, libtpu 0.0.42.1 none. Estimates include it.
@@ -296,18 +297,18 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
     """
     sizes, vocab = signature.bucket, pair.vocab
     pending = estimate_pending(pair, sizes["batch"], sizes["k"] + 1) if "k" in sizes else 0
+    chunk = count_kv_bytes(pair, sizes.get("prefill", 0)) // devices
     match signature.program:
         case "draft":
             return 4 * sizes["batch"] * sizes["k"] * vocab // devices
         case "verify" | "rounds":
             return (4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "prefill":
-            return (
-                2 * sum(array.bytes for array in signature.results) + count_kv_bytes(pair, sizes["prefill"]) // devices
-            )
+            return 2 * sum(array.bytes for array in signature.results) + chunk
         case "scored_prefill":
-            features = 2 * signature.results[0].bytes + count_kv_bytes(pair, sizes["prefill"]) // devices
-            return features + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
+            return (
+                2 * signature.results[0].bytes + chunk + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
+            )
         case "sampled_verify" | "constrained_verify":
             return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "kv_write" | "move" | "admit":
@@ -328,7 +329,7 @@ def estimate_pending(pair: PairShapes, batch: int, tokens: int) -> int:
     shape = pair.recurrent
     if shape is None:
         return 0
-    tokens = -(-tokens // SUBLANES) * SUBLANES
+    tokens = round_up(tokens, SUBLANES)
     updates = shape.heads * (shape.value_dim + 1)
     keys = (shape.channels - shape.heads * shape.value_dim) // 2
     rows = ITEM_BYTES[pair.dtype] * shape.channels * (shape.window + tokens)

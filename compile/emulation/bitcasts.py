@@ -8,8 +8,7 @@ from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, map_bitcast, read_layout
 
 FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
-
-LARGEST_GATHER = 1 << 12  # elements
+LARGEST_GATHER = 1 << 12  # elements, each a number in the program's text
 
 
 def translate_bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:

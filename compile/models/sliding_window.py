@@ -45,12 +45,12 @@ class LayerWindows:
     """The masks of one layer. In a loop over layers the index is traced, and the mask is selected on the device.
 
     Attributes:
-        slide: whether the window of any layer hides context.
+        slides: whether the window of any layer hides context.
     """
 
     def __init__(self, windows: Sequence[SlidingWindow | None], layer: LayerIndex):
         """`windows` has one entry per layer, None for full attention."""
-        self.slide = any(window is not None and window.slides for window in windows)
+        self.slides = any(window is not None and window.slides for window in windows)
         self._kinds = [windows[layer]] if isinstance(layer, int) else list(dict.fromkeys(windows))
         self._kind_of_layer = None
         if len(self._kinds) > 1:

@@ -174,9 +174,9 @@ def find_padding_waste(sizes: Sequence[int]) -> float:
 def _list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:
     programs, known = deployment.programs, deployment.programs.arrays_by_name(deployment.grid)
 
-    def find(entry: Entry) -> list[str]:
+    def find_in(entry: Entry) -> list[str]:
         if deployment.platform != "tpu":
             return find_pool_copies(entry, known, deployment.devices)
         return find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
 
-    return [problem for entry in entries for problem in find(entry)]
+    return [problem for entry in entries for problem in find_in(entry)]

@@ -30,7 +30,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_pages
 from dflash_aot.compile.models.attention import attend_context
-from dflash_aot.compile.models.causal_lm import Attend, CausalLM
+from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows, write_block, write_kv
@@ -221,8 +221,6 @@ class Programs:
         """
         target = self._target.bind(_weights_of("target", arrays))
         tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])
-        kv = (arrays["target_k"], arrays["target_v"])
         before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE)) if self.pair.recurrent else None
 
         def mix(
@@ -232,12 +230,7 @@ class Programs:
             mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
             return mixed, (rows, recurrent)
 
-        attend = self._causal_attention(kv, arrays["pages"], starts, length)
-        carry = (make_rows(kv, *tokens.shape), before)
-        x, features, (rows, recurrent) = target.forward(
-            tokens, positions, self._facts.target_layer_ids, carry, attend, mix
-        )
-        x, kv = write_block(x, kv, rows, arrays["pages"], starts)
+        x, features, kv, recurrent = self._run_target(arrays, target, tokens, starts, length, before, mix)
         scores: Outputs = {}
         end = counts
         if (wanted := arrays.get("next_tokens")) is not None:
@@ -340,8 +333,6 @@ class Programs:
         target = self._target.bind(_weights_of("target", arrays))
         lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
         block = arrays["block"] if k else anchors[:, None]
-        positions = lengths[:, None] + jnp.arange(k + 1)
-        kv = (arrays["target_k"], arrays["target_v"])
         state, room, delta = None, None, None
         if sizes := self._target.module.target.recurrent:
             state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
@@ -356,13 +347,32 @@ class Programs:
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
             return mixed, (rows, pending)
 
-        attend = self._causal_attention(kv, arrays["pages"], lengths, length)
-        carry = (make_rows(kv, *block.shape), room)
-        x, features, (rows, pending) = target.forward(
-            block, positions, self._facts.target_layer_ids, carry, attend, mix
-        )
-        x, kv = write_block(x, kv, rows, arrays["pages"], lengths)
+        x, features, kv, pending = self._run_target(arrays, target, block, lengths, length, room, mix)
+        positions = lengths[:, None] + jnp.arange(k + 1)
         return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta)
+
+    def _run_target(
+        self,
+        arrays: Arrays,
+        target: CausalLM,
+        ids: jax.Array,
+        starts: jax.Array,
+        length: int,
+        recurrent: Recurrent,
+        mix: Mix[TargetCarry[Recurrent]],
+    ) -> tuple[jax.Array, jax.Array, KvArrays, Recurrent]:
+        """The target over blocks `ids` [B, T] at positions `starts` [B], and its kv with the blocks written.
+
+        Returns hidden states before the final norm, features, kv, and what `mix` made of `recurrent`.
+        """
+        kv, tables = (arrays["target_k"], arrays["target_v"]), arrays["pages"]
+        positions = starts[:, None] + jnp.arange(ids.shape[1])
+        attend, carry = self._causal_attention(kv, tables, starts, length), (make_rows(kv, *ids.shape), recurrent)
+        x, features, (rows, recurrent) = target.forward(
+            ids, positions, self._facts.target_layer_ids, carry, attend, mix
+        )
+        x, kv = write_block(x, kv, rows, tables, starts)
+        return x, features, kv, recurrent
 
     def _causal_attention(
         self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
@@ -393,7 +403,7 @@ class Programs:
 
         def attend(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
             seen, own = LayerWindows(windows, layer), (keys, values)
-            limits = seen.limits(), seen.slide
+            limits = seen.limits(), seen.slides
             mixed = attend_pages(self.kernels, q, kv, layer, tables, starts, length, own, *limits)
             if mixed is not None:
                 return mixed

@@ -121,11 +121,11 @@ class KByBatchSize(SpeculationController):
 
     def __init__(self, ranges: KRanges):
         """ranges: see `check_k_ranges`."""
-        self._ends, self._ks = [last for _, last, _ in ranges], [k for *_, k in ranges]
+        self._ends, self._choices = [last for _, last, _ in ranges], [FixedK(k) for *_, k in ranges]
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
-        k = self._ks[min(bisect_left(self._ends, len(members)), len(self._ks) - 1)]
-        return FixedK(k).choose_bucket(buckets, members, mode)
+        choice = self._choices[min(bisect_left(self._ends, len(members)), len(self._choices) - 1)]
+        return choice.choose_bucket(buckets, members, mode)
 
 
 class AdaptiveK(SpeculationController):
