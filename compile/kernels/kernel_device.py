@@ -53,6 +53,39 @@ def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> Ker
 
 
 @dataclass(frozen=True)
+class InputConvolution:
+    """The weights of the convolution before a sublayer, of all layers of a draft.
+
+    L layers · J taps · G groups of channels · H hidden
+
+    Attributes:
+        projection: of the coefficients before and after the sublayer, [L, 2 J G, H].
+        base: float32 [L, 2, J, H].
+        layer: int32 scalar.
+        group: channels of a group.
+    """
+
+    projection: jax.Array
+    base: jax.Array
+    layer: jax.Array
+    group: int
+
+
+def convolve_input(
+    device: KernelDevice | None, h: jax.Array, convolution: InputConvolution
+) -> tuple[jax.Array, jax.Array] | None:
+    """The convolved rows of h [B, T, H], and the coefficients after the sublayer, float32 [J, B, T, H].
+
+    None where there is no kernel: without a device for kernels, and for sizes that `run_input_convolution` refuses.
+    """
+    if device is None:
+        return None
+    from dflash_aot.compile.kernels.input_convolution import run_input_convolution  # noqa: PLC0415
+
+    return run_input_convolution(h, convolution, device.interpret)
+
+
+@dataclass(frozen=True)
 class ChosenExperts:
     """The experts that tokens chose in a layer, and where their matrices lie.
 

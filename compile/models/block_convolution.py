@@ -11,7 +11,10 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
+from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice, convolve_input
+from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import Linear, WeightKind, parameter
+from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import round_to
 
 
@@ -22,19 +25,34 @@ class SublayerConvolution(nnx.Module):
     is j rows earlier.
     """
 
-    def __init__(self, sizes: BlockConvolution, hidden: int, dtype: str):
+    def __init__(self, sizes: BlockConvolution, hidden: int, dtype: str, kernels: KernelDevice | None = None):
         shape, groups = (2, sizes.kernel, hidden), hidden // sizes.group
         # float32 in any case, because the TPU compiler would convert it in an operation of its own.
-        self.base_kernel = parameter(shape, "float32", ["base_kernel"], shape)
-        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, WeightKind(dtype))
-        self.sizes = sizes
+        self.base_kernel = parameter(shape, "float32", ["base_kernel"], shape, sliced=False)
+        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, WeightKind(dtype), sliced=False)
+        self.sizes, self.kernels = sizes, kernels
 
-    def coefficients(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Coefficients before and after the sublayer, both from its normed input h [B, T, H]: float32 [J, B, T, H]."""
+    def convolve_input(self, h: jax.Array, layer: LayerIndex = 0) -> tuple[jax.Array, jax.Array]:
+        """The sublayer's input, convolved h [B, T, H], and the coefficients for its output, float32 [J, B, T, H].
+
+        Both from the normed h. `layer` tells which part of a stack to take; without a stack it is ignored.
+        """
+        weight, base = self.kernel_projection.weight[...], self.base_kernel[...]
+        stacked = weight.ndim > 2
+        if stacked and self.kernels:
+            stack = InputConvolution(weight, base, jnp.asarray(layer, jnp.int32), self.sizes.group)
+            if found := convolve_input(self.kernels, h, stack):
+                return found
+        if stacked:
+            weight, base = (jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in (weight, base))
+        before, after = self._compute_coefficients(h, weight, base)
+        return convolve(h, before), after
+
+    def _compute_coefficients(self, h: jax.Array, weight: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Coefficients before and after the sublayer: float32 [J, B, T, H]."""
         J = self.sizes.kernel
-        dynamic = jnp.moveaxis(self.kernel_projection(h).reshape(*h.shape[:2], 2 * J, -1), 2, 0)
-        base = self.base_kernel[...].reshape(2 * J, 1, 1, -1)
-        both = base + spread_groups(dynamic, self.sizes.group)
+        dynamic = jnp.moveaxis(matmul(weight, h).reshape(*h.shape[:2], 2 * J, -1), 2, 0)
+        both = base.reshape(2 * J, 1, 1, -1) + spread_groups(dynamic, self.sizes.group)
         return both[:J], both[J:]
 
 

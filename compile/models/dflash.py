@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.block_convolution import SublayerConvolution, convolve
 from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
@@ -43,25 +44,23 @@ DRAWN_CANDIDATES = 32
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
 
-    def __init__(self, draft: Draft, kind: WeightKind, tp: TensorParallel):
+    def __init__(self, draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None):
         super().__init__(draft.decoder, kind, tp)
         assert draft.convolution is not None
-        self.attention_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype)
-        self.mlp_conv = SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype)
+        self.attention_conv, self.mlp_conv = (
+            SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype, kernels) for _ in range(2)
+        )
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
     ) -> tuple[jax.Array, Kv]:
         """As `DecoderLayer`."""
-        h = self.input_layernorm(x)
-        before, after = self.attention_conv.coefficients(h)
-        h = convolve(h, before)
+        h, after = self.attention_conv.convolve_input(self.input_layernorm(x), layer)
         keys, values = self.self_attn.keys_values(h, rotation)
         mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
         x = add(x, convolve(self.self_attn.output(mixed), after))
-        h = self.post_attention_layernorm(x)
-        before, after = self.mlp_conv.coefficients(h)
-        return add(x, convolve(self.mlp(convolve(h, before)), after)), kv
+        h, after = self.mlp_conv.convolve_input(self.post_attention_layernorm(x), layer)
+        return add(x, convolve(self.mlp(h), after)), kv
 
 
 class DFlash(nnx.Module):
@@ -74,12 +73,16 @@ class DFlash(nnx.Module):
         stacked: bool = False,
         tp: TensorParallel = ONE_DEVICE,
         head: WeightKind | None = None,
+        kernels: KernelDevice | None = None,
     ):
-        """`head` is the kind of the draft's own head, if it has one and is not of the same kind."""
+        """`head` is the kind of the draft's own head, if it has one and is not of the same kind.
+
+        `kernels` is the device of the kernel for convolutions, None where XLA's operations run them.
+        """
         decoder = draft.decoder
         self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp)
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
-        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, kind, tp), stacked)
+        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, kind, tp, kernels), stacked)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
         if draft.vocab is not None:
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
@@ -180,5 +183,7 @@ class DFlash(nnx.Module):
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens
 
 
-def _build_layer(draft: Draft, kind: WeightKind, tp: TensorParallel) -> DecoderLayer:
-    return DecoderLayer(draft.decoder, kind, tp) if draft.convolution is None else ConvolvedLayer(draft, kind, tp)
+def _build_layer(draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None) -> DecoderLayer:
+    if draft.convolution is None:
+        return DecoderLayer(draft.decoder, kind, tp)
+    return ConvolvedLayer(draft, kind, tp, kernels)

@@ -31,7 +31,7 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
     _, chosen = jax.lax.top_k(tiles.max(axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # so that the places below have the order of the indices
     searched = jnp.take_along_axis(tiles, chosen[..., None], axis=-2, mode="promise_in_bounds")
-    return _search_tiles(searched, chosen)
+    return _search_tiles(searched.reshape(len(chosen), -1), chosen)
 
 
 def find_largest_in_tiles(tiles: jax.Array, shape: tuple[int, int], taken: slice, count: int) -> Found:
@@ -42,18 +42,26 @@ def find_largest_in_tiles(tiles: jax.Array, shape: tuple[int, int], taken: slice
     total = math.prod(shape)
     rows = np.arange(total).reshape(shape)[:, taken].ravel()
     largest = tiles.max(axis=-1)[:, :total].reshape(-1, *shape)[:, :, taken].reshape(len(tiles), -1)
-    # Without the constraint the small arrays that follow stay transposed, and each is copied on v5p.
+    # Without the constraints the small arrays that follow stay transposed, and each is copied on v5p.
     _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
-    chosen = jnp.sort(chosen, axis=-1)  # as in `find_largest_values`
+    chosen = _sort_few(chosen)  # as in `find_largest_values`
     searched = tiles.at[chosen, rows[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    return _search_tiles(searched, chosen)
+    return _search_tiles(with_layout_constraint(searched.reshape(len(rows), -1), Layout((0, 1))), chosen)
+
+
+def _sort_few(numbers: jax.Array) -> jax.Array:
+    """Sorts rows of different int32 [R, n] by comparing all pairs: a sort on TPU takes its operands transposed."""
+    place = (numbers[..., None, :] < numbers[..., None]).sum(axis=-1)
+    at = place[..., None, :] == jnp.arange(numbers.shape[-1])[:, None]
+    return jnp.where(at, numbers[..., None, :], 0).sum(axis=-1)
 
 
 def _search_tiles(searched: jax.Array, chosen: jax.Array) -> Found:
-    """The largest values of tiles [R, count, width], a power of two, whose numbers are `chosen` [R, count]."""
-    rows, count, width = searched.shape
-    found, places = jax.lax.top_k(searched.reshape(rows, -1), count)
+    """The largest values of tiles [R, count · width], width a power of two, whose numbers are `chosen` [R, count]."""
+    count = chosen.shape[1]
+    found, places = jax.lax.top_k(searched, count)
     # The tile of a place, by a sum with one term: gathers are slow on TPU.
+    width = searched.shape[1] // count
     bits = width.bit_length() - 1
     first = chosen[:, None] << bits
     inside = (places & (width - 1))[..., None]

@@ -108,9 +108,12 @@ class Linear(nnx.Module):
         split: int | None = None,
         tp: TensorParallel = ONE_DEVICE,
         tensor: str = "weight",
+        sliced: bool = True,
     ):
-        """`tensor` is the name in the checkpoint, relative to the module."""
-        self.weight, self.weight_scale = kind.linear((outputs, inputs), [tensor], (outputs, inputs), split=split)
+        """`tensor` is the name in the checkpoint, relative to the module; `sliced` is that of `parameter`."""
+        self.weight, self.weight_scale = kind.linear(
+            (outputs, inputs), [tensor], (outputs, inputs), split=split, sliced=sliced
+        )
         self.row_parallel, self.tp = split == INPUTS, tp
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

@@ -128,7 +128,7 @@ class Programs:
         kinds = WeightKind(dtype, formats.target), WeightKind(dtype, formats.draft)
         head = kinds[1] if draft.pruned else kinds[0]  # a head that is not pruned may be the target's
         self._target = AbstractModel(lambda: CausalLM(target, kinds[0], stacked, self._tp, kernels))
-        self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head))
+        self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head, kernels))
         self._facts, self.kernels, self.formats = draft, kernels, formats
         self._by_page = not stacked if by_page is None else by_page
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_kinds(sampling, "sampling"))

@@ -14,19 +14,20 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile import precompile
 from tests.optimized_programs import NEEDS_COMPILER
-from tests.runtime.conftest import MADE_UP
+from tests.runtime.conftest import EXPERTS, MADE_UP, SELECTING
 
-# So wide that attention, experts and Gated DeltaNet are kernels.
+# So wide that attention, experts, Gated DeltaNet and DFlash2's convolutions are kernels.
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
 LINEAR = {f"linear_{part}": size for part, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
 LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SELECTING = {**SELECTING, "dflash_config": {**SELECTING["dflash_config"], "conv_group_size": 8}}
 PAIRS = {
     **MADE_UP,
-    "wide": tuple({**config, **WIDE} for config in MADE_UP["experts"]),
+    "wide": tuple({**config, **WIDE} for config in (EXPERTS, SELECTING)),
     "wide hybrid": tuple({**config, **WIDE, **LINEAR} for config in MADE_UP["hybrid"]),
 }
 KERNELS = {
-    "wide": ["attend_kv_pages", "run_chosen_experts"],
+    "wide": ["attend_kv_pages", "convolve_input", "run_chosen_experts"],
     "wide hybrid": ["attend_kv_pages", "mix_delta_block", "commit_delta_blocks"],
 }
 
@@ -54,9 +55,10 @@ def make_pair(tmp_path):
 
 
 def read_stablehlo(bundle: Path) -> str:
-    """The program of a verify executable."""
-    entry = next(one for one in read_manifest(bundle).entries if one.signature.program == "verify")
-    return export.deserialize(bytearray(Store(bundle).read_program(entry))).mlir_module()
+    """The programs of the draft and verify executables."""
+    entries = [one for one in read_manifest(bundle).entries if one.signature.program in ("draft", "verify")]
+    programs = [Store(bundle).read_program(one) for one in entries]
+    return "".join(export.deserialize(bytearray(one)).mlir_module() for one in programs)
 
 
 @needs_compiler

@@ -111,8 +111,8 @@ def test_convolutions_equal_the_reference(reading, models_of_reading):
         for prompt, inputs in prompts_with(reading, names[0]):
             prepared, before_finish, finished = (reading.arrays[f"{prompt['key']}.{name}"] for name in names[1:])
             for index, h in enumerate(inputs):
-                before, after = getattr(layers[index], f"{sublayer}_conv").coefficients(h[None])
-                assert_close(convolve(h[None], before)[0], prepared[index], f"{sublayer} {index} before")
+                convolved, after = getattr(layers[index], f"{sublayer}_conv").convolve_input(h[None])
+                assert_close(convolved[0], prepared[index], f"{sublayer} {index} before")
                 assert_close(convolve(before_finish[None, index], after)[0], finished[index], f"{sublayer} {index}")
                 compared += 1
     assert compared == 2 * models_of_reading.draft.decoder.layers

@@ -1,0 +1,74 @@
+"""The kernel of DFlash2's convolution before a sublayer, against XLA's operations, and the sizes that it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.cache.model_config.architecture import BlockConvolution
+from dflash_aot.compile.kernels.input_convolution import choose_groups, make_shifts
+from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice, convolve_input
+from dflash_aot.compile.models.block_convolution import SublayerConvolution
+from dflash_aot.compile.models.parameters import AbstractModel
+from tests.compile.quick import jit_quickly
+
+HIDDEN, LAYER = 512, 1
+DEVICE = KernelDevice("", 1, pltpu.InterpretParams(detect_races=True))
+
+
+@pytest.mark.parametrize(
+    ("taps", "group", "blocks", "rows", "dtype"),
+    [(2, 16, 1, 16, "float32"), (2, 8, 3, 8, "float32"), (3, 16, 2, 16, "bfloat16"), (1, 16, 1, 8, "float32")],
+    ids=["one block", "three blocks", "three taps", "one tap"],
+)
+def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, dtype, capfd):
+    """In the second layer of a stack whose first one is NaN. Coefficients are as large as what they multiply."""
+
+    def build(kernels):
+        sizes = BlockConvolution(taps, group)
+        model = AbstractModel(lambda: SublayerConvolution(sizes, HIDDEN, dtype, kernels))
+        return model, jit_quickly(lambda weights, h: model.bind(weights).convolve_input(h, LAYER))
+
+    model, operations = build(None)
+    _, kernel = build(DEVICE)
+    rng = np.random.default_rng(taps)
+    weights = {
+        name: jnp.asarray(rng.standard_normal((2, *leaf.shape)) / np.sqrt(leaf.shape[-1]), leaf.dtype).at[0].set(np.nan)
+        for name, leaf in model.shapes().items()
+    }
+    h = jnp.asarray(rng.standard_normal((blocks, rows, HIDDEN)), dtype)
+    stack = InputConvolution(weights["kernel_projection.weight"], weights["base_kernel"], jnp.int32(LAYER), group)
+    assert jax.eval_shape(lambda: convolve_input(DEVICE, h, stack)) is not None
+    for expected, found in zip(operations(weights, h), kernel(weights, h), strict=True):
+        assert found.dtype == expected.dtype
+        expected, found = (np.asarray(one, np.float32) for one in (expected, found))
+        assert np.isfinite(expected).all() and np.abs(expected).max() > 0.5
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if dtype == "float32" else 0.03)
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_shifts_move_rows_within_their_block():
+    shifts = make_shifts(2, 3, 3, np.float32)
+    moved = shifts @ np.arange(1, 7, dtype=np.float32)
+    assert moved.tolist() == [[0, 1, 2, 0, 4, 5], [0, 0, 1, 0, 0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "group_bytes", "expected"),
+    [
+        (256, 16, 32768, 32),  # Qwen3-8B: 1 MiB
+        (416, 16, 53248, 16),  # of a hidden size of 6656
+        (32, 16, 2**20, 16),  # at least whole memory tiles
+        (16, 4, 1024, None),  # 64 channels are no whole registers
+        (24, 16, 1024, None),
+    ],
+)
+def test_grid_step_takes_whole_memory_tiles(groups, size, group_bytes, expected):
+    assert choose_groups(groups, size, group_bytes) == expected
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(1, 7), (17, 16)])
+def test_other_sizes_are_left_to_the_operations(blocks, rows):
+    stack = InputConvolution(jnp.zeros((1, 128, HIDDEN)), jnp.zeros((1, 2, 2, HIDDEN)), jnp.int32(0), 16)
+    assert convolve_input(DEVICE, jnp.zeros((blocks, rows, HIDDEN)), stack) is None
