@@ -45,8 +45,8 @@ def run_input_convolution(
     weight, base = (
         pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in (convolution.projection, convolution.base)
     )
-    flat = h.reshape(B * rows, H)
-    operands = convolution.layer.reshape(1), flat, flat, make_shifts(B, rows, taps, h.dtype), base, *[weight] * 2 * taps
+    flat, shifts = h.reshape(B * rows, H), jnp.asarray(make_shifts(B, rows, taps, h.dtype))
+    operands = convolution.layer.reshape(1), flat, flat, shifts, base, *[weight] * 2 * taps
     convolved, after = _call_kernel(facts, operands, interpret)
     return convolved.reshape(h.shape), after.reshape(taps, B, rows, H)
 
