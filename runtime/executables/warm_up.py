@@ -8,7 +8,8 @@ from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.host_memory import estimate_step_bytes, has_host_memory
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_executable
 from dflash_aot.runtime.executables.required_executables import list_round_shapes
-from dflash_aot.runtime.speculation.controller import AdaptiveK, SpeculationController
+from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
+from dflash_aot.runtime.speculation.controller import SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimer
 
 logger = logging.getLogger(__name__)

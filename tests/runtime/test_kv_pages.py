@@ -18,7 +18,8 @@ from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
 from dflash_aot.runtime.scheduler.page_pool import PagePool, PoolFull, extend_key, start_key
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import Scheduler
-from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, RoundMember, SpeculationController
+from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
+from dflash_aot.runtime.speculation.controller import FixedK, RoundMember, SpeculationController
 from tests.runtime.toy import PAGE, SAMPLED, ToyEngine, always
 
 # -- the pool
