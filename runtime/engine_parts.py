@@ -27,9 +27,8 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     warm_up_executable,
 )
 from dflash_aot.runtime.requests.grid_refusals import refuse_ks
-from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
-from dflash_aot.runtime.speculation.controller import FixedK, KByBatchSize, SpeculationController
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights

@@ -16,8 +16,7 @@ from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
 from dflash_aot.runtime.scheduler.page_pool import PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
-from dflash_aot.runtime.speculation.controller import SpeculationController
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, SpeculationController
 from dflash_aot.runtime.speculation.cost_model import BurstLength
 
 

@@ -8,8 +8,14 @@ from typing import Protocol
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
-from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
-from dflash_aot.runtime.speculation.controller import Decision, RoundMember, SpeculationController, Why, find_bucket
+from dflash_aot.runtime.speculation.controller import (
+    AcceptanceEstimate,
+    Decision,
+    RoundMember,
+    SpeculationController,
+    Why,
+    find_bucket,
+)
 from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
 
 TRIAL_SHARE = 0.015  # of the time that trials may lose

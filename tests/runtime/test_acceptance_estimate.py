@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.acceptance_estimate import LEAST_WEIGHT, PRIOR, AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import LEAST_WEIGHT, PRIOR, AcceptanceEstimate
 
 outcomes = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.adaptive_k import (
     DECISIONS_KEPT,
     ROUNDS_BEFORE_LOADING,
@@ -14,7 +13,7 @@ from dflash_aot.runtime.speculation.adaptive_k import (
     TRIALS_SAVED,
     AdaptiveK,
 )
-from dflash_aot.runtime.speculation.controller import FixedK, KByBatchSize, SpeculationController
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
 from tests.runtime.toy import ToyEngine, always, rounds_of
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.acceptance_estimate import AcceptanceEstimate
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
-from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, SpeculationController
 
 # Seconds per round by K: a CPU's, where each token costs, idle or busy; an accelerator's, where they are nearly free.
 CPU = {0: 1.0, 1: 1.5, 3: 1.9, 7: 2.6}
