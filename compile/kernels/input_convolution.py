@@ -24,7 +24,8 @@ from dflash_aot.compile.kernels.tiling import LANES, SUBLANES
 
 NAME = "convolve_input"
 GROUP_UNIT = 16  # groups of a grid step: rows of whole memory tiles, of any dtype
-TILE_BYTES = 2**20  # of the weights of a grid step, of which VMEM holds two
+TILE_BYTES = 2**20  # of the weights of a grid step
+VMEM_BYTES = 14 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
 MAX_ROWS = 256  # of all blocks: their shift is a product with a square matrix
 
 
@@ -33,12 +34,14 @@ def run_input_convolution(
 ) -> tuple[jax.Array, jax.Array] | None:
     """The convolved rows, as h [B, rows, H], and the coefficients after the sublayer, float32 [J, B, rows, H].
 
-    None for sizes that the kernel does not divide.
+    None for sizes that the kernel does not divide, or that do not fit in VMEM.
     """
     B, rows, H = h.shape
-    taps, groups = convolution.base.shape[2], H // convolution.group
-    step = choose_groups(groups, convolution.group, 2 * taps * H * h.dtype.itemsize)
+    taps, groups, item = convolution.base.shape[2], H // convolution.group, h.dtype.itemsize
+    step = choose_groups(groups, convolution.group, 2 * taps * H * item)
     if step is None or B * rows % SUBLANES or B * rows > MAX_ROWS:
+        return None
+    if count_vmem(B * rows, H, taps, step, step * convolution.group, item) > VMEM_BYTES:
         return None
     facts = _ConvolutionFacts(step, convolution.group)
     # XLA would copy the weights of all layers to VMEM, where they fit.
@@ -59,6 +62,13 @@ def choose_groups(groups: int, size: int, group_bytes: int) -> int | None:
     divisors = [one for one in range(1, groups + 1) if groups % one == 0]
     whole = [one for one in divisors if one % GROUP_UNIT == 0 and one * size % LANES == 0]
     return max((one for one in whole if one * group_bytes <= TILE_BYTES), default=min(whole, default=None))
+
+
+def count_vmem(rows: int, hidden: int, taps: int, groups: int, width: int, item: int) -> int:
+    """Bytes of VMEM: two buffers of weights, rows, shifts and results, and some arrays of a grid step's channels."""
+    weights, shifts = 2 * taps * groups * hidden * item, (taps - 1) * rows * rows * item
+    ends = rows * (hidden * item + width * (2 * item + 4 * taps))
+    return 2 * (weights + shifts + ends) + 4 * 4 * rows * width
 
 
 def make_shifts(blocks: int, rows: int, taps: int, dtype: Any) -> np.ndarray:

@@ -68,7 +68,20 @@ def test_grid_step_takes_whole_memory_tiles(groups, size, group_bytes, expected)
     assert choose_groups(groups, size, group_bytes) == expected
 
 
-@pytest.mark.parametrize(("blocks", "rows"), [(1, 7), (17, 16)])
-def test_other_sizes_are_left_to_the_operations(blocks, rows):
-    stack = InputConvolution(jnp.zeros((1, 128, HIDDEN)), jnp.zeros((1, 2, 2, HIDDEN)), jnp.int32(0), 16)
-    assert convolve_input(DEVICE, jnp.zeros((blocks, rows, HIDDEN)), stack) is None
+@pytest.mark.parametrize(
+    ("blocks", "rows", "hidden", "dtype", "taken"),
+    [
+        (16, 16, 4096, "bfloat16", True),
+        (16, 16, 6656, "bfloat16", True),
+        (16, 16, 6656, "float32", False),  # not in VMEM
+        (1, 7, 512, "bfloat16", False),  # no whole sublanes
+        (17, 16, 512, "bfloat16", False),  # too many rows
+    ],
+)
+def test_other_sizes_are_left_to_the_operations(blocks, rows, hidden, dtype, taken):
+    def convolve(h, projection, base):
+        return convolve_input(DEVICE, h, InputConvolution(projection, base, jnp.int32(0), 16))
+
+    h, projection = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((blocks, rows, hidden), (1, hidden // 4, hidden)))
+    found = jax.eval_shape(convolve, h, projection, jax.ShapeDtypeStruct((1, 2, 2, hidden), "float32"))
+    assert (found is not None) == taken
