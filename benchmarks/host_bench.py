@@ -28,7 +28,7 @@ class Settings(contenders.PairSettings):
     """Flags of `dflash-bench host`."""
 
     buckets: str = setting("batch=1,8 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
-    rounds: int = setting(8, "with one caller, also a bundle that runs so many rounds per call; 1: none", least=1)
+    rounds: int = setting(8, "also a bundle that runs so many rounds per call; 1: none", least=1)
     callers: tuple[int, ...] = setting((1, 8), "simultaneous callers; each must be a batch of the grid", least=1)
     prompts: int = setting(8, "number of prompts, shared by the callers", least=1)
     prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
@@ -59,8 +59,6 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
                 for length, tokens in (("short", settings.short), ("long", settings.long)):
                     question = messages.ServeClosed(messages.deal(prompts, callers), tokens)
                     for one, worker in workers:
-                        if one.name == BURSTS and callers > 1:
-                            continue
                         sample = list_times(one, worker.ask(question, messages.ServedClosed))
                         if repeat >= 0:
                             yield sample | {"length": length, "callers": callers, "repeat": repeat}
@@ -155,5 +153,5 @@ COLUMNS = [
 NOTE = (
     "Work: processor time of the thread that dispatches; medians of the repeats with 95 % intervals. Clock: wall time "
     "without waits for the device, as the engine counts it. On a CPU the device works on the same cores, which "
-    "lengthens the clock and cools the caches. Bursts: several rounds per call, for a single caller."
+    "lengthens the clock and cools the caches. Bursts: several rounds per call."
 )

@@ -19,7 +19,7 @@ AXIS_MEANINGS = {
     "length": "kv positions attended to, at least 2",
     "k": "speculative tokens verified per round, at least 0",
     "prefill": "prompt tokens per chunk, at least 1",
-    ROUNDS: "rounds of a single row per dispatch, at least 1",
+    ROUNDS: "rounds per dispatch, at least 1",
     PAGE: "kv positions of a page, at least 1",
     KV_POSITIONS: "kv positions that all requests share, at least 2",
 }
@@ -56,7 +56,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The precompiled sizes: batch, length and k combine to buckets, prefill and length to chunks.
 
     batch, length, k, prefill: sizes in ascending order, without repeats.
-    rounds: rounds per dispatch of a multi-round step for a single row; 1 means that no such step is built.
+    rounds: rounds per dispatch of a multi-round step; 1 means that no such step is built.
     page: kv positions of a page.
     kv_positions: kv positions that the requests share; None for the capacity of every slot.
     """
@@ -197,8 +197,6 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         raise BadInput(
             f"{source}: kv_positions={grid.kv_positions} hold no request of the longest length={grid.capacity}"
         )
-    if grid.rounds > 1 and 1 not in grid.batch:
-        raise BadInput(f"{source}: rounds={grid.rounds} needs batch=1, but batch is {','.join(map(str, grid.batch))}")
     if grid.k[-1] > block - 1:
         raise BadInput(
             f"{source}: k={grid.k[-1]}, but a block of {block} holds the last token and {block - 1} drafted tokens"

@@ -32,6 +32,7 @@ ProgramName = Literal[
     "constrained_verify",
     "kv_write",
     "rounds",
+    "sampled_rounds",
     "move",
     "admit",
 ]
@@ -41,9 +42,11 @@ VERIFY_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
     "sample": "sampled_verify",
     "constrain": "constrained_verify",
 }
-SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset({"sampled_verify", "constrained_verify"})
+# The program that runs several rounds in one dispatch. A constrained round needs the host: its masks follow the tokens.
+MULTI_ROUND_PROGRAMS: Mapping[SamplingMode, ProgramName] = {"greedy": "rounds", "sample": "sampled_rounds"}
+SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset({"sampled_verify", "constrained_verify", "sampled_rounds"})
 INT, FLOAT, BOOL = "int32", "float32", "bool"
-MAX_STOP_TOKENS = 8  # per request, checked on the device in multi-round steps; the host checks all
+MAX_STOP_TOKENS = 8  # per row, checked on the device in multi-round steps; the host checks all
 MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
 MeshAxes = tuple[str | None, ...]  # the mesh axis that splits each dimension, or None; () if none is split
 ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
@@ -258,6 +261,7 @@ TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")
 DRAWING_STATE = ("sampling", "seeds")
+CHOOSING_STATE = (*DRAWING_STATE, "bias", "prompted")  # what the choice of a token reads besides the counts
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
@@ -283,7 +287,7 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
         "sample": sampled_verify_signature,
         "constrain": constrained_verify_signature,
     }
-    greedy = buckets if "greedy" in pair.sampling else []
+    together = [mode for mode in list_modes(pair.sampling) if mode in MULTI_ROUND_PROGRAMS] if grid.rounds > 1 else []
     scored = chunks if "prompt_logprobs" in pair.sampling else []
     signatures = [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
@@ -291,7 +295,7 @@ def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> li
         *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
         *(verifications[mode](pair, bucket, weights) for mode in list_modes(pair.sampling) for bucket in buckets),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
-        *(rounds_signature(pair, bucket, grid.rounds, weights) for bucket in greedy if _runs_rounds(bucket, grid)),
+        *(rounds_signature(pair, bucket, grid.rounds, weights, mode) for mode in together for bucket in buckets),
         *([move_signature(pair)] if grid.slots > 1 else []),
         *([admit_signature(pair)] if pair.samples else []),
     ]
@@ -308,10 +312,6 @@ def _add_page_tables(signature: Signature, row_pages: int) -> Signature:
     rows = signature.bucket.get("batch", signature.bucket.get("rows", 1))
     pages = ArraySpec("pages", (rows, row_pages), INT)
     return msgspec.structs.replace(signature, arguments=(pages, *signature.arguments))
-
-
-def _runs_rounds(bucket: Bucket, grid: Grid) -> bool:
-    return bucket.batch == 1 and grid.rounds > 1
 
 
 def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
@@ -445,27 +445,35 @@ def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: Program
     )
 
 
-def rounds_signature(pair: PairShapes, bucket: Bucket, rounds: int, weights: ProgramWeights) -> Signature:
-    """Multi-round step: up to `count` rounds of one slot (draft, verify, kv_write) in one dispatch.
+def rounds_signature(
+    pair: PairShapes, bucket: Bucket, rounds: int, weights: ProgramWeights, mode: SamplingMode
+) -> Signature:
+    """Multi-round step: up to `count` rounds (draft, verify, kv_write) of the active rows in one dispatch.
 
-    Stops when `left` tokens are generated, or behind a token that is in `ends` (padded with -1). `verdicts` has the
-    outcome of `verify` per round, -1 from the first round that did not run. `left_over` is what remains of `left`.
+    A row takes part until it has `left` tokens, or one of its `ends` (padded with -1). The step stops when no row is
+    left, and with `stop_early` after the first round behind which an active row is done. `verdicts` has the outcome of
+    `verify` per round and row, -1 where the row did not take part. `left_over` is what remains of `left`.
+
+    Sampled rounds verify as `sampled_verify` does. They report no log-probabilities.
     """
     B, K = bucket.batch, bucket.k
     used = (*weights.target, *(weights.draft if K else ()), *weights.context)
-    state = (*pair.target_state, *DRAFT_STATE)
+    sampled = mode != "greedy"
+    donated = (*pair.target_state, *DRAFT_STATE, *(("counts",) if sampled else ()))
     return Signature(
-        program="rounds",
+        program=MULTI_ROUND_PROGRAMS[mode],
         bucket={"batch": B, "length": bucket.length, "k": K, "rounds": rounds},
         weights=tuple(dict.fromkeys(used)),
-        state=state,
-        donated=state,
+        state=(*donated, *(CHOOSING_STATE if sampled else ())),
+        donated=donated,
         arguments=(
             ArraySpec("count", (1,), INT),
-            ArraySpec("left", (1,), INT),
-            ArraySpec("ends", (MAX_STOP_TOKENS,), INT),
+            ArraySpec("left", (B,), INT),
+            ArraySpec("ends", (B, MAX_STOP_TOKENS), INT),
+            ArraySpec("active", (B,), BOOL),
+            ArraySpec("stop_early", (1,), BOOL),
         ),
-        results=(ArraySpec("verdicts", (rounds, 2 * K + 2), INT), ArraySpec("left_over", (1,), INT)),
+        results=(ArraySpec("verdicts", (rounds, B, 2 * K + 2), INT), ArraySpec("left_over", (B,), INT)),
     )
 
 

@@ -112,7 +112,7 @@ class Committer:
         plan = in_flight.plan
         outcomes, *top_logprobs = self._fetch([in_flight.outcomes, *in_flight.top_logprobs])
         if plan.multi_round:
-            outcomes = outcomes[: int((outcomes[:, 0] >= 0).sum())]
+            outcomes = outcomes[: np.count_nonzero((outcomes[:, :, 0] >= 0).any(axis=1))]
         self._note_time(in_flight, back_to_back, len(outcomes) if plan.multi_round else 1)
         with self.lock:
             if plan.multi_round:
@@ -128,7 +128,7 @@ class Committer:
             if running is None:
                 continue
             accepted, *tokens = outcome
-            running.finish_rounds(1, k, accepted + 1)
+            running.finish_rounds(plan, accepted + 1)
             if running.request.finish_reason:
                 continue  # the request ended a round ago; this round was in flight already
             chosen, wanted = tokens[k : k + accepted + 1], running.request.params.logprobs
@@ -136,17 +136,20 @@ class Committer:
             self._add_tokens(running, chosen, tokens_logprobs, [_read_outcome(running, k, outcome)])
 
     def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
-        """outcomes [R, 2K+2] of the rounds that ran, whose tokens are sent together."""
+        """outcomes [R, B, 2K+2] of the rounds that ran. The tokens of a request's rounds are sent together."""
         plan, k = in_flight.plan, in_flight.plan.bucket.k
-        (running,) = plan.batch.requests
-        rows = outcomes.tolist()
-        for _ in rows:
-            self.counters.note_round(plan.bucket, False, 1)
-        running.finish_rounds(plan.rounds, k, sum(accepted + 1 for accepted, *_ in rows))
-        if running.request.finish_reason:
-            return  # the request ended while these rounds were in flight
-        chosen = [token for accepted, *tokens in rows for token in tokens[k : k + accepted + 1]]
-        self._add_tokens(running, chosen, [], [_read_outcome(running, k, row) for row in rows])
+        took_part = outcomes[:, :, 0] >= 0
+        for rows in took_part.sum(axis=1).tolist():
+            self.counters.note_round(plan.bucket, plan.batch.mode != "greedy", rows)
+        rounds = took_part.sum(axis=0).tolist()
+        for slot, running in enumerate(plan.batch.by_slot):
+            if running is None:
+                continue
+            rows = outcomes[: rounds[slot], slot].tolist()  # those in which it took part come first
+            chosen = [token for accepted, *tokens in rows for token in tokens[k : k + accepted + 1]]
+            running.finish_rounds(plan, len(chosen))
+            if rows and not running.request.finish_reason:  # else the request ended while these rounds were in flight
+                self._add_tokens(running, chosen, [], [_read_outcome(running, k, row) for row in rows])
 
     def _add_tokens(
         self,
@@ -164,8 +167,8 @@ class Committer:
             delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
             delta = _end_without_text(request, failure)
-        for outcome in delta.rounds:
-            self._count_outcome(running, outcome)
+        if delta.rounds:
+            self._count_outcomes(running, delta.rounds)
         self._deltas.append((request, delta))
         self.counters.note_tokens(request, before)
         self._scheduler.note_tokens(running)
@@ -173,10 +176,16 @@ class Committer:
             self.counters.note_end(request)
             self._scheduler.end(running)
 
-    def _count_outcome(self, running: RunningRequest, outcome: RoundOutcome) -> None:
-        self.counters.note_row(outcome.k, outcome.accepted)
-        self._scheduler.note_outcome(running, outcome.k, outcome.accepted)
-        is_due = outcome.k and self.counters.verified_at[0] == ROUNDS_TO_DIAGNOSE  # once, when there is enough to see
+    def _count_outcomes(self, running: RunningRequest, outcomes: Sequence[RoundOutcome]) -> None:
+        """outcomes: of rounds with the same K."""
+        k = outcomes[0].k
+        self.counters.note_rows(k, [one.accepted for one in outcomes])
+        for one in outcomes:
+            self._scheduler.note_outcome(running, k, one.accepted)
+        if not k:
+            return
+        verified = self.counters.verified_at[0]
+        is_due = verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified  # once, when there is enough to see
         if is_due and (warning := diagnose_acceptance(self.counters)):
             logger.warning(warning)
 

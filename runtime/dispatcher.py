@@ -26,6 +26,7 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
 MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
+_NO_ENDS: frozenset[int] = frozenset()
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
 
@@ -49,7 +50,7 @@ class RoundInFlight:
 
     outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted ones, the target's K+1 choices.
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
-        [R, 2K+2], a row per round, -1 where a round was not needed.
+        [R, B, 2K+2], of each round, -1 for slots that took no part in it.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
     follows_round: nothing was dispatched between the previous round and this one.
     waited: seconds that dispatching waited for drafted tokens.
@@ -75,7 +76,7 @@ class Dispatcher:
         # The caches hold nothing of an engine, so that a closed engine can be collected.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
         self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
-        self._ends = functools.lru_cache(maxsize=256)(lambda ends: to_device(_make_end_tokens(ends)))
+        self._ends = functools.lru_cache(maxsize=256)(lambda rows: to_device(np.stack([*map(_make_end_tokens, rows)])))
         self._row_pages = manifest.grid.row_pages
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
@@ -85,7 +86,8 @@ class Dispatcher:
         self._mask_words = count_mask_words(vocab)
         self._waited = 0.0
         self._last_was_round = False
-        self._left_over: tuple[RunningRequest, jax.Array] | None = None
+        # Of the last multi-round step: its rows, and how many tokens each has left to generate.
+        self._left_over: tuple[Sequence[RunningRequest | None], jax.Array] | None = None
 
     def reset(self) -> None:
         """Starts again with an empty device state, after a failure."""
@@ -144,9 +146,8 @@ class Dispatcher:
         draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"],)
         block = self._bundle.draft(bucket)(self._state, pages, *draws) if bucket.k else ()
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
-        active = [running is not None for running in batch.by_slot]
-        active += [False] * (bucket.batch - len(active))
-        verify, given = self._bundle.verify(bucket, batch.mode), (*block, self._active(tuple(active)), *masks)
+        active = self._find_active(_pad_rows(plan))
+        verify, given = self._bundle.verify(bucket, batch.mode), (*block, active, *masks)
         features, starts, outcomes, *top_logprobs = verify(self._state, pages, *given)
         if self._has_draft_kv:
             write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
@@ -172,19 +173,22 @@ class Dispatcher:
         return [*map(self._to_device, blocks)], [self._to_device(masks)]
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
-        """Up to `plan.rounds` rounds of the first slot, until its request has its tokens or an end token came.
+        """Up to `plan.rounds` rounds of each request, until it has its tokens or an end token came.
 
-        How many tokens are left after the last multi-round step only the device knows exactly.
+        How many tokens are left after the last multi-round step only the device knows exactly. If other requests take
+        part now, the host's upper bounds take their place: a request that is done costs a wasted row until it is read.
         """
-        (running,) = plan.batch.requests
-        if self._left_over and self._left_over[0] is running:
+        rows = _pad_rows(plan)
+        if self._left_over and self._left_over[0] == rows:
             left = self._left_over[1]
         else:
-            left = self._number(plan.tokens_outstanding)
-        ends = self._ends(running.request.stop_token_ids)
-        given = self._find_pages((running,), 1), self._counts(plan.rounds), left, ends
-        outcomes, left = self._bundle.rounds(plan.bucket)(self._state, *given)
-        self._left_over = running, left
+            outstanding = [*plan.tokens_outstanding, *[0] * (len(rows) - len(plan.tokens_outstanding))]
+            left = self._to_device(np.array(outstanding, np.int32))
+        ends = self._ends(tuple(running.request.stop_token_ids if running else _NO_ENDS for running in rows))
+        given = self._find_pages(rows, len(rows)), self._counts(plan.rounds), left, ends
+        step = self._bundle.rounds(plan.bucket, plan.batch.mode)
+        outcomes, left = step(self._state, *given, self._find_active(rows), self._flags[plan.stop_early])
+        self._left_over = rows, left
         return outcomes, ()
 
     def _write_sampling_states(self, plan: RoundPlan) -> None:
@@ -192,6 +196,10 @@ class Dispatcher:
             assert self._sampling is not None, "the request builder refuses sampling where nothing samples"
             self._sampling.write(running, plan.batch.by_slot.index(running))
             self._last_was_round = False
+
+    def _find_active(self, rows: Sequence[RunningRequest | None]) -> jax.Array:
+        """bool [rows]: which rows have a request."""
+        return self._active(tuple(running is not None for running in rows))
 
     def _find_pages(self, by_row: Sequence[RunningRequest | None], rows: int) -> jax.Array:
         """The page tables of a call with so many rows. Rows without a request have no pages: they write to page 0."""
@@ -215,6 +223,11 @@ def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
         forbidden[word] |= np.uint32(1 << bit)
     left = masks & ~forbidden.view(np.int32)
     masks[...] = np.where(left.any(axis=-1, keepdims=True), left, masks)
+
+
+def _pad_rows(plan: RoundPlan) -> list[RunningRequest | None]:
+    """The request of every row of the bucket, None for rows without one."""
+    return [*plan.batch.by_slot, *[None] * (plan.bucket.batch - len(plan.batch.by_slot))]
 
 
 def _make_page_tables(by_row: Sequence[Sequence[int]], rows: int, row_pages: int) -> np.ndarray:

@@ -182,7 +182,7 @@ GRIDS = {
     "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=16 kv_positions=224",  # tied; the pool is crowded
     "sampled_small": SMALLEST,  # of the tied pair, with sampled executables
     "one row": SMALLEST,  # of the embedded pair
-    "bursts": f"{SMALLEST} rounds=4",
+    "bursts": "batch=1,8 length=208 k=0,7 prefill=64 rounds=4",  # of the tied pair, with sampled executables
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
@@ -207,13 +207,17 @@ COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 PAIRS = {
     **RUNS,
     **{name: RUNS[run] for name, run in INT8.items()},
-    **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]),
+    **dict.fromkeys(("tiny", "sampled", "sampled_small", "bursts"), RUNS["tied"]),
     "bfloat16": COMPUTED_IN_BFLOAT16,
 }
 
 
 OPTIMIZED_BUNDLES = {*RUNS, "bfloat16", "sampled_small"} - {"tied"}
-SAMPLED = {"sampled": ("greedy", "sample"), "sampled_small": ("greedy", "sample", "prompt_logprobs")}
+SAMPLED = {
+    "sampled": ("greedy", "sample"),
+    "bursts": ("greedy", "sample"),
+    "sampled_small": ("greedy", "sample", "prompt_logprobs"),
+}
 SAMPLED["served"] = ("greedy", "sample", "constrain", "prompt_logprobs")
 SAMPLED |= dict.fromkeys(("int8 tied", "int8 untied"), ("greedy", "sample"))
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.

@@ -309,7 +309,7 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
             return (
                 2 * signature.results[0].bytes + chunk + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
             )
-        case "sampled_verify" | "constrained_verify":
+        case "sampled_verify" | "constrained_verify" | "sampled_rounds":
             return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "kv_write" | "move" | "admit":
             return 0
@@ -344,6 +344,7 @@ def estimate_code(signature: Signature, block: int) -> int:
     """
     measured = {"kv_write": (300_000, 8_000), **dict.fromkeys(SAMPLED_PROGRAMS, (3_000_000, 36_000))}
     measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
+    measured |= {"sampled_rounds": (4_500_000, 65_000)}
     fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
     return GLOBAL_MEMORY_BYTES + fixed + per_token * count_tokens(signature, block)
 
@@ -356,7 +357,7 @@ def count_tokens(signature: Signature, block: int) -> int:
             return sizes["prefill"]
         case "draft":
             return sizes["batch"] * block
-        case "verify" | "sampled_verify" | "constrained_verify" | "rounds":
+        case "verify" | "sampled_verify" | "constrained_verify" | "rounds" | "sampled_rounds":
             return sizes["batch"] * (sizes["k"] + 1)
         case "kv_write":
             return sizes["rows"] * sizes["width"]

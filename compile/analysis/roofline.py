@@ -103,6 +103,8 @@ class Roofline:
                 return self.kv_write(sizes["rows"], sizes["width"])
             case "rounds":
                 return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"])
+            case "sampled_rounds":
+                return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"], sampled=True)
             case "move":
                 return self.move("bias" in signature.state)
             case "admit":
@@ -162,9 +164,9 @@ class Roofline:
         products = self._multiply(weights, self._formats.draft, 2 * tokens * weights)
         return products + self._share(tokens * features, 0) + self._write(decoder, decoder.layers, tokens)
 
-    def rounds(self, B: int, S: int, K: int, rounds: int) -> RooflineCost:
+    def rounds(self, B: int, S: int, K: int, rounds: int, sampled: bool = False) -> RooflineCost:
         """All rounds of a multi-round step. With K = 0 the draft's kv is written once, after the last round."""
-        verify = self.verify(B, S, K)
+        verify = self.sampled_verify(B, S, K) if sampled else self.verify(B, S, K)
         if not K:
             return _sum([verify] * rounds) + self.kv_write(B, rounds)
         return _sum([self.draft(B, S, K), verify, self.kv_write(B, K + 1)] * rounds)

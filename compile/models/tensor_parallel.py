@@ -63,7 +63,7 @@ class TensorParallel:
         return parts if self.count == 1 else jax.lax.pmax(parts, MESH_AXIS)
 
     def order_after(self, x: jax.Array, exchanged: jax.Array) -> jax.Array:
-        """int32 x [..] unchanged, as data that depends on `exchanged` [..], finite results of an earlier collective.
+        """x [..] unchanged, as data that depends on `exchanged` [..], finite results of an earlier collective.
 
         Needed by a collective inside a conditional or a loop that no other data connects with those outside. XLA:CPU
         (jaxlib 0.10.2 and 0.12.0.1) starts the collectives of a computation in order, but does not wait for those of a

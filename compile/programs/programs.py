@@ -16,7 +16,9 @@ from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
 from dflash_aot.cache.signature import (
+    CHOOSING_STATE,
     DRAWING_STATE,
+    MULTI_ROUND_PROGRAMS,
     RECURRENT_STATE,
     SAMPLED_PROGRAMS,
     SAMPLING_STATE,
@@ -73,10 +75,10 @@ class MultiRoundState(NamedTuple):
 
     Attributes:
         done: int32, rounds that are done.
-        left: int32, tokens left to generate; 0 or less ends the loop.
+        left: int32 [B], tokens that each row has left to generate; a row with 0 or less is done.
         state: the donated state by name.
-        verdicts: int32 [rounds, 2K+2], one verdict per round, -1 where no round ran.
-        features: [1, rounds, F], features whose context is not written yet (K = 0 only).
+        verdicts: int32 [rounds, B, 2K+2], one verdict per round and row, -1 where the row did not take part.
+        features: [B, rounds, F], features whose context is not written yet (K = 0 only).
     """
 
     done: jax.Array
@@ -182,8 +184,14 @@ class Programs:
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
-        parts = {"rounds": ("draft", "verify", "kv_write") if signature.bucket.get("k") else ("verify", "kv_write")}
-        return sum(map(self._count_collectives, parts.get(signature.program, (signature.program,))))
+        count = self._count_collectives
+        if signature.program not in MULTI_ROUND_PROGRAMS.values():
+            return count(signature.program)
+        drafted = count("draft") if signature.bucket["k"] else 0
+        verified = (
+            count("sampled_verify") - SCORING_EXCHANGES if signature.program in SAMPLED_PROGRAMS else count("verify")
+        )
+        return drafted + verified + count("kv_write")
 
     def _count_collectives(self, program: str) -> int:
         if program == "kv_write":
@@ -208,6 +216,7 @@ class Programs:
             "constrained_verify": partial(self.sampled_verify, **_bucket_sizes(signature)),
             "kv_write": self.kv_write,
             "rounds": partial(self.rounds, signature=signature),
+            "sampled_rounds": partial(self.rounds, signature=signature),
             "move": self.move,
             "admit": self.admit,
         }
@@ -295,15 +304,16 @@ class Programs:
         accepted, outputs = commit_round(arrays, forward, chosen)
         return {**outputs, "verdict": jnp.concatenate([accepted[:, None], forward.block[:, 1:], chosen], axis=1)}
 
-    def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int) -> Outputs:
+    def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int, scores: bool = True) -> Outputs:
         """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
 
         The accepted tokens have the distribution that they would have without a draft. A row of the verdict has K+1
         more elements, the bits of the chosen tokens' log-probabilities (float32). As `constrained_verify` each position
-        chooses among its `allowed` tokens.
+        chooses among its `allowed` tokens. Without `scores` no log-probabilities are computed: the verdict is that of
+        `verify`.
         """
         forward, active = self._target_forward(arrays, batch, length, k), arrays["active"]
-        state = {name: arrays[name][:batch] for name in SAMPLING_STATE}
+        state = {name: arrays[name][:batch] for name in ("counts", *CHOOSING_STATE)}
         # The barrier takes the counts out of the state array. If a branch read them in place, XLA would copy the whole
         # array before it is written.
         state["counts"] = jax.lax.optimization_barrier(state["counts"])
@@ -312,20 +322,23 @@ class Programs:
         if (allowed := arrays.get("allowed")) is not None:
             logits = apply_mask(logits, allowed, self._tp.own_tokens(logits.shape[-1]))
         chosen = choose_tokens(logits, forward.positions + 1, drafted, active, state, self._tp)
-        wanted = jnp.any(active & (state["tops"] > 0))
-        likelihood, tokens, tops = compute_logprobs(
-            forward.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp
-        )
+        scored: Outputs = {}
+        bits: Sequence[jax.Array] = ()
+        if scores:
+            wanted = jnp.any(active & (arrays["tops"][:batch] > 0))
+            likelihood, tokens, tops = compute_logprobs(
+                forward.logits, chosen, wanted, count_top_logprobs(self.pair.vocab), self._tp
+            )
+            bits = [jax.lax.bitcast_convert_type(likelihood, jnp.int32)]
+            scored = {"top_tokens": tokens, "top_logprobs": tops}
         accepted, outputs = commit_round(arrays, forward, chosen)
         committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
         counts = state["counts"] + count_tokens(chosen, committed, self._tp.own_tokens(state["counts"].shape[1]))
-        bits = jax.lax.bitcast_convert_type(likelihood, jnp.int32)
         return {
             **outputs,
+            **scored,
             "counts": jax.lax.dynamic_update_slice(arrays["counts"], counts, (0, 0)),
-            "verdict": jnp.concatenate([accepted[:, None], drafted, chosen, bits], axis=1),
-            "top_tokens": tokens,
-            "top_logprobs": tops,
+            "verdict": jnp.concatenate([accepted[:, None], drafted, chosen, *bits], axis=1),
         }
 
     def _target_forward(self, arrays: Arrays, batch: int, length: int, k: int) -> TargetForward:
@@ -432,50 +445,65 @@ class Programs:
         return {"draft_k": keys, "draft_v": values}
 
     def rounds(self, arrays: Arrays, signature: Signature) -> Outputs:
-        """Multi-round step: runs rounds of one row until `count` are done or no tokens are left to generate.
+        """Multi-round step: runs rounds of the active rows until `count` are done or no row has tokens left.
+
+        Rows that are done stay inactive, as in a single round. With `stop_early` the step ends behind the first round
+        in which a row is done, or was before: another request waits for its place. The first round always runs.
 
         With K = 0 no round reads the draft's kv, so all rounds' context is written once, after the last round.
         """
-        length, k, max_rounds = (signature.bucket[axis] for axis in ("length", "k", "rounds"))
-        active = jnp.ones((1,), jnp.bool_)
-        first_position = arrays["lengths"][:1]
+        batch, length, k, max_rounds = (signature.bucket[axis] for axis in ("batch", "length", "k", "rounds"))
+        samples = signature.program in SAMPLED_PROGRAMS
+        verify: Callable[..., Outputs] = partial(self.sampled_verify, scores=False) if samples else self.verify
+        flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
+        active, first_positions = arrays["active"], arrays["lengths"][:batch]
 
-        def any_left(carry: MultiRoundState) -> jax.Array:
-            return (carry.done < arrays["count"][0]) & (carry.left > 0)
+        def goes_on(carry: MultiRoundState) -> jax.Array:
+            is_running = carry.left > 0
+            frees_place = arrays["stop_early"][0] & jnp.any(active & ~is_running)
+            may_go_on = (carry.done == 0) | ~frees_place
+            return (carry.done < arrays["count"][0]) & jnp.any(active & is_running) & may_go_on
 
         def run_round(carry: MultiRoundState) -> MultiRoundState:
-            now = {**arrays, **carry.state, "active": active}
-            block = self.draft(now, 1, length, k) if k else {}
-            verified = self.verify({**now, **block}, 1, length, k)
-            written = self.kv_write({**now, **verified}) if k else {}
-            accepted, chosen = verified["verdict"][0, 0], verified["verdict"][0, k + 1 :]
-            committed = jnp.arange(k + 1) <= accepted
-            ended = jnp.any(committed[:, None] & (chosen[:, None] == arrays["ends"]))
+            running = active & (carry.left > 0)
+            now = {**arrays, **flags, **carry.state, "active": running}
+            block = self.draft(now, batch, length, k) if k else {}
+            verified = verify({**now, **block}, batch, length, k)
+            verdict = verified["verdict"]
+            features = self._tp.order_after(verified["features"], verdict[:, :1, None])
+            written = self.kv_write({**now, **verified, "features": features}) if k else {}
+            accepted, chosen = verdict[:, 0], verdict[:, k + 1 :]
+            committed = jnp.arange(k + 1) <= accepted[:, None]
+            is_end = jnp.any(chosen[:, :, None] == arrays["ends"][:, None], axis=2)
+            left = jnp.where(jnp.any(committed & is_end, axis=1), 0, carry.left - accepted - 1)
+            outcome = jnp.where(running[:, None], verdict, -1)
             return MultiRoundState(
                 done=carry.done + 1,
-                left=jnp.where(ended, 0, carry.left - accepted - 1),
-                state={name: {**carry.state, **verified, **written}[name] for name in signature.state},
-                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, verified["verdict"], (carry.done, 0)),
-                features=_replace_row(carry.features, verified["features"], carry.done) if not k else carry.features,
+                left=jnp.where(running, left, carry.left),
+                state={name: {**carry.state, **verified, **written}[name] for name in signature.donated},
+                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, outcome[None], (carry.done, 0, 0)),
+                features=carry.features
+                if k
+                else jax.lax.dynamic_update_slice(carry.features, features, (0, carry.done, 0)),
             )
 
         feature_width = len(self._facts.target_layer_ids) * self._facts.target_hidden
         last = jax.lax.while_loop(
-            any_left,
+            goes_on,
             run_round,
             MultiRoundState(
                 done=jnp.int32(0),
-                left=arrays["left"][0],
-                state={name: arrays[name] for name in signature.state},
-                verdicts=jnp.full((max_rounds, 2 * k + 2), -1, jnp.int32),
-                features=jnp.zeros((1, 0 if k else max_rounds, feature_width), self.pair.dtype),
+                left=arrays["left"],
+                state={name: arrays[name] for name in signature.donated},
+                verdicts=jnp.full((max_rounds, batch, 2 * k + 2), -1, jnp.int32),
+                features=jnp.zeros((batch, 0 if k else max_rounds, feature_width), self.pair.dtype),
             ),
         )
         context: Outputs = {}
         if not k:
-            features = {"features": last.features, "starts": first_position}
+            features = {"features": last.features, "starts": first_positions}
             context = self.kv_write({**arrays, **last.state, **features})
-        return {**last.state, **context, "verdicts": last.verdicts, "left_over": last.left[None]}
+        return {**last.state, **context, "verdicts": last.verdicts, "left_over": last.left}
 
     def move(self, arrays: Arrays) -> Outputs:
         """Copies length, anchor, sampling and recurrent state of slot `source` over those of slot `destination`."""
@@ -494,10 +522,6 @@ class Programs:
         rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE}
         rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted", "counts")}
         return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
-
-
-def _replace_row(features: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(features, row, (0, at, 0))
 
 
 def _weights_of(model: str, arrays: Arrays) -> Outputs:

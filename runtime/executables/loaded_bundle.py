@@ -22,6 +22,7 @@ from dflash_aot.runtime.executables.lazy_loader import LazyLoader
 from dflash_aot.runtime.executables.required_executables import (
     RoundShape,
     list_chunk_executables,
+    list_multi_round_executables,
     list_round_executables,
     list_shape_executables,
     order_loading,
@@ -63,9 +64,10 @@ class LoadedBundle:
     def kv_write(self, rows: int, width: int) -> Executable:
         return self.executables["kv_write", (rows, width)]
 
-    def rounds(self, bucket: Bucket) -> Executable:
-        """Returns the multi-round step, for a single row and only if the grid has `rounds`."""
-        return self.executables["rounds", (bucket.batch, bucket.length, bucket.k, self.manifest.grid.rounds)]
+    def rounds(self, bucket: Bucket, mode: SamplingMode) -> Executable:
+        """Returns the multi-round step of a mode that has one, only if the grid has `rounds`."""
+        (name,) = list_multi_round_executables(bucket, mode, self.manifest.grid)
+        return self.executables[name]
 
     def move(self) -> Executable:
         return self.executables["move", ()]
@@ -79,10 +81,12 @@ class LoadedBundle:
         self.executables.prefetch(self._list_executables(shape))
 
     def has_run(self, shape: RoundShape, multi_round: bool) -> bool:
-        """Whether all executables of such a round were called before. multi_round: as a multi-round step, if any."""
+        """Whether all executables of such a round were called before. multi_round: those of a multi-round step."""
         return (*shape, multi_round) in self._called or self._check_run(
             (*shape, multi_round),
-            self._list_executables(shape) if multi_round else list_round_executables(*shape, self._drafts),
+            list_multi_round_executables(*shape, self.manifest.grid)
+            if multi_round
+            else list_round_executables(*shape, self._drafts),
         )
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:

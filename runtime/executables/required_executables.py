@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, list_modes
-from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
+from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS, VERIFY_PROGRAMS, ExecutableId
 
 RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it verifies
 
@@ -28,26 +28,26 @@ def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> 
     return [*drafted, (VERIFY_PROGRAMS[mode], sizes), *written]
 
 
-def list_multi_round_executables(bucket: Bucket, grid: Grid) -> list[ExecutableId]:
-    """The executable of a multi-round step; empty where the grid has none for this bucket."""
-    if grid.rounds == 1 or bucket.batch > 1:
+def list_multi_round_executables(bucket: Bucket, mode: SamplingMode, grid: Grid) -> list[ExecutableId]:
+    """The executable of a multi-round step; empty where the grid has none for such rounds."""
+    if grid.rounds == 1 or mode not in MULTI_ROUND_PROGRAMS:
         return []
-    return [("rounds", (bucket.batch, bucket.length, bucket.k, grid.rounds))]
+    return [(MULTI_ROUND_PROGRAMS[mode], (bucket.batch, bucket.length, bucket.k, grid.rounds))]
 
 
 def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
-    """The executables of a shape for a request that runs alone, the write of sampling states included."""
+    """The executables of a shape: of multi-round steps, of single rounds, and of the write of sampling states."""
     bucket, mode = shape
-    if mode != "greedy":
-        return [("admit", ()), *list_round_executables(bucket, mode, drafts)]
-    return list_multi_round_executables(bucket, grid) or list_round_executables(bucket, mode, drafts)
+    written: list[ExecutableId] = [] if mode == "greedy" else [("admit", ())]
+    together = list_multi_round_executables(bucket, mode, grid)
+    return [*written, *together, *list_round_executables(bucket, mode, drafts)]
 
 
 def order_loading(grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
     """Groups of executables in loading order, each group of one chunk or round; executables may repeat.
 
     ks: in the order of their expected worth. First comes what a short prompt alone needs with the best K; then that K
-    for longer prompts and more rows, then the next K.
+    for longer prompts and more rows, then the next K. A greedy request alone needs no single rounds.
     """
     drafts, met = max(ks) > 0, set()
     shapes = [
@@ -57,14 +57,15 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int
         for batch in grid.batch
         for length in grid.length
     ]
-    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *list_shape_executables(shapes[0], grid, drafts)]
+    alone = list_shape_executables(shapes[0], grid, drafts)
+    if shapes[0][1] == "greedy":
+        alone = list_multi_round_executables(*shapes[0], grid) or alone
+    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *alone]
     for shape in shapes:
         if (length := shape[0].length) not in met:
             met.add(length)
             yield from (list_chunk_executables(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
         yield list_shape_executables(shape, grid, drafts)
-    # Single rounds of shapes that have a multi-round step: requests that are not alone need them.
-    yield from (list_round_executables(bucket, mode, drafts) for bucket, mode in shapes if mode == "greedy")
     if "prompt_logprobs" in sampling:
         yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())
     yield [("move", ())]

@@ -131,18 +131,20 @@ class Counters:
         self.prompt_tokens += prompt_tokens
         self.padded_prefill += width - tokens
 
-    def note_row(self, k: int, accepted: int) -> None:
-        """Counts one row of a committed round: `accepted` of `k` drafted tokens were accepted."""
-        self.row_rounds += 1
-        self.drafted += k
-        self.accepted += accepted
+    def note_rows(self, k: int, accepted: Sequence[int]) -> None:
+        """Counts rows of committed rounds: how many of `k` drafted tokens were accepted in each of them."""
+        rounds = len(accepted)
+        self.row_rounds += rounds
+        self.drafted += k * rounds
+        self.accepted += sum(accepted)
         while len(self.verified_at) < k:
             self.verified_at.append(0)
             self.accepted_at.append(0)
         for position in range(k):
-            self.verified_at[position] += 1
-        for position in range(accepted):
-            self.accepted_at[position] += 1
+            self.verified_at[position] += rounds
+        for count in accepted:
+            for position in range(count):
+                self.accepted_at[position] += 1
 
     def note_start(self, request: Request) -> None:
         """Counts a request that was given a slot."""

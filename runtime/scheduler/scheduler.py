@@ -12,6 +12,7 @@ from functools import cached_property
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingKind, SamplingMode, find_serving_mode
+from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
 from dflash_aot.runtime.scheduler.page_pool import PoolFull
@@ -33,7 +34,8 @@ class RunningRequest:
     prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was there already.
     length: kv positions that the host knows to be committed.
     in_flight_tokens: the most tokens that rounds dispatched but not yet read may commit: the sum of their K + 1.
-    in_flight_rounds: rounds dispatched but not yet read; each commits at least one token, or was not needed.
+    in_flight_rounds: rounds that are certain to come of what was dispatched but not yet read; each commits at least one
+        token, or was not needed.
     first_token_in_flight: the prefill that gives the first token was dispatched, and its token not yet read.
     table: its kv pages.
     text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
@@ -103,15 +105,15 @@ class RunningRequest:
         """Upper bound of the length on the device."""
         return self.length + self.in_flight_tokens
 
-    def start_rounds(self, rounds: int, k: int) -> None:
-        """`rounds` rounds that verify `k` drafted tokens each were dispatched."""
-        self.in_flight_rounds += rounds
-        self.in_flight_tokens += rounds * (k + 1)
+    def start_rounds(self, plan: "RoundPlan") -> None:
+        """The rounds of a plan were dispatched."""
+        self.in_flight_rounds += plan.certain_rounds
+        self.in_flight_tokens += plan.rounds * (plan.bucket.k + 1)
 
-    def finish_rounds(self, rounds: int, k: int, committed: int) -> None:
-        """The outcome of as many rounds was read; together they committed `committed` tokens on the device."""
-        self.in_flight_rounds -= rounds
-        self.in_flight_tokens -= rounds * (k + 1)
+    def finish_rounds(self, plan: "RoundPlan", committed: int) -> None:
+        """The outcome of these rounds was read; together they committed `committed` tokens on the device."""
+        self.in_flight_rounds -= plan.certain_rounds
+        self.in_flight_tokens -= plan.rounds * (plan.bucket.k + 1)
         self.length += committed
 
 
@@ -228,14 +230,27 @@ class RoundBatch:
         """Upper bound of the longest length on the device."""
         return max(running.length_bound for running in self.requests)
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must act between two rounds, so that no multi-round step can run them.
+
+        It makes masks of allowed tokens, and writes the sampling parameters of a request before its first sampled
+        round. A multi-round step reports no log-probabilities.
+        """
+        return self.mode not in MULTI_ROUND_PROGRAMS or any(
+            running.request.params.logprobs is not None or (self.mode != "greedy" and not running.has_sampling_state)
+            for running in self.requests
+        )
+
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round of a batch, or several rounds of a single request in one dispatch (a multi-round step).
+    """One round of a batch, or several rounds in one dispatch (a multi-round step).
 
     batch: who takes part. bucket: the shape. multi_round: the executable that runs several rounds is called.
     rounds: how many rounds that call runs at most; 1 otherwise.
-    tokens_outstanding: of a multi-round step: tokens that its request wants beyond those certain to come.
+    stop_early: of a multi-round step: it stops when one of its rows is done, whose place another request waits for.
+    tokens_outstanding: of a multi-round step, by slot: tokens that the request wants beyond those certain to come.
     new_sampling_states: requests whose sampling parameters must be written to the device first.
     """
 
@@ -243,8 +258,14 @@ class RoundPlan:
     bucket: Bucket
     multi_round: bool = False
     rounds: int = 1
-    tokens_outstanding: int = 0
+    stop_early: bool = False
+    tokens_outstanding: Sequence[int] = ()
     new_sampling_states: Sequence[RunningRequest] = ()
+
+    @property
+    def certain_rounds(self) -> int:
+        """Rounds that every row takes part in, unless it is done before: any row may be the one that stops early."""
+        return 1 if self.stop_early else self.rounds
 
 
 class LengthBoundTooLoose(Exception):
@@ -434,28 +455,29 @@ class Scheduler:
         bucket = self._choose_bucket(batch)
         for running in batch.requests:
             self.kv.grow(running.table, running.length_bound + bucket.k + 1)
-        alone = len(self.slots) == 1 and bucket.batch == 1
-        return RoundPlan(batch, bucket, multi_round=alone and self._grid.rounds > 1 and batch.mode == "greedy")
+        return RoundPlan(batch, bucket, multi_round=self._runs_multi_round(batch))
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
         requests = plan.batch.requests
         if plan.multi_round:
-            outstanding = requests[0].tokens_outstanding
-            plan = replace(plan, rounds=self._count_rounds(plan), tokens_outstanding=outstanding)
+            outstanding = [running.tokens_outstanding if running else 0 for running in plan.batch.by_slot]
+            rounds, stop_early = self._count_rounds(plan), bool(self._queue)
+            plan = replace(plan, rounds=rounds, stop_early=stop_early, tokens_outstanding=outstanding)
         elif plan.batch.mode != "greedy" and (new := [one for one in requests if not one.has_sampling_state]):
             plan = replace(plan, new_sampling_states=new)
             for running in new:
                 running.has_sampling_state = True
         for running in requests:
-            running.start_rounds(plan.rounds, plan.bucket.k)
+            running.start_rounds(plan)
         return plan
 
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
         """A round of this plan took `seconds` on the device."""
-        self._controller.note_round_time((plan.bucket, plan.batch.mode), seconds)
+        shape = plan.bucket, plan.batch.mode
+        self._controller.note_round_time(shape, seconds)
         if self._grid.rounds > 1:
-            self._burst.note_round_time(plan.bucket, seconds)
+            self._burst.note_round_time(shape, seconds)
 
     def note_tokens(self, running: RunningRequest) -> None:
         """Tokens were committed to the request: its full pages are kept for others."""
@@ -494,17 +516,30 @@ class Scheduler:
         return self._buckets[key]
 
     def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
-        """Pages that the requests of a round that verifies `k` drafted tokens lack."""
+        """Pages that the requests lack for `k` + 1 tokens more: those of a round that verifies `k` drafted tokens."""
         return sum(self.kv.count_missing(running.table, running.length_bound + k + 1) for running in batch.requests)
 
+    def _runs_multi_round(self, batch: RoundBatch) -> bool:
+        """Whether a multi-round step runs the batch: not while prompts are prefilled, in chunks between the rounds."""
+        if self._grid.rounds == 1 or batch.needs_host:
+            return False
+        return all(running.is_prefilled for running in self.slots)
+
     def _count_rounds(self, plan: RoundPlan) -> int:
-        """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K."""
+        """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K.
+
+        Takes the pages that they may need.
+        """
         previous, self._previous_k = self._previous_k, plan.bucket.k
         if plan.bucket.k != previous:
             return 1
-        (running,), width = plan.batch.requests, plan.bucket.k + 1
-        positions = min(plan.bucket.length, (len(running.table.pages) + self.kv.pool.available) * self.kv.page)
-        rounds = self._burst.choose(plan.bucket, (positions - running.length_bound) // width)
-        self.kv.grow(running.table, running.length_bound + rounds * width)
+        batch, bucket, width = plan.batch, plan.bucket, plan.bucket.k + 1
+        wanted = max(running.tokens_outstanding for running in batch.requests)
+        room = min(wanted, (bucket.length - batch.length_bound) // width)
+        rounds, available = self._burst.choose((bucket, batch.mode), room), self.kv.pool.available
+        while rounds > 1 and self._count_missing_pages(batch, rounds * width - 1) > available:
+            rounds -= 1
+        for running in batch.requests:
+            self.kv.grow(running.table, running.length_bound + rounds * width)
         self._controller.repeat_choice(rounds - 1)
         return rounds

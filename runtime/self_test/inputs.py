@@ -92,6 +92,8 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
         case "active" | "gives_first" | "sampled":
             return np.ones(array.shape, np.bool_)
+        case "stop_early":
+            return np.zeros(array.shape, np.bool_)
         case "count":  # of rounds: later rounds would magnify differences of the first
             return np.ones(array.shape, np.int32)
         case "left":

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from math import exp, log
 
-from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
 SLOWDOWN_ROUNDS = 16  # rounds that the machine's slowdown is a mean of
@@ -62,20 +61,20 @@ class CostModel:
 
 
 class BurstLength:
-    """As many rounds as fit into a burst, by the bucket's round times so far; one round until a time is known."""
+    """As many rounds as fit into a burst, by the shape's round times so far; one round until a time is known."""
 
     def __init__(self, max_rounds: int, burst_seconds: float = BURST_SECONDS):
         self._max_rounds, self._burst_seconds = max_rounds, burst_seconds
-        self._seconds: dict[Bucket, float] = {}
+        self._seconds: dict[RoundShape, float] = {}
 
-    def note_round_time(self, bucket: Bucket, seconds: float) -> None:
-        """A round of this bucket took `seconds`, back to back with the previous one."""
-        before = self._seconds.get(bucket, seconds)
-        self._seconds[bucket] = before + NEW_TIME_WEIGHT * (seconds - before)
+    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+        """A round of this shape took `seconds`, back to back with the previous one."""
+        before = self._seconds.get(shape, seconds)
+        self._seconds[shape] = before + NEW_TIME_WEIGHT * (seconds - before)
 
-    def choose(self, bucket: Bucket, room: int) -> int:
+    def choose(self, shape: RoundShape, room: int) -> int:
         """Rounds, at least 1, and at most `room`, for which there are positions."""
-        seconds = self._seconds.get(bucket)
+        seconds = self._seconds.get(shape)
         if seconds is None:
             return 1
         return max(1, min(self._max_rounds, room, int(self._burst_seconds / seconds)))

@@ -1,91 +1,186 @@
-"""Multi-round steps leave the state that as many single rounds leave."""
-
-from functools import reduce
+"""Multi-round steps leave the state that as many single rounds leave, and give the tokens of these."""
 
 import numpy as np
 import pytest
 
 KV = ("target_k", "target_v", "draft_k", "draft_v")
-PROMPT = [9, 3, 2, 3, 8, 4]
+PROMPTS = [[9, 3, 2, 3, 8, 4], [5, 1, 7], [11, 2, 30, 4, 4, 19, 8]]
 MAX_ROUNDS = 4  # as in the grid of `rig`
-NO_STOP_TOKENS = [-1] * 8
+NONE = [-1] * 8
+SAMPLING = [  # temperature, top_k, top_p, min_p, repetition, presence, frequency
+    [0.9, 20, 0.95, 0.0, 1.2, 0.0, 0.5],
+    [0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0],
+    [1.3, 0, 1.0, 0.05, 1.0, 0.7, 0.0],
+]
+VERIFY = {"rounds": "verify", "sampled_rounds": "sampled_verify"}
 
 
-def run_round(rig, arrays, k):
-    """One round: draft, verify, kv_write."""
+def run_round(rig, arrays, k, rows, program, active):
+    """One round: draft, verify, kv_write. Returns the arrays and the outcome [rows, 2K+2]."""
+    sizes = f"batch={rows} length=32 k={k}"
     if k:
-        arrays = rig.run(f"draft batch=1 length=32 k={k}", arrays)
-    arrays = rig.run(f"verify batch=1 length=32 k={k}", arrays, active=[True])
-    arrays = rig.run(f"kv_write rows=1 width={k + 1}", arrays, slots=[0])
-    return {**arrays, "all": [*arrays.get("all", []), arrays["verdict"][0].tolist()]}
+        arrays = rig.run(f"draft {sizes}", arrays, sampled=[program == "sampled_rounds"])
+    arrays = rig.run(f"{VERIFY[program]} {sizes}", arrays, active=active)
+    arrays = rig.run(f"kv_write rows={rows} width={k + 1}", arrays, slots=range(rows))
+    return arrays, np.where(np.array(active)[:, None], np.asarray(arrays["verdict"])[:, : 2 * k + 2], -1)
 
 
-def run_rounds(rig, arrays, k, count=MAX_ROUNDS, left=99, ends=NO_STOP_TOKENS):
-    label = f"rounds batch=1 length=32 k={k} rounds={MAX_ROUNDS}"
-    return rig.run(label, arrays, count=[count], left=[left], ends=ends)
+def run_singly(rig, arrays, k, rows, program, count, left, ends=None, active=None, stop_early=False):
+    """What a multi-round step does, round by round: the arrays, the outcomes and what is left of `left`."""
+    left, ends = np.array(left), ends or [NONE] * rows
+    taking_part = np.array(active or [True] * rows)
+    outcomes = np.full((MAX_ROUNDS, rows, 2 * k + 2), -1)
+    for done in range(count):
+        running = taking_part & (left > 0)
+        if not running.any() or (done and stop_early and (running != taking_part).any()):
+            break
+        arrays, outcomes[done] = run_round(rig, arrays, k, rows, program, running.tolist())
+        for row in np.flatnonzero(running):
+            accepted, *tokens = outcomes[done, row].tolist()
+            chosen = tokens[k : k + accepted + 1]
+            left[row] = 0 if {*chosen} & {*ends[row]} else left[row] - len(chosen)
+    return arrays, outcomes, left
+
+
+def run_together(rig, arrays, k, rows, program, count, left, ends=None, active=None, stop_early=False):
+    """A multi-round step; arguments and results as `run_singly`."""
+    arrays = rig.run(
+        f"{program} batch={rows} length=32 k={k} rounds={MAX_ROUNDS}",
+        arrays,
+        count=[count],
+        left=left,
+        ends=ends or [NONE] * rows,
+        active=active or [True] * rows,
+        stop_early=[stop_early],
+    )
+    return arrays, np.asarray(arrays["verdicts"]), np.asarray(arrays["left_over"])
 
 
 @pytest.fixture(scope="module")
 def running(rig):
-    return rig.prefill(rig.empty(), 0, PROMPT, width=16)
+    arrays = rig.empty()
+    for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
+        arrays = rig.prefill(arrays, slot, prompt, width=16)
+        arrays = rig.run(
+            "admit",
+            arrays,
+            slots=[slot],
+            starts=[0],
+            anchor=[-1],
+            slot_sampling=[sampling],
+            slot_seeds=[[slot, 17]],
+            slot_bias=np.zeros((1, 48)),
+            slot_prompted=[[token in prompt for token in range(48)]],
+            slot_counts=np.zeros((1, 48)),
+            slot_tops=[0],
+        )
+    return arrays
+
+
+@pytest.fixture(params=["rounds", "sampled_rounds"])
+def program(request):
+    return request.param
+
+
+def check_equal(rig, running, k, rows, program, count=MAX_ROUNDS, **given):
+    """Asserts that both ways give the same outcomes and leave the same state. Returns the outcomes, and `left`."""
+    given.setdefault("left", [99] * rows)
+    single, outcomes, left = run_singly(rig, running, k, rows, program, count, **given)
+    together, verdicts, left_over = run_together(rig, running, k, rows, program, count, **given)
+    np.testing.assert_array_equal(verdicts, outcomes)
+    np.testing.assert_array_equal(left_over, left)
+    for name in ("lengths", "anchors", *(("counts",) if program == "sampled_rounds" else ())):
+        np.testing.assert_array_equal(together[name], single[name], err_msg=name)
+    tables = rig.grid.separate_tables(range(rows))
+    for row, table in enumerate(tables):
+        length = int(single["lengths"][row])
+        for name in KV:
+            one, other = (_read_kv(arrays[name], table, length) for arrays in (single, together))
+            np.testing.assert_allclose(one, other, atol=1e-5, err_msg=f"{name} of row {row}")
+    return outcomes, left
+
+
+def _read_kv(pool, table, length):
+    """[L, G, length, D] of a row's pages."""
+    pages = np.asarray(pool)[:, np.array(table)].swapaxes(1, 2)
+    return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])[:, :, :length]
 
 
 @pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("count", [1, MAX_ROUNDS])
-def test_multi_round_step_equals_single_rounds(rig, running, k, count):
-    single = reduce(lambda arrays, _: run_round(rig, arrays, k), range(count), running)
-    together = run_rounds(rig, running, k, count)
-    assert together["verdicts"][:count].tolist() == single["all"]
-    assert (np.asarray(together["verdicts"][count:]) == -1).all()
-    committed = sum(accepted + 1 for accepted, *_ in single["all"])
-    assert together["left_over"].tolist() == [99 - committed]
-    for name in ("lengths", "anchors"):
-        assert together[name][0] == single[name][0]
-    length = len(PROMPT) + committed
-    for name in KV:
-        one, other = (np.asarray(arrays[name])[:, 0, :, :length] for arrays in (single, together))
-        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+def test_multi_round_step_equals_single_rounds(rig, running, program, k, rows, count):
+    outcomes, _ = check_equal(rig, running, k, rows, program, count)
+    assert (outcomes[:count] >= 0).all() and (outcomes[count:] == -1).all()
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_multi_round_step_ends_when_no_tokens_are_left(rig, running, k):
-    verdicts = run_rounds(rig, running, k)["verdicts"].tolist()
-    first_two = sum(accepted + 1 for accepted, *_ in verdicts[:2])
-    short = run_rounds(rig, running, k, left=first_two)
-    assert short["verdicts"].tolist() == [*verdicts[:2], *[[-1] * (2 * k + 2)] * 2]
-    assert short["left_over"].tolist() == [0]
-    assert run_rounds(rig, running, k, left=first_two + 1)["verdicts"].tolist()[2] == verdicts[2]
+def test_rows_that_have_their_tokens_stay_inactive(rig, running, program, k):
+    outcomes, left = check_equal(rig, running, k, 3, program, left=[1, 99, 2])
+    ran = (outcomes[:, :, 0] >= 0).sum(axis=0).tolist()
+    assert ran[0] == 1 and ran[1] == MAX_ROUNDS and 1 <= ran[2] <= 2
+    assert left[0] <= 0 and left[2] <= 0 < left[1]
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_committed_stop_token_ends_the_multi_round_step(rig, running, k):
-    verdicts = run_rounds(rig, running, k)["verdicts"].tolist()
-    accepted, *tokens = verdicts[1]
+def test_rows_without_a_request_take_no_part(rig, running, program, k):
+    outcomes, left = check_equal(rig, running, k, 3, program, active=[True, False, True], left=[99, 5, 99])
+    assert (outcomes[:, 1] == -1).all() and left[1] == 5
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_multi_round_step_ends_when_no_row_has_tokens_left(rig, running, program, k):
+    outcomes, left = check_equal(rig, running, k, 3, program, left=[2, 1, 2])
+    assert (outcomes[2:] == -1).all() and (left <= 0).all()
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_early_stop_ends_behind_the_round_in_which_a_row_is_done(rig, running, program, k):
+    outcomes, _ = check_equal(rig, running, k, 3, program, left=[99, 1, 99], stop_early=True)
+    assert (outcomes[0] >= 0).all() and (outcomes[1:] == -1).all()
+    outcomes, _ = check_equal(rig, running, k, 3, program, stop_early=True)
+    assert (outcomes >= 0).all(), "no row is done"
+
+
+def test_early_stop_runs_one_round_where_a_row_was_done_before(rig, running, program):
+    """The place is free already, and every other row gets a token."""
+    outcomes, _ = check_equal(rig, running, 3, 3, program, left=[99, 0, 99], stop_early=True)
+    assert (outcomes[0, [0, 2]] >= 0).all() and (outcomes[0, 1] == -1).all() and (outcomes[1:] == -1).all()
+
+
+def test_early_stop_looks_at_no_row_without_a_request(rig, running, program):
+    active, left = [True, False, True], [99, 0, 99]
+    outcomes, _ = check_equal(rig, running, 3, 3, program, left=left, active=active, stop_early=True)
+    assert (outcomes[:, [0, 2]] >= 0).all()
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_committed_stop_token_ends_its_row_only(rig, running, program, k):
+    outcomes, _ = check_equal(rig, running, k, 3, program)
+    accepted, *tokens = outcomes[1, 1].tolist()
     stop = tokens[k + accepted]
-    seen = [token for one in verdicts[:1] for token in one[k + 1 : k + 2 + one[0]]]
-    assert stop not in seen, "the test needs another prompt"
-    ended = run_rounds(rig, running, k, ends=[-1, stop, *[-1] * 6])
-    assert ended["verdicts"].tolist() == [*verdicts[:2], *[[-1] * (2 * k + 2)] * 2]
-    assert ended["left_over"].tolist() == [0]
+    ends = [[stop, *NONE[1:]] if row == 1 else NONE for row in range(3)]
+    ended, left = check_equal(rig, running, k, 3, program, ends=ends)
+    assert 1 <= (ended[:, 1, 0] >= 0).sum() <= 2 and left[1] == 0
+    assert (ended[:, [0, 2]] >= 0).all()
 
 
-def test_rejected_stop_token_does_not_end_the_multi_round_step(rig, running):
-    verdicts = run_rounds(rig, running, 3)["verdicts"].tolist()
-    kept = {token for accepted, *tokens in verdicts for token in tokens[3 : 3 + accepted + 1]}
-    rejected = {token for _, *tokens in verdicts for token in tokens} - kept
+def test_rejected_stop_token_ends_no_row(rig, running):
+    outcomes, _ = check_equal(rig, running, 3, 1, "rounds")
+    kept = {token for ((accepted, *tokens),) in outcomes.tolist() for token in tokens[3 : 3 + accepted + 1]}
+    rejected = {token for ((_, *tokens),) in outcomes.tolist() for token in tokens} - kept
     assert rejected, "the test needs another prompt"
-    ends = [*rejected][:8]
-    again = run_rounds(rig, running, 3, ends=[*ends, *[-1] * (8 - len(ends))])
-    assert again["verdicts"].tolist() == verdicts
+    again, _ = check_equal(rig, running, 3, 1, "rounds", ends=[[*rejected, *NONE][:8]])
+    np.testing.assert_array_equal(again, outcomes)
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_multi_round_step_with_no_tokens_left_changes_nothing(rig, running, k):
-    after = run_rounds(rig, running, k, left=0)
-    assert (np.asarray(after["verdicts"]) == -1).all() and after["left_over"].tolist() == [0]
-    length = len(PROMPT)
-    for name in (*KV, "lengths", "anchors"):
-        before, now = np.asarray(running[name]), np.asarray(after[name])
-        if name in KV:
-            before, now = before[:, 0, :, :length], now[:, 0, :, :length]
-        np.testing.assert_array_equal(before, now, err_msg=name)
+def test_multi_round_step_with_no_tokens_left_changes_nothing(rig, running, program, k):
+    after, verdicts, left = run_together(rig, running, k, 3, program, MAX_ROUNDS, [0, -2, 0])
+    assert (verdicts == -1).all() and left.tolist() == [0, -2, 0]
+    for name in ("lengths", "anchors", "counts"):
+        np.testing.assert_array_equal(after[name], running[name], err_msg=name)
+    for row, table in enumerate(rig.grid.separate_tables(range(3))):
+        for name in KV:
+            before, now = (_read_kv(arrays[name], table, len(PROMPTS[row])) for arrays in (running, after))
+            np.testing.assert_array_equal(before, now, err_msg=name)

@@ -259,6 +259,10 @@ LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", bloc
         "kv_write rows=8 width=4",
         "rounds batch=1 length=8192 k=0 rounds=4",
         "rounds batch=1 length=8192 k=3 rounds=4",
+        "rounds batch=8 length=8192 k=0 rounds=4",
+        "rounds batch=8 length=8192 k=3 rounds=4",
+        "sampled_rounds batch=8 length=8192 k=0 rounds=4",
+        "sampled_rounds batch=8 length=8192 k=3 rounds=4",
     ],
 )
 def test_no_kv_pool_is_copied_on_cpu(small, label):

@@ -24,7 +24,7 @@ def make_histogram(*seconds: float) -> Histogram:
 def test_row_counts_at_each_verified_position():
     counters = Counters()
     for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
-        counters.note_row(k, accepted)
+        counters.note_rows(k, [accepted])
     assert (counters.row_rounds, counters.drafted, counters.accepted) == (4, 13, 7)
     assert counters.verified_at == [3, 3, 3, 1, 1, 1, 1]
     assert counters.accepted_at == [2, 2, 1, 1, 1, 0, 0]
@@ -32,9 +32,9 @@ def test_row_counts_at_each_verified_position():
 
 def test_copy_of_counters_is_independent():
     counters = Counters()
-    counters.note_row(2, 1)
+    counters.note_rows(2, [1])
     before = counters.copy()
-    counters.note_row(2, 2)
+    counters.note_rows(2, [2])
     assert (before.accepted, before.accepted_at) == (1, [1, 0])
 
 
@@ -43,7 +43,7 @@ def test_summary_has_both_averages_of_tau():
     runs = [[3, 1], [0], []]  # the last request ended with its first token
     for run in runs:
         for accepted in run:
-            counters.note_row(3, accepted)
+            counters.note_rows(3, [accepted])
     found = summarize_acceptance([make_result(run) for run in runs], counters)
     assert found.rounds == 3
     assert found.micro_tau == 1 + 4 / 3

@@ -17,7 +17,7 @@ TEMPLATE = "<|im_start|>{{ messages[0].content }}"
 def count_rounds(rounds, accepted):
     counters = Counters()
     for number in range(rounds):
-        counters.note_row(3, int(number < accepted))
+        counters.note_rows(3, [int(number < accepted)])
     return counters
 
 
@@ -42,7 +42,7 @@ def test_low_acceptance_is_diagnosed_after_enough_rounds(rounds, accepted, warne
 def test_no_acceptance_is_diagnosed_without_drafts():
     counters = Counters()
     for _ in range(300):
-        counters.note_row(0, 0)
+        counters.note_rows(0, [0])
     assert diagnose_acceptance(counters) is None
 
 

@@ -1,13 +1,17 @@
-"""Multi-round steps: several rounds of a single request in one dispatch give the tokens of single rounds."""
+"""Multi-round steps: several rounds in one dispatch give the tokens of single rounds."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine, Result, SamplingParams
+from dflash_aot.runtime.requests.request import Stream
+from dflash_aot.runtime.scheduler import scheduler
 from dflash_aot.runtime.speculation.cost_model import BurstLength
 from tests.runtime.toy import (
     BLOCK,
@@ -22,6 +26,12 @@ from tests.runtime.toy import (
 PLAIN = "batch=1,2 length=32,128 k=0,3,7 prefill=8"
 BURSTS = f"{PLAIN} rounds=4"
 PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(autouse=True)
+def _long_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multi-round steps of as many rounds as the grid has, however slow the machine is."""
+    monkeypatch.setattr(scheduler, "BurstLength", partial(BurstLength, burst_seconds=600.0))
 
 
 def serve(buckets: str, prompt: Sequence[int], tokens: int, **asked: Any) -> tuple[ToyEngine, Any]:
@@ -72,27 +82,74 @@ def test_multi_round_step_shrinks_near_the_capacity(tokens: int):
     assert len(request.token_ids) == tokens and engine.calls("rounds")
 
 
-def test_only_a_single_request_gets_multi_round_steps():
+@pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_batches_get_multi_round_steps(asked: dict[str, Any]):
+    """Rows that have their tokens stay inactive while others go on."""
+    engine = ToyEngine(BURSTS, k=3, right=always(1))
+    requests = [engine.submit([start, 2, 7], tokens, **asked) for start, tokens in ((3, 60), (4, 43))]
+    engine.run()
+    program = "sampled_rounds" if asked else "rounds"
+    assert {call.bucket.batch for call in engine.calls(program)} == {1, 2}
+    assert engine.counters.row_rounds == sum(len(request.accepted) for request in requests)
+    assert engine.counters.rounds == engine.bundle.ran + len(engine.rounds)
+    for request in requests:
+        engine.check(request)
+
+
+def test_prompts_are_prefilled_between_single_rounds():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
     first = engine.submit(PROMPT, 90)
     for _ in range(4):
         engine.step()
     assert "rounds" in programs(engine.steps[-1])
-    second = engine.submit([2, 7], 12)
-    together = []
-    while second.finish_reason is None:
-        engine.step()
-        together += [call for call in engine.steps[-1] if call.program == "rounds"]
-    assert not together
+    second = engine.submit([2] * 30, 12)  # chunks of 8
+    engine.step()
+    chunks = [step for step in engine.steps[4:] if "prefill" in programs(step)]
+    while not chunks or "prefill" in programs(engine.step()):
+        chunks = [step for step in engine.steps[4:] if "prefill" in programs(step)]
+    assert len(chunks) == 4
+    assert [name for step in chunks[:-1] for name in programs(step) if name in ("verify", "rounds")] == ["verify"] * 3
     engine.run()
-    assert "rounds" in programs([call for step in engine.steps[-6:] for call in step])
     engine.check(first)
     engine.check(second)
 
 
-def test_sampled_request_gets_single_rounds():
-    engine, _ = serve(BURSTS, PROMPT, 40, k=3, **SAMPLED)
-    assert not engine.calls("rounds")
+def test_sampled_requests_first_round_is_single():
+    """It gives the first token, which a multi-round step would delay."""
+    engine, request = serve(BURSTS, PROMPT, 40, k=3, right=always(1), **SAMPLED)
+    assert len(engine.calls("sampled_verify")) == 1 and engine.calls("sampled_rounds")
+    assert len(engine.deltas[request][0][1].rounds) == 1
+
+
+def test_request_for_logprobs_gets_single_rounds():
+    engine, _ = serve(BURSTS, PROMPT, 40, k=3, **SAMPLED, logprobs=2)
+    assert not engine.calls("rounds", "sampled_rounds")
+
+
+def test_step_stops_early_for_a_request_that_waits():
+    """The place of the second request is given away, and the first one goes on."""
+    engine = ToyEngine("batch=2 length=128 k=0,3 prefill=8 rounds=4", k=3, right=always(0))
+    first, second, third = engine.submit([3], 60), engine.submit([4], 15), engine.submit([5], 9)
+    while second.finish_reason is None:
+        engine.step()
+    steps = len(engine.steps)
+    while third.started is None:
+        engine.step()
+    assert len(engine.steps) - steps <= 1, "the slot was free"
+    # With one token per round: 14 rounds of both, one before, and one that was in flight already.
+    assert (engine.counters.rounds, engine.counters.row_rounds) == (16, 30)
+    engine.run()
+    for request in (first, second, third):
+        engine.check(request)
+
+
+def test_waiting_request_costs_no_row_a_round():
+    """One round is certain where a step may stop early. More would leave tokens that nobody dispatches for."""
+    engine = ToyEngine("batch=2 length=128 k=0,3 prefill=8 rounds=4", k=3, right=by_first_token)
+    requests = [engine.submit([start], 40) for start in (0, 3, 1, 2, 3)]
+    engine.run()
+    for request in requests:
+        engine.check(request)
 
 
 def test_cancelled_request_frees_its_slot_after_a_multi_round_step():
@@ -120,15 +177,19 @@ def test_failed_multi_round_step_ends_its_request_only():
     engine.check(last)
 
 
-def test_random_multi_round_schedules_give_each_its_own_text():
+@pytest.mark.parametrize("batches", ["1,2", "4", "1,2,8"])
+def test_random_multi_round_schedules_give_each_its_own_text(batches: str):
     rng = random.Random(5)
     for _ in range(40):
-        engine = ToyEngine(BURSTS, k=rng.choice([0, 3, 7]), right=by_first_token)
-        for _ in range(rng.randrange(1, 7)):
+        few = rng.choice(["", " kv_positions=160"])
+        buckets = f"batch={batches} length=32,128 k=0,3,7 prefill=8 rounds=4{few}"
+        engine = ToyEngine(buckets, k=rng.choice([0, 3, 7]), right=by_first_token)
+        for _ in range(rng.randrange(1, 12)):
             request = engine.submit(
                 [rng.randrange(8) for _ in range(rng.randrange(1, 20))],
                 rng.randrange(1, 100),
                 stop_token_ids=rng.sample(range(97), rng.randrange(3)),
+                **rng.choice([{}, {}, SAMPLED, {**SAMPLED, "logprobs": 1}]),
             )
             for _ in range(rng.randrange(12)):
                 engine.step()
@@ -140,27 +201,81 @@ def test_random_multi_round_schedules_give_each_its_own_text():
 
 
 def test_burst_length_follows_round_times():
-    pace, bucket = BurstLength(max_rounds=8, burst_seconds=0.05), ToyEngine(BURSTS).grid.fit(1, 8, 3)
-    assert pace.choose(bucket, room=9) == 1, "no time is known yet"
-    pace.note_round_time(bucket, 0.01)
-    assert pace.choose(bucket, room=9) == 5
-    assert pace.choose(bucket, room=2) == 2
-    pace.note_round_time(bucket, 0.03)  # the mean is 0.015 now
-    assert pace.choose(bucket, room=9) == 3
+    bucket = ToyEngine(BURSTS).grid.fit(1, 8, 3)
+    pace, greedy, sampled = BurstLength(max_rounds=8, burst_seconds=0.05), (bucket, "greedy"), (bucket, "sample")
+    assert pace.choose(greedy, room=9) == 1, "no time is known yet"
+    pace.note_round_time(greedy, 0.01)
+    assert pace.choose(greedy, room=9) == 5 and pace.choose(sampled, room=9) == 1
+    assert pace.choose(greedy, room=2) == 2
+    pace.note_round_time(greedy, 0.03)  # the mean is 0.015 now
+    assert pace.choose(greedy, room=9) == 3
     for _ in range(40):
-        pace.note_round_time(bucket, 0.2)
-    assert pace.choose(bucket, room=9) == 1
+        pace.note_round_time(greedy, 0.2)
+    assert pace.choose(greedy, room=9) == 1
+
+
+def read_all(streams: Sequence[Stream]) -> tuple[list[Result], int]:
+    """The results, and the most rounds that one delta had."""
+    rounds = [len(delta.rounds) for stream in streams for delta in stream]
+    return [stream.result() for stream in streams], max(rounds)
 
 
 @pytest.mark.parametrize("k", [0, 7])
-def test_real_bundle_gives_the_same_tokens_with_and_without_multi_rounds(bundle: Any, k: int):
-    prompts = [[5, 9, 200, 31], list(range(40, 100))]
-    params = SamplingParams(max_tokens=90, stop_token_ids=())
-    with Engine.open(bundle("one row"), k=k) as engine:
-        plain = [engine.generate(prompt, params) for prompt in prompts]
+@pytest.mark.parametrize("together", [1, 8, 11])
+def test_multi_round_steps_match_the_reference(bundle: Any, tied: Any, k: int, together: int) -> None:
+    """11 requests are more than the slots: steps stop early."""
+    prompts, most = (tied.facts["prompts"] * together)[: max(together, 3)], 0
     with Engine.open(bundle("bursts"), k=k) as engine:
-        burst = [engine.generate(prompt, params) for prompt in prompts]
-        calls = engine.stats()
-    assert [one.token_ids for one in burst] == [one.token_ids for one in plain]
-    assert [one.accepted for one in burst] == [one.accepted for one in plain]
-    assert calls.rounds == sum(len(one.accepted) for one in burst) and calls.compile_events == 0
+        for start in range(0, len(prompts), together):
+            asked = prompts[start : start + together]
+            limits = [
+                SamplingParams(max_tokens=one["max_new_tokens"], stop_token_ids=one["stop_token_ids"] or (), trace=True)
+                for one in asked
+            ]
+            results, rounds = read_all(
+                [engine.stream(one["prompt_ids"], p) for one, p in zip(asked, limits, strict=True)]
+            )
+            for prompt, result in zip(asked, results, strict=True):
+                plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
+                assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"] if k else plain)
+                if k:
+                    cycles = prompt["cycles"][: len(result.accepted)]
+                    assert result.accepted == [cycle["acceptance"] for cycle in cycles]
+                    assert result.drafted == [cycle["block"][1:] for cycle in cycles]
+            most = max(most, rounds)
+        assert engine.stats().compile_events == 0
+    assert most > 1, "nothing was dispatched together"
+
+
+@pytest.mark.parametrize("together", [1, 8, 12])
+def test_sampled_multi_round_steps_give_the_tokens_of_single_rounds(bundle: Any, together: int) -> None:
+    """A request for log-probabilities gets single rounds, which choose the same tokens."""
+    rng = random.Random(together)
+    asked = [
+        (
+            [rng.randrange(200) for _ in range(rng.randrange(1, 60))],
+            SamplingParams(
+                max_tokens=rng.randrange(20, 70),
+                temperature=rng.choice([0.0, 0.7, 1.3]),
+                top_k=rng.choice([0, 5, 40]),
+                top_p=rng.choice([1.0, 0.9]),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                frequency_penalty=rng.choice([0.0, 0.5]),
+                seed=rng.randrange(1 << 40),
+                stop_token_ids=rng.sample(range(200), rng.randrange(12)),
+                trace=True,
+            ),
+        )
+        for _ in range(12)
+    ]
+    most = 0
+    with Engine.open(bundle("bursts"), k=7) as engine:
+        for start in range(0, len(asked), together):
+            part = asked[start : start + together]
+            alone = [engine.generate(prompt, replace(params, logprobs=0)) for prompt, params in part]
+            results, rounds = read_all([engine.stream(prompt, params) for prompt, params in part])
+            most = max(most, rounds)
+            for one, other in zip(results, alone, strict=True):
+                assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+                assert (one.accepted, one.drafted) == (other.accepted, other.drafted)
+    assert most > 1, "nothing was dispatched together"

@@ -63,7 +63,7 @@ def make_counters() -> Counters:
         bucket_rounds={(Bucket(4, 256, 7), True): 28, (Bucket(1, 64, 0), False): 29},
     )
     for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
-        counters.note_row(k, accepted)
+        counters.note_rows(k, [accepted])
     for place, name in enumerate(TIMINGS.values()):
         for seconds in (0.0005, 0.3, 0.4, 1000.0 + place):
             getattr(counters, name).observe(seconds)
@@ -283,7 +283,7 @@ def test_concurrent_scrapes_are_consistent():
     def serve() -> None:
         for number in range(rows):
             live.note_round(Bucket(1 + number % 4, 64, 3), False, 1)
-            live.note_row(3, number % 4)
+            live.note_rows(3, [number % 4])
             live.latency.observe(number / 1000)
             published[0] = live.copy()
 

@@ -47,10 +47,10 @@ def test_sampled_rounds_load_after_greedy_ones_of_the_same_k():
 
 
 def test_multi_round_executable_loads_first():
-    """Executables for requests that are not alone load last."""
+    """A greedy request alone needs no single rounds."""
     found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])
-    rest = ["draft 1,16,3", "verify 1,16,3", "verify 1,16,0", "kv_write 1,1", "move"]
-    assert found == ["prefill 4,16", "kv_write 1,4", "rounds 1,16,3,8", "rounds 1,16,0,8", *rest]
+    rest = ["draft 1,16,3", "verify 1,16,3", "rounds 1,16,0,8", "verify 1,16,0", "kv_write 1,1", "move"]
+    assert found == ["prefill 4,16", "kv_write 1,4", "rounds 1,16,3,8", *rest]
 
 
 def test_executables_of_a_round():
@@ -61,12 +61,18 @@ def test_executables_of_a_round():
         ("kv_write", (2, 4)),
     ]
     assert list_round_executables(Bucket(2, 16, 0), "greedy", drafts=False) == [("verify", (2, 16, 0))]
-    assert list_shape_executables((bucket, "greedy"), grid, drafts=True) == list_round_executables(
-        bucket, "greedy", drafts=True
-    )
+    assert list_shape_executables((bucket, "greedy"), grid, drafts=True) == [
+        ("rounds", (2, 16, 3, 8)),
+        *list_round_executables(bucket, "greedy", drafts=True),
+    ]
     assert list_shape_executables((bucket, "sample"), grid, drafts=True) == [
         ("admit", ()),
+        ("sampled_rounds", (2, 16, 3, 8)),
         *list_round_executables(bucket, "sample", drafts=True),
+    ]
+    assert list_shape_executables((bucket, "constrain"), grid, drafts=True) == [
+        ("admit", ()),
+        *list_round_executables(bucket, "constrain", drafts=True),
     ]
     assert list_chunk_executables(Chunk(4, 16), drafts=False) == [("prefill", (4, 16))]
 

@@ -51,7 +51,7 @@ def start(scheduler: Scheduler) -> RoundPlan:
 
 def finish(plan: RoundPlan, accepted: int) -> None:
     for running in plan.batch.requests:
-        running.finish_rounds(plan.rounds, plan.bucket.k, plan.rounds * (accepted + 1))
+        running.finish_rounds(plan, plan.rounds * (accepted + 1))
         running.request.token_ids += [7] * plan.rounds * (accepted + 1)
 
 
@@ -150,15 +150,40 @@ def test_multi_round_steps_begin_with_one_round_of_a_new_k():
     scheduler.fill_slots()
     prefill(scheduler)
     first = start(scheduler)
-    assert (first.multi_round, first.rounds, first.tokens_outstanding) == (True, 1, 49)
+    assert (first.multi_round, first.rounds, first.tokens_outstanding) == (True, 1, [49])
     finish(first, accepted=3)
     scheduler.note_round_time(first, 0.01)
     second = start(scheduler)
-    assert (second.multi_round, second.rounds, second.tokens_outstanding) == (True, 4, 45)
+    assert (second.multi_round, second.rounds, second.tokens_outstanding) == (True, 4, [45])
     finish(second, accepted=3)
-    ask(queue, 8)
+    ask(queue, 8, limit=50)
     scheduler.fill_slots()
-    assert not start(scheduler).multi_round  # the request is not alone any more
+    between = start(scheduler)
+    assert not between.multi_round  # a prompt is to be prefilled
+    finish(between, accepted=3)
+    prefill(scheduler)
+    scheduler.note_round_time(start(scheduler), 0.01)
+    both = start(scheduler)
+    assert (both.multi_round, both.rounds, both.tokens_outstanding) == (True, 4, [24, 48])
+
+
+def test_multi_round_step_stops_early_where_a_request_waits():
+    """Then one round is certain of each row: another row may be done after it."""
+    scheduler, queue = make_scheduler("batch=2 length=64 k=0,3 prefill=16 rounds=4")
+    for _ in range(3):
+        ask(queue, 8, limit=20)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    prefill(scheduler)
+    scheduler.note_round_time(start(scheduler), 0.01)
+    plan = start(scheduler)
+    assert (plan.multi_round, plan.rounds, plan.stop_early, plan.certain_rounds) == (True, 4, True, 1)
+    assert [running.in_flight_rounds for running in plan.batch.requests] == [2, 2]
+    assert [running.in_flight_tokens for running in plan.batch.requests] == [20, 20]
+    for running in plan.batch.requests:
+        running.finish_rounds(plan, 6)
+    assert [running.in_flight_rounds for running in plan.batch.requests] == [1, 1]
+    assert [running.in_flight_tokens for running in plan.batch.requests] == [4, 4]
 
 
 def test_emptied_scheduler_returns_its_requests():

@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, SamplingMode, count_top_logprobs
-from dflash_aot.cache.signature import VERIFY_PROGRAMS
+from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS, VERIFY_PROGRAMS
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.metrics.counters import Counters
@@ -288,7 +288,7 @@ class ToyBundle:
 
     def has_run(self, shape: RoundShape, multi_round: bool) -> bool:
         bucket, mode = shape
-        return self._has_called("rounds" if multi_round else VERIFY_PROGRAMS[mode], bucket)
+        return self._has_called((MULTI_ROUND_PROGRAMS if multi_round else VERIFY_PROGRAMS)[mode], bucket)
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         return self._has_called("scored_prefill" if scored else "prefill", chunk)
@@ -315,10 +315,10 @@ class ToyBundle:
         require(self.k > 0 and (rows, width) in self._widths, f"no kv_write for {rows} rows of {width}")
         return partial(self._call, "kv_write", (rows, width), self._kv_write)
 
-    def rounds(self, bucket: Bucket) -> Program:
-        self._require_verify("greedy", bucket)
-        require(bucket.batch == 1 < self.manifest.grid.rounds, f"no rounds for {bucket}")
-        return partial(self._call, "rounds", bucket, self._rounds)
+    def rounds(self, bucket: Bucket, mode: SamplingMode) -> Program:
+        self._require_verify(mode, bucket)
+        require(self.manifest.grid.rounds > 1, f"no rounds for {bucket}")
+        return partial(self._call, MULTI_ROUND_PROGRAMS[mode], bucket, partial(self._rounds, mode != "greedy"))
 
     def admit(self) -> Program:
         require("sample" in self.manifest.sampling, "nothing samples")
@@ -429,21 +429,37 @@ class ToyBundle:
         bits = logprob(chosen).view(np.int32)
         return used, (features, starts, np.concatenate([outcome, bits], axis=1), *tops)
 
-    def _rounds(self, bucket: Bucket, rows: list[Row], count: Any, left: Any, ends: Any) -> Any:
-        """Runs draft, verification and kv_write in turn, as long as tokens are left."""
-        most, (row,), left = self.manifest.grid.rounds, rows, int(left[0])
+    def _rounds(
+        self,
+        sampled: bool,
+        bucket: Bucket,
+        rows: list[Row],
+        count: Any,
+        left: Any,
+        ends: Any,
+        active: Any,
+        stop_early: Any,
+    ) -> Any:
+        """Runs draft, verification and kv_write in turn, as long as a row has tokens left."""
+        most, left = self.manifest.grid.rounds, [*map(int, left)]
         require(0 < count[0] <= most, f"{count[0]} rounds of {most}")
-        outcomes = np.full((most, 2 * bucket.k + 2), -1, np.int32)
+        require(len(rows) == len(left) == len(ends) == len(active) == bucket.batch, f"{len(left)} rows in {bucket}")
+        outcomes = np.full((most, bucket.batch, 2 * bucket.k + 2), -1, np.int32)
+        used = [slot for slot, on in enumerate(active) if on]
         for done in range(count[0]):
-            if left <= 0:
+            running = [slot for slot in used if left[slot] > 0]
+            if not running or (done and stop_early[0] and len(running) < len(used)):
                 break
-            start, block = row.slot.length, [row.slot.anchor, *self._guess(row, bucket.k)]
-            written, outcome = _verify_row(bucket, row, block, True, SlotSampling())
-            row.write("draft", start, written)
-            outcomes[done], chosen = outcome, outcome[bucket.k + 1 :][: outcome[0] + 1]
-            left = 0 if set(chosen) & set(map(int, ends)) else left - len(chosen)
-        self.ran += int((outcomes[:, 0] >= 0).sum())
-        return [0], (outcomes, [left])
+            self.ran += 1
+            for slot, row in enumerate(rows):
+                start, block = row.slot.length, [row.slot.anchor, *self._guess(row, bucket.k)]
+                sampling = row.slot.sampling if sampled else SlotSampling()
+                written, outcome = _verify_row(bucket, row, block, slot in running, sampling)
+                row.write("draft", start, written)
+                if slot in running:
+                    outcomes[done, slot], chosen = outcome, outcome[bucket.k + 1 :][: outcome[0] + 1]
+                    left[slot] = 0 if set(chosen) & set(map(int, ends[slot])) else left[slot] - len(chosen)
+        return used, (outcomes, np.array(left))
 
     def _kv_write(self, sizes: tuple[int, int], rows: list[Row], features: Any, starts: Any) -> Any:
         named = Features(tuple(row.table for row in rows), tuple(map(int, starts)), features.tokens)
