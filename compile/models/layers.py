@@ -143,15 +143,18 @@ class RmsNorm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The gated MLP: down(silu(gate x) · up x)."""
+    """The gated MLP: down(silu(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each."""
 
     def __init__(self, hidden: int, width: int, kind: WeightKind, tp: TensorParallel = ONE_DEVICE):
-        self.gate_proj = Linear(width, hidden, kind, OUTPUTS)
-        self.up_proj = Linear(width, hidden, kind, OUTPUTS)
+        pair = ["gate_proj.weight", "up_proj.weight"]
+        self.gate_up, self.gate_up_scale = kind.linear((2, width, hidden), pair, (width, hidden), split=1)
         self.down_proj = Linear(hidden, width, kind, INPUTS, tp)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(multiply(silu(self.gate_proj(x)), self.up_proj(x)))
+        # One product with the rows of both, split behind it: a result [.., 2, M] would be laid out anew on TPU.
+        weight, scale = self.gate_up[...], read(self.gate_up_scale)
+        gate, up = jnp.split(matmul(weight.reshape(-1, weight.shape[-1]), x, scale), 2, axis=-1)
+        return self.down_proj(multiply(silu(gate), up))
 
 
 class Attention(nnx.Module):
