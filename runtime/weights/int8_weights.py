@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
 from dflash_aot.runtime.weights.quantized_tensors import QuantizedTensors
-from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, find_magnitudes
+from dflash_aot.runtime.weights.safetensors_reader import CheckpointTensors
 from dflash_aot.runtime.weights.tensor_slices import (
     TensorSlice,
     find_stored_slice,
@@ -22,9 +22,9 @@ LARGEST = np.float32(127)
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 
-def find_scales(rows: np.ndarray) -> np.ndarray:
-    """Returns the scale of each row: finite floats [n, in] → float32 [n]. The scale of a row of zeros is 0."""
-    scales = find_magnitudes(rows) / LARGEST
+def find_scales(magnitudes: np.ndarray) -> np.ndarray:
+    """Returns the scales of rows by their largest magnitudes: finite float32 [n] → float32 [n]. Zeros have scale 0."""
+    scales = magnitudes / LARGEST
     return np.where(scales < SMALLEST_SCALE, np.float32(0), scales)
 
 
@@ -53,15 +53,15 @@ class Int8Weight:
     def find_scales(self, placement: Placement, piece: TensorSlice) -> None:
         """Sets the scales of a piece of whole rows, in coordinates of the argument. Raises BadCheckpoint."""
         if not self._is_quantized(placement):
-            self._set_scales(piece, find_scales(self._read_rows(placement, piece)))
+            self._set_scales(piece, find_scales(self._read_rows(placement, piece)[1]))
 
     def read(self, placement: Placement, piece: TensorSlice) -> np.ndarray:
         """Returns the integers of a piece of the argument, and sets the scales of its rows. Raises BadCheckpoint."""
         if self._is_quantized(placement):
             return self._read_quantized(placement, piece)
-        rows = self._read_rows(placement, piece)
+        rows, magnitudes = self._read_rows(placement, piece)
         if not self.splits_rows:
-            self._set_scales(piece, find_scales(rows))
+            self._set_scales(piece, find_scales(magnitudes))
         scales = self.scales[to_numpy_slices(piece[:-1])].reshape(-1)
         return quantize_rows(rows.astype(np.float32), scales).reshape(slice_shape(piece))
 
@@ -75,11 +75,10 @@ class Int8Weight:
         integers = self._tensors.read_integers(placement.tensor, placement.stored, stored)
         return integers.reshape(slice_shape(piece))
 
-    def _read_rows(self, placement: Placement, piece: TensorSlice) -> np.ndarray:
-        """Returns rows of a piece as floats [n, m]."""
+    def _read_rows(self, placement: Placement, piece: TensorSlice) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows of a piece as floats [n, m], and their largest magnitudes [n]."""
         stored = find_stored_slice(placement, shift_slice(piece, placement.offset))
-        values = self._tensors.read(placement.tensor, placement.stored, FLOATS, stored)
-        return values.reshape(-1, slice_shape(piece)[-1])
+        return self._tensors.read_rows(placement.tensor, placement.stored, stored)
 
     def _set_scales(self, piece: TensorSlice, scales: np.ndarray) -> None:
         rows = piece[:-1]

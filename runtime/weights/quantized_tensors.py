@@ -18,7 +18,7 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import Quantization, read_quantization
 from dflash_aot.cache.tensor_names import WEIGHT, is_ignored, is_linear_layer, names_any
-from dflash_aot.runtime.weights.safetensors_reader import FLOATS, FP8, INTEGERS, CheckpointTensors
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS, FP8, INTEGERS, CheckpointTensors, find_magnitudes
 from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor
 
 PACKED, PACKED_SHAPE = ".weight_packed", ".weight_shape"
@@ -87,6 +87,13 @@ class QuantizedTensors(CheckpointTensors):
         integers = self._read_numbers(matrix, part)
         numbers = _decode_fp8(integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
         return self._scale(matrix, numbers, part)
+
+    def read_rows(self, name: str, shape: tuple[int, ...], part: TensorSlice) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows and magnitudes as `CheckpointTensors.read_rows` does, those of a quantized matrix in float32."""
+        if name not in self._matrices:
+            return super().read_rows(name, shape, part)
+        rows = self.read(name, shape, FLOATS, part)
+        return rows, find_magnitudes(rows)
 
     def reads_integers(self, name: str) -> bool:
         """Whether a tensor is int8 with a scale per output channel, which `read_integers` and `read_scales` return."""

@@ -73,16 +73,37 @@ class CheckpointTensors:
 
         Raises BadCheckpoint for another shape or dtype, and for NaN or infinity among FLOATS.
         """
+        values = self._read(name, shape, dtypes, part)
+        if dtypes is FLOATS and not _is_finite(values):
+            raise self._refuse_values(name)
+        return values
+
+    def read_rows(self, name: str, shape: tuple[int, ...], part: TensorSlice) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a slice of a matrix of FLOATS [n, m], in its stored dtype, and its rows' largest magnitudes [n].
+
+        Raises BadCheckpoint as `read` does. The magnitudes show NaN and infinity, so that the values are read once.
+        """
+        rows = self._read(name, shape, FLOATS, part)
+        magnitudes = find_magnitudes(rows)
+        if not np.isfinite(magnitudes).all():
+            raise self._refuse_values(name)
+        return rows, magnitudes
+
+    def _read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None) -> np.ndarray:
+        """Returns a tensor or a part of it, of any values. Raises BadCheckpoint for another shape or dtype."""
         path = self._files[name]
         tensor = self._open[path].get_slice(name)
         if (found := tuple(tensor.get_shape())) != shape:
             raise BadCheckpoint(f"{path}: {name} is {list(found)}, but its config.json implies {list(shape)}")
         if tensor.get_dtype() not in dtypes:
             raise BadCheckpoint(f"{path}: {name} is {tensor.get_dtype()}, expected one of {', '.join(dtypes)}")
-        values = tensor[to_numpy_slices(cover_tensor(shape) if part is None else part)]
-        if dtypes is FLOATS and not _is_finite(values):
-            raise BadCheckpoint(f"{path}: {name} holds NaN or infinity: the file is damaged or the training diverged")
+        values: np.ndarray = tensor[to_numpy_slices(cover_tensor(shape) if part is None else part)]
         return values
+
+    def _refuse_values(self, name: str) -> BadCheckpoint:
+        return BadCheckpoint(
+            f"{self._files[name]}: {name} holds NaN or infinity: the file is damaged or the training diverged"
+        )
 
     def read_octets(self, name: str, part: TensorSlice) -> np.ndarray:
         """Returns the bits of a slice of an FP8 tensor, uint8. NumPy has no FP8, so safetensors cannot return it.
