@@ -53,7 +53,7 @@ BUILDS = {
         0,
     ),
     "v5e:2x2": ((SHARED,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
-    "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # gate and up as one weight were copied here
+    "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # gate and up were copied here, once as one weight
     WITH_EXPERTS: (("verify batch=1 length=1024 k=15",), 4),
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": ((SHARED,), 4),  # all weights were copied to another layout here
