@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -17,14 +18,14 @@ from safetensors.numpy import save_file
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import Placement, WeightFormats, WeightRecipe
+from dflash_aot.cache.bundle.weight_recipe import Placement, WeightFormats, WeightRecipe, make_scale_recipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.signature import MESH_AXIS, state_arrays
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.executable import DeviceState, load_executable
-from dflash_aot.runtime.weights.weight_loader import load_weights
+from dflash_aot.runtime.weights.weight_loader import MOST_READ_NUMBERS, READERS, load_weights
 from tests.quantized_checkpoints import quantize_checkpoint
 
 DEVICES = jax.devices("cpu")
@@ -111,26 +112,48 @@ def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
 @pytest.mark.parametrize("count", [1, 8])
 def test_host_memory_holds_at_most_two_slices(tmp_path, count):
     shape = (1024, 4096)
-    save_file({"w": np.ones(shape, np.float32)}, tmp_path / "model.safetensors")
     slice_bytes = 4 * math.prod(shape) // count
-    load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])  # the first load allocates more
+    peak = measure_peak([one_tensor(shape)], tmp_path, count)
+    assert peak < 2.1 * slice_bytes
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_host_memory_of_a_quantized_weight_holds_slices_of_integers_and_the_pieces_that_are_read(tmp_path, count):
+    """A float32 copy of the whole weight would not fit."""
+    shape = (4096, 4096)
+    values = msgspec.structs.replace(one_tensor(shape, "int8"), encoding="int8_values")
+    slice_bytes, piece_bytes = math.prod(shape) // count, READERS * MOST_READ_NUMBERS * 4 * 4  # four float32 arrays
+    peak = measure_peak([values, make_scale_recipe(values)], tmp_path, count)
+    assert peak < 2.1 * slice_bytes + piece_bytes < 4 * math.prod(shape)
+
+
+def measure_peak(recipes: list[WeightRecipe], place: Path, count: int) -> int:
+    """Most bytes of host memory while a weight of ones is loaded, without those that stay."""
+    save_file({"w": np.ones(recipes[0].shape, np.float32)}, place / "model.safetensors")
+    load_weights(recipes, {"target": place}, DEVICES[:count])  # the first load allocates more
     tracemalloc.start()
     try:
-        loaded = load_weights([one_tensor(shape)], {"target": tmp_path}, DEVICES[:count])
+        loaded = load_weights(recipes, {"target": place}, DEVICES[:count])
         left, peak = tracemalloc.get_traced_memory()  # a CPU device may keep the host's array
     finally:
         tracemalloc.stop()
-    assert loaded["target.w"].shape == shape
-    assert slice_bytes <= peak and peak - left < 2.1 * slice_bytes
+    assert loaded["target.w"].shape == recipes[0].shape
+    assert recipes[0].bytes // count <= peak
+    return peak - left
 
 
 @pytest.mark.parametrize("column", [0, 9, 31])
-def test_value_that_is_not_finite_is_found_in_any_slice(tmp_path, column):
-    values = np.ones((4, 32), np.float32)
-    values[2, column] = math.nan
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_value_that_is_not_finite_is_found_in_any_slice(tmp_path, column, value, stored):
+    values = np.ones((4, 32), stored)
+    values[2, column] = value
     save_file({"w": values}, tmp_path / "model.safetensors")
-    with pytest.raises(BadCheckpoint, match="w holds NaN or infinity"):
-        load_weights([one_tensor((4, 32))], {"target": tmp_path}, DEVICES)
+    integers = msgspec.structs.replace(one_tensor((4, 32), "int8"), encoding="int8_values")
+    for recipes in ([one_tensor((4, 32))], [integers, make_scale_recipe(integers)]):
+        for count in (1, 8):
+            with pytest.raises(BadCheckpoint, match="w holds NaN or infinity"):
+                load_weights(recipes, {"target": tmp_path}, DEVICES[:count])
 
 
 # -- state
