@@ -20,7 +20,7 @@ from tests.runtime.test_golden_runs import generate
 # Their drafts have heads of their own, and the tied target chooses the same tokens if its head is not rounded.
 SAME_CHOICES = ("int8 pruned", "int8 anchored")
 # Of the tied pairs whose drafts use the target's head, those for which a float32 bundle with a rounded head is built.
-UNTIED_COPIES = ("int8 dflash2", "int8 dflash2_speculators")
+UNTIED_COPIES = ("int8 dflash2", "int8 dflash2_speculators", "int8 dflash2_sliding", "int8 softcap")
 # What is looked up, routers, and DFlash2's convolutions and selector.
 PLAIN = ("embed_tokens.weight", "mlp.gate.weight", "codebook", "kernel_projection.weight", "hidden_projection.weight")
 TIED_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
