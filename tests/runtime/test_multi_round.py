@@ -275,7 +275,9 @@ def test_sampled_multi_round_steps_give_the_tokens_of_single_rounds(bundle: Any,
             alone = [engine.generate(prompt, replace(params, logprobs=0)) for prompt, params in part]
             results, rounds = read_all([engine.stream(prompt, params) for prompt, params in part])
             most = max(most, rounds)
-            for one, other in zip(results, alone, strict=True):
+            for (_, params), one, other in zip(part, results, alone, strict=True):
                 assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
-                assert (one.accepted, one.drafted) == (other.accepted, other.drafted)
+                # A greedy request's first token comes from its prefill, with log-probabilities from a round.
+                if params.temperature or params.repetition_penalty != 1 or params.frequency_penalty:
+                    assert (one.accepted, one.drafted) == (other.accepted, other.drafted)
     assert most > 1, "nothing was dispatched together"
