@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
 
+from products import multiply_in_bfloat16
+
 Weights = dict[str, jax.Array]
 PRINTED_STEPS = 100  # the mean loss of so many steps is printed
 
@@ -71,7 +73,8 @@ def train(
 
     @jax.jit
     def step(weights, state, *batch):
-        value, gradient = jax.value_and_grad(loss)(weights, *batch)
+        with multiply_in_bfloat16():
+            value, gradient = jax.value_and_grad(loss)(weights, *batch)
         updates, state = rule.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, value
 
@@ -83,8 +86,8 @@ def train(
         weights, state, value = step(weights, state, *batch)
         recent.append(value)  # read later: otherwise the device waits for the host in every step
         if index % PRINTED_STEPS == 0 or index == steps:
-            loss, seconds = np.mean(np.asarray(recent, np.float64)), time.monotonic() - began
-            print(f"{label} {index}/{steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
+            mean, seconds = np.mean(np.asarray(recent, np.float64)), time.monotonic() - began
+            print(f"{label} {index}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
             recent = []
         if index % every == 0 and index < steps:
             save_state(checkpoint, (weights, state), index, recent)

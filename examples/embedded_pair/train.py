@@ -1,8 +1,7 @@
 """Trains a target and its draft on the sources of the standard library, in stages, and writes both checkpoints.
 
 python examples/embedded_pair/train.py --out build/pair                  # the embedded pair
-python examples/embedded_pair/train.py --out build/pair2 --draft_kind dflash2 --vocab 1024 --hidden 512 --layers 8 \\
-    --draft_layers 2
+python examples/embedded_pair/train.py --out build/pair2 --draft_kind dflash --hidden 512 --draft_layers 2
 
 A finished stage is not repeated. A stage that was interrupted goes on behind its last checkpoint, with the numbers of a
 run that was not interrupted. Other settings than those of the directory's first run (settings.json) are refused.
@@ -42,17 +41,16 @@ from target_training import next_token_loss, train_target
 
 LEAST_VOCAB = 256 + len(SPECIAL)  # a token for each byte
 OUT = flags.DEFINE_string("out", "build/pair", "directory to write target/ and draft/ to")
-DRAFT_KIND = flags.DEFINE_enum("draft_kind", "dflash", ["dflash", "dflash2"], "kind of the draft")
-# With so small a vocabulary a token is about two characters, so that many tokens are easy to predict for the draft.
-VOCAB = flags.DEFINE_integer("vocab", 384, "tokens of the vocabulary", lower_bound=LEAST_VOCAB)
-HIDDEN = flags.DEFINE_integer("hidden", 256, "hidden width of both models, whose MLPs have twice as much")
+DRAFT_KIND = flags.DEFINE_enum("draft_kind", "dflash2", ["dflash", "dflash2"], "kind of the draft")
+VOCAB = flags.DEFINE_integer("vocab", 1024, "tokens of the vocabulary", lower_bound=LEAST_VOCAB)
+HIDDEN = flags.DEFINE_integer("hidden", 384, "hidden width of both models, whose MLPs have twice as much")
 flags.register_validator("hidden", lambda width: width > 0 and width % 128 == 0, "it must be a multiple of 128")
-LAYERS = flags.DEFINE_integer("layers", 8, "layers of the target", lower_bound=5)
-DRAFT_LAYERS = flags.DEFINE_integer("draft_layers", 3, "layers of the draft", lower_bound=1)
+LAYERS = flags.DEFINE_integer("layers", 10, "layers of the target", lower_bound=5)
+DRAFT_LAYERS = flags.DEFINE_integer("draft_layers", 1, "layers of the draft", lower_bound=1)
 TARGET_STEPS = flags.DEFINE_integer(
-    "target_steps", 2200, "training steps of the target, of 2048 tokens each", lower_bound=2
+    "target_steps", 1600, "training steps of the target, of 2048 tokens each", lower_bound=2
 )
-DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 5700, "training steps of the draft", lower_bound=LEAST_STEPS)
+DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 3300, "training steps of the draft", lower_bound=LEAST_STEPS)
 ROLLOUTS = flags.DEFINE_integer("rollouts", 4608, "sequences that the target generates to train the draft")
 flags.register_validator(
     "rollouts", lambda count: count > 0 and count % BATCH == 0, f"it must be a multiple of {BATCH}"
