@@ -3,7 +3,7 @@
 N sequences · A anchors of a sequence · T tokens of a sequence · F width of the features · H hidden
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.parameters import AbstractModel
 
 from optimize import Weights, train
+from products import multiply_in_bfloat16
 from rollouts import PROMPT, WIDTH
 from target_training import causal
 
@@ -148,7 +149,8 @@ def run_target(
         x, features, _ = model.forward(rows, positions, target_layer_ids, None, causal)
         return features, model.model.norm(x)
 
-    parts = [run(weights, rows) for rows in ids.reshape(-1, 64, ids.shape[1])]
+    with multiply_in_bfloat16():
+        parts = [run(weights, rows) for rows in ids.reshape(-1, 64, ids.shape[1])]
     features, last = zip(*parts, strict=True)
     return np.concatenate([np.asarray(part) for part in features]), np.concatenate([np.asarray(part) for part in last])
 
@@ -170,13 +172,17 @@ def train_phase(
     target_weights: Weights,
     weights: Weights,
     ids: np.ndarray,
+    outputs: Callable[[], tuple[np.ndarray, np.ndarray]],
     phase: Phase,
     seed: int,
     checkpoint: Path,
     every: int,
 ) -> Weights:
-    """The draft's weights, in float32, after one phase of training; see `train`. The target's weights are fixed."""
-    features, last = run_target(models[0], target_weights, ids, models[1].module.draft.target_layer_ids)
+    """The draft's weights, in float32, after one phase of training; see `train`. The target's weights are fixed.
+
+    outputs: gives what `run_target` returns for `ids`.
+    """
+    features, last = outputs()
     embeddings = {name: leaf for name, leaf in target_weights.items() if "embed_tokens" in name}
 
     def loss(weights: Weights, *batch: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ run that was not interrupted. Other settings than those of the directory's first
 
 import json
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from dflash_aot.compile.models.parameters import AbstractModel
 
 from checkpoint import save_draft, save_target, write_json
 from corpus import MASK, SPECIAL, read_split, token_stream, train_tokenizer
-from draft_training import LEAST_STEPS, plan_phases, train_phase
+from draft_training import LEAST_STEPS, plan_phases, run_target, train_phase
 from optimize import Weights, init_weights, run_stage
 from rollouts import BATCH, roll_out
 from target_training import next_token_loss, train_target
@@ -126,8 +126,10 @@ def make_draft(
     """Trains the draft on the target's text ids [S, T], phase by phase, and writes its checkpoint."""
     facts, layers = draft.module.draft, target.module.target.decoder.layers
     weights = init_weights(draft.shapes(), facts.decoder.layers, SEED.value + 2)
+    outputs = cache(partial(run_target, target, target_weights, ids, facts.target_layer_ids))  # once for all phases
     for index, phase in enumerate(plan_phases(DRAFT_STEPS.value)):
-        arguments = ((target, draft), target_weights, round_as_stored(weights), ids, phase, SEED.value + 2 + index)
+        given, seed = (ids, outputs, phase), SEED.value + 2 + index
+        arguments = ((target, draft), target_weights, round_as_stored(weights), *given, seed)
         compute = partial(train_phase, *arguments, every=CHECKPOINT_STEPS.value)
         weights = to_device(run_stage(out / f"draft{index}.safetensors", compute))
     save_draft(out / "draft", facts, layers, weights, draft.recipes("draft"))

@@ -15,6 +15,7 @@ from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.tokenizer_kinds import metaspace
 
 KS = (0, 7)
+VOCAB = 1024
 PERSON = {
     "type": "object",
     "properties": {
@@ -68,7 +69,7 @@ def test_answers_follow_their_grammar_and_do_not_depend_on_k(engine, form, tempe
 
 
 def test_forced_tokens_are_accepted_without_being_drafted_by_the_model(engine):
-    long = "all that follows here is given " * 3
+    long = "all that follows here is given " * 8
     result = engine.generate("a", SamplingParams(structured_outputs={"choice": [long]}, k=7))
     assert result.text == long and len(result.accepted) <= len(result.token_ids) / 7
 
@@ -122,7 +123,7 @@ def test_document_cut_by_max_tokens_follows_its_schema(engine, temperature):
 
 def test_completion_of_a_cut_answer_has_no_logprobs(engine):
     """The target would never end, because every token with a closing bracket is banned."""
-    banned = {token: -100.0 for token in range(384) if b")" in engine.tokenizer.token_bytes(token)}
+    banned = {token: -100.0 for token in range(VOCAB) if b")" in engine.tokenizer.token_bytes(token)}
     form = {"regex": "\\([a-z ]*\\)"}
     result = engine.generate("a", SamplingParams(structured_outputs=form, max_tokens=40, logit_bias=banned, logprobs=0))
     assert (result.finish_reason, len(result.token_ids)) == ("length", 40) and re.fullmatch(form["regex"], result.text)
@@ -131,7 +132,7 @@ def test_completion_of_a_cut_answer_has_no_logprobs(engine):
 
 
 def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
-    banned = {token: -100.0 for token in engine.tokenizer.encode("m")}
+    banned = {token: -100.0 for token in range(VOCAB) if engine.tokenizer.token_bytes(token).startswith(b"m")}
     params = SamplingParams(structured_outputs={"choice": ["maybe so", "no"]}, logit_bias=banned, logprobs=1)
     result = engine.generate("a", params)
     assert result.text == "no" and len(result.logprobs) == len(result.token_ids)

@@ -430,7 +430,7 @@ def test_model_is_listed_and_retrieved(client):
         ({"max_tokens": 1000}, 400, "context_length_exceeded", "maximum context length is 256 tokens; the prompt has"),
         ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "length is 256 tokens, and the prompt has"),
         ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
-        ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 383"),
+        ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 1023"),
         ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
         ({"extra_body": {"best_of": 2}}, 400, "invalid_value", "best_of"),
         ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
@@ -497,7 +497,7 @@ def test_text_is_tokenized_and_back(served, engine):
         for path, body, words in (
             ("/tokenize", {}, "one of prompt and messages"),
             ("/tokenize", {"prompt": "x " * 400_000}, "maximum context length"),
-            ("/detokenize", {"tokens": [384]}, "token 384: the target's tokens are 0 to 383"),
+            ("/detokenize", {"tokens": [1024]}, "token 1024: the target's tokens are 0 to 1023"),
         ):
             refused = client.post(path, json=body)
             assert refused.status_code == 400 and words in refused.json()["error"]["message"]
