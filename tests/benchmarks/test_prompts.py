@@ -90,9 +90,9 @@ def test_special_tokens_come_from_the_template_or_precede_a_text(tmp_path):
 
 
 def test_held_out_prompts_have_the_requested_length():
-    short, long = (load_prompts(HELD_OUT, 64, TARGET, width) for width in (64, 512))
+    short, long = (load_prompts(HELD_OUT, 64, TARGET, width) for width in (64, 400))
     assert len(short) == 64 and {len(prompt) for prompt in short} == {64}
-    assert {len(prompt) for prompt in long} == {512}
+    assert {len(prompt) for prompt in long} == {400}
     assert [prompt[:64] for prompt in long] == short
 
 
