@@ -13,7 +13,7 @@ from dflash_aot.runtime.speculation.controller import SpeculationController
 from dflash_aot.runtime.speculation.round_timing import RoundTimer
 
 logger = logging.getLogger(__name__)
-TIMING_PASSES = 3  # the shortest counts
+TIMING_PASSES = 5  # the shortest counts
 
 
 class WarmUp:
@@ -28,7 +28,9 @@ class WarmUp:
         self._timer = RoundTimer(bundle, state)
         self._step_bytes = estimate_step_bytes(bundle.manifest)
         manifest = bundle.manifest
-        self._unmeasured = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._controller else []
+        shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._controller else []
+        # Each pass runs through all shapes: a moment's disturbance of the machine then hits few timings of one shape.
+        self._untimed = shapes * TIMING_PASSES
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:
@@ -51,11 +53,12 @@ class WarmUp:
             self._reset()
 
     def _time_round(self, controller: AdaptiveK) -> bool:
-        """Times one round shape of which all executables were called. Returns whether there was one."""
-        self._unmeasured = [shape for shape in self._unmeasured if not controller.costs.is_measured(shape)]
-        for shape in self._unmeasured:
+        """Times one round of the next shape of which all executables were called. Returns whether there was one."""
+        self._untimed = [shape for shape in self._untimed if not controller.costs.is_served(shape)]
+        for index, shape in enumerate(self._untimed):
             if self._bundle.has_run(shape, multi_round=False):
-                controller.costs.set_measured(shape, min(self._timer.time(*shape) for _ in range(TIMING_PASSES)))
+                controller.costs.set_measured(shape, self._timer.time(*shape))
                 self._timer.clear()
+                del self._untimed[index]
                 return True
         return False

@@ -40,11 +40,17 @@ class CostModel:
         """Whether a round of this shape was measured or served."""
         return shape in self._own
 
+    def is_served(self, shape: RoundShape) -> bool:
+        """Whether a round of this shape was served."""
+        return self._rounds.get(shape, 0) > 0
+
     def set_measured(self, shape: RoundShape, seconds: float) -> None:
-        """A shape was measured, under the machine's present slowdown. Ignored for a measured one."""
-        if shape in self._own:
+        """A shape was measured, under the machine's present slowdown: the shortest time counts, until one is served."""
+        if self.is_served(shape):
             return
-        self._own[shape], self._rounds[shape] = log(seconds) - self._log_slowdown, 0
+        own = log(seconds) - self._log_slowdown
+        self._own[shape] = min(own, self._own.get(shape, own))
+        self._rounds[shape] = 0
         scales = [own - self._estimates[measured] for measured, own in self._own.items() if measured in self._estimates]
         self._log_scale = sum(scales) / len(scales) if scales else 0.0
 
@@ -53,6 +59,7 @@ class CostModel:
         surprise = log(seconds / self[shape])
         if shape not in self._own:
             self.set_measured(shape, seconds)
+            self._rounds[shape] = 1
             return
         surprise = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
         self._rounds[shape] = rounds = min(self._rounds[shape] + 1, OWN_ROUNDS)

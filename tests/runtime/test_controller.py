@@ -14,6 +14,7 @@ from dflash_aot.runtime.speculation.adaptive_k import (
     AdaptiveK,
 )
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
+from dflash_aot.runtime.speculation.cost_model import CostModel
 from tests.runtime.toy import ToyEngine, always, rounds_of
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
@@ -278,8 +279,18 @@ def test_estimated_k_is_tried_until_measured(truth, then):
     for _ in range(40):
         ks.append(ask(depth, [one], (0, 3)))
         depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: truth}[ks[-1]])
-    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy"))
+    assert depth.costs.is_served((Bucket(1, 256, 3), "greedy"))
     assert ks[-1] == then
+
+
+def test_shortest_measured_time_counts_until_a_round_is_served():
+    costs, shape = CostModel({}), (Bucket(1, 256, 3), "greedy")
+    for seconds, expected in ((3.0, 3.0), (2.0, 2.0), (4.0, 2.0)):
+        costs.set_measured(shape, seconds)
+        assert costs[shape] == pytest.approx(expected)
+    costs.note_served(shape, 2.0)
+    costs.set_measured(shape, 1.0)
+    assert costs[shape] == pytest.approx(2.0)
 
 
 def test_k_0_is_measured_although_drafting_is_estimated_better():
