@@ -20,6 +20,7 @@ from dflash_aot.cache.sampling_state import (
     needs_sampling_state,
 )
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
+from dflash_aot.runtime.draft_kv_writer import DraftKvWriter
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ class Dispatcher:
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state, self._to_device = bundle, state, state.to_device
-        self._has_draft_kv = bundle.k > 0
+        self._draft_kv = DraftKvWriter(bundle, state)
         manifest, to_device = bundle.manifest, state.to_device
         # The caches hold nothing of an engine, so that a closed engine can be collected.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
@@ -92,6 +93,7 @@ class Dispatcher:
     def reset(self) -> None:
         """Starts again with an empty device state, after a failure."""
         self._state.reset()
+        self._draft_kv = DraftKvWriter(self._bundle, self._state)
         self._left_over = None
 
     def has_run_prefill(self, plan: PrefillPlan) -> bool:
@@ -109,14 +111,14 @@ class Dispatcher:
 
     def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:
         """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
+        self._draft_kv.catch_up()
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
         pages, flag = self._find_pages((plan.running,), 1), self._flags[plan.gives_first_token]
         wanted = [self._pad(plan.next_tokens, plan)] if plan.scored else []
         run = self._bundle.prefill(plan.chunk, plan.scored)
         arguments = (pages, self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
         features, token, *scores = run(self._state, *arguments)
-        if self._has_draft_kv:
-            self._bundle.kv_write(1, plan.chunk.prefill)(self._state, pages, features, starts)
+        self._draft_kv.write(pages, features, starts)
         self._last_was_round = False
         if not plan.gives_first_token and not plan.scored:
             return None
@@ -144,14 +146,20 @@ class Dispatcher:
         bucket, batch = plan.bucket, plan.batch
         pages = self._find_pages(batch.by_slot, bucket.batch)
         draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"],)
-        block = self._bundle.draft(bucket)(self._state, pages, *draws) if bucket.k else ()
+        block: Sequence[jax.Array] = ()
+        if bucket.k:
+            self._draft_kv.catch_up()
+            block = self._bundle.draft(bucket)(self._state, pages, *draws)
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
         active = self._find_active(_pad_rows(plan))
         verify, given = self._bundle.verify(bucket, batch.mode), (*block, active, *masks)
         features, starts, outcomes, *top_logprobs = verify(self._state, pages, *given)
-        if self._has_draft_kv:
-            write = self._bundle.kv_write(bucket.batch, bucket.k + 1)
-            write(self._state, pages, features, starts)
+        if bucket.k:
+            self._draft_kv.write(pages, features, starts)
+        else:
+            requests = [running and running.request for running in batch.by_slot]
+            rows = [request and (request.arrival or 0, request.preemptions) for request in requests]
+            self._draft_kv.put_off(rows, pages, features, starts)
         wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
         return outcomes, top_logprobs if wants_top_logprobs else ()
 
@@ -178,6 +186,7 @@ class Dispatcher:
         How many tokens are left after the last multi-round step only the device knows exactly. If other requests take
         part now, the host's upper bounds take their place: a request that is done costs a wasted row until it is read.
         """
+        self._draft_kv.catch_up()
         rows = _pad_rows(plan)
         if self._left_over and self._left_over[0] == rows:
             left = self._left_over[1]

@@ -94,6 +94,11 @@ class LoadedBundle:
         key, names = (chunk, scored), list_chunk_executables(chunk, self._drafts, scored)
         return key in self._called or self._check_run(key, names)
 
+    def has_run_kv_write(self, rows: int, width: int) -> bool:
+        """Whether the draft's kv of so many rows and positions was written before."""
+        name: ExecutableId = ("kv_write", (rows, width))
+        return name in self._called or self._check_run(name, [name])
+
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
         """Remembers under `key` that all of these executables have been called, once they have."""
         if has_run := all(self.executables.is_loaded(name) and self.executables[name].called for name in names):

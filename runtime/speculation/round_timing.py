@@ -49,7 +49,7 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
     """Estimates of each shape, right in ratios; see `estimate_executables`."""
     seconds = estimate_executables(manifest)
     return {
-        shape: sum(seconds[name] for name in list_round_executables(*shape, k > 0))
+        shape: sum(seconds[name] for name in list_round_executables(*shape, drafts=shape[0].k > 0))
         for shape in list_round_shapes(manifest.grid, manifest.sampling, k)
     }
 
@@ -107,14 +107,13 @@ class RoundTimer:
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         samples = needs_sampling_state(bundle.manifest.sampling)
         flags = [state.to_device(np.array([mode != "greedy"]))] if samples else []
-        write = bundle.kv_write(bucket.batch, bucket.k + 1)
         state.wait()
         began = time.perf_counter()
         # The draft comes last: each call then needs the result of the one before, and none of them overlap.
         features, starts, *_ = verify(state, pages, *block, active, *map(state.to_device, masks))
-        write(state, pages, features, starts)
-        drafted = bundle.draft(bucket)(state, pages, *flags) if bucket.k else ()
-        jax.block_until_ready(drafted)
+        if bucket.k:  # a round without drafts puts the write off, see `DraftKvWriter`
+            bundle.kv_write(bucket.batch, bucket.k + 1)(state, pages, features, starts)
+            jax.block_until_ready(bundle.draft(bucket)(state, pages, *flags))
         state.wait()
         return time.perf_counter() - began
 

@@ -167,6 +167,10 @@ class ToyArray:
     def copy_to_host_async(self) -> None:
         self.sent = True
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
         require(self.sent, "an array is read that was not sent to the host when it was made")
         self.on_read()
@@ -219,13 +223,13 @@ class Row:
         pool[0][:] = [STALE] * PAGE
 
 
-@dataclass(frozen=True)
-class Features:
-    """Features of tokens [rows, width] at `starts` of rows with these page tables, for kv_write."""
-
-    tables: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    tokens: tuple[tuple[int, ...], ...]
+def make_features(rows: Sequence[Row], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    """Features [B, T, 3], which tell where kv_write must write them: token + 1, position, first page of the row."""
+    columns = [
+        [(token + 1, start + at, row.table[0]) for at, token in enumerate(written)]
+        for row, start, written in zip(rows, starts, tokens, strict=True)
+    ]
+    return np.array(columns, np.int32)
 
 
 class ToyState:
@@ -293,7 +297,10 @@ class ToyBundle:
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         return self._has_called("scored_prefill" if scored else "prefill", chunk)
 
-    def _has_called(self, program: str, bucket: Bucket | Chunk) -> bool:
+    def has_run_kv_write(self, rows: int, width: int) -> bool:
+        return self._has_called("kv_write", (rows, width))
+
+    def _has_called(self, program: str, bucket: Bucket | Chunk | tuple[int, ...]) -> bool:
         return not self._cold or any(call.program == program and call.bucket == bucket for call in self.log)
 
     def prefill(self, chunk: Chunk, scored: bool = False) -> Program:
@@ -349,7 +356,11 @@ class ToyBundle:
                 row.slot.head = row.read("target", 1)[0] if any(row.table) else row.slot.head
         heads = tuple(slots[slot].head for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
-        return [ToyArray(result, partial(self._read, program, bucket, tuple(used), heads, done)) for result in results]
+        reads = partial(self._read, bucket=bucket, slots=tuple(used), heads=heads, done=done)
+        names = [
+            f"{program} features" if np.ndim(result) == 3 and result.shape[-1] == 3 else program for result in results
+        ]
+        return [ToyArray(result, partial(reads, name)) for result, name in zip(results, names, strict=True)]
 
     def _make_rows(self, program: str, state: ToyState, tables: Any, *values: Any) -> list[Row]:
         """The rows of a call: those of the first slots, of a prefill the one slot; kv_write needs no slots."""
@@ -362,6 +373,8 @@ class ToyBundle:
 
     def _read(self, program: str, bucket: Any, slots: tuple[int, ...], heads: tuple[int, ...], done: float) -> None:
         self.on_read()
+        is_outcome = not program.endswith("features")
+        require(is_outcome or done <= self.clock.host, f"{program} are read, and the device is not done")
         self.clock.host = max(self.clock.host, done)
         self._break(f"read {program}")
         self.log.append(Call(f"read {program}", bucket, slots, heads))
@@ -385,7 +398,7 @@ class ToyBundle:
         row.write("target", start, padded)
         row.slot.length = start + count
         row.slot.anchor = next_token(row.text) if gives_first[0] else STALE
-        return [int(at[0])], (Features((row.table,), (start,), (padded,)), [row.slot.anchor])
+        return [int(at[0])], (make_features(rows, (start,), (padded,)), [row.slot.anchor])
 
     def _scored_prefill(self, chunk: Chunk, rows: list[Row], *arguments: Any) -> Any:
         *arguments, behind = arguments
@@ -417,7 +430,7 @@ class ToyBundle:
         samplinges = [row.slot.sampling if sampled else SlotSampling() for row in rows]
         found = [_verify_row(bucket, *row) for row in zip(rows, block, active, samplinges, strict=True)]
         written, outcome = zip(*found, strict=True)
-        features = Features(tuple(row.table for row in rows), starts, written)
+        features = make_features(rows, starts, written)
         return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(outcome, np.int32))
 
     def _sampled_verify(self, bucket: Bucket, rows: list[Row], *arguments: Any) -> Any:
@@ -462,11 +475,14 @@ class ToyBundle:
         return used, (outcomes, np.array(left))
 
     def _kv_write(self, sizes: tuple[int, int], rows: list[Row], features: Any, starts: Any) -> Any:
-        named = Features(tuple(row.table for row in rows), tuple(map(int, starts)), features.tokens)
-        require(named == features, f"features of {features} are written as those of {named}")
-        require(sizes == (len(rows), len(features.tokens[0])), f"features of another shape than {sizes}")
-        for row, start, tokens in zip(rows, named.starts, named.tokens, strict=True):
-            row.write("draft", start, tokens)
+        require(sizes == features.shape[:2] == (len(rows), sizes[1]), f"features of another shape than {sizes}")
+        for row, start, columns in zip(rows, starts, features, strict=True):
+            given = [column for column in columns.tolist() if any(column)]  # zeros are padding
+            places = [(int(start) + at, row.table[0]) for at in range(len(given))]
+            idle = not any(row.table) and not any(page for *_, page in given)  # a row without a request stays in place
+            found = [(at, page) for _, at, page in given]
+            require(idle or found == places, f"features of {found} are written as those of {places}")
+            row.write("draft", int(start), [token - 1 for token, *_ in columns.tolist()])
         return (), ()
 
     def _admit(

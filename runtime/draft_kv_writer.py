@@ -1,0 +1,76 @@
+"""The draft's kv: written behind prefills and rounds; that of rounds with K = 0 is put off until a draft needs it.
+
+An engine that has settled on K = 0 then calls kv_write once for many rounds: a call costs more by its weights than by
+its positions.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
+
+RowKey = tuple[int, int]  # a request's arrival and preemptions: requests of different keys have different pages
+
+
+class DraftKvWriter:
+    """Calls kv_write, and keeps the features of rounds with K = 0 whose kv is not written yet.
+
+    These rounds follow one another with the same rows, and each advances every row by one position. `catch_up` comes
+    before anything else that reads or writes draft kv: a request that has ended may have given its pages away by then.
+
+    Nothing waits for the device. Features go through the host, which joins them, but for those of the newest rounds:
+    the host reads outcomes one step late, so all older rounds are done.
+    """
+
+    def __init__(self, bundle: LoadedBundle, state: DeviceState):
+        self._bundle, self._state = bundle, state
+        self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
+        self._rows: Sequence[RowKey | None] = ()
+        self._pages: jax.Array | None = None  # of the latest round; rows keep the pages of the rounds before it
+        self._late: list[tuple[jax.Array, jax.Array]] = []  # features [B, 1, F] and starts [B], oldest first
+
+    def write(self, pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
+        """Dispatches the write of features [B, T, F] at positions from `starts` on; nothing if no round drafts."""
+        if self._bundle.k:
+            rows, width, _ = features.shape
+            self._bundle.kv_write(rows, width)(self._state, pages, features, starts)
+
+    def put_off(self, rows: Sequence[RowKey | None], pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
+        """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched. rows: None for no request."""
+        if not self._bundle.k:
+            return
+        if rows != self._rows:
+            self.catch_up()
+        if 1 not in (widths := self._list_widths(features.shape[0])):
+            self.write(pages, features, starts)  # a first call: other rounds need not be told apart from it
+            return
+        features.copy_to_host_async()
+        self._rows, self._pages = rows, pages
+        self._late.append((features, starts))
+        if len(self._late) > widths[-1] + 1:  # the newest two rounds may be running
+            self._write_oldest(widths[-1])
+
+    def catch_up(self) -> None:
+        """Dispatches the writes of all that was put off. The newest round may be running."""
+        if len(self._late) > 1:
+            self._write_oldest(len(self._late) - 1)
+        if self._late:
+            self._write_oldest(1)
+
+    def _list_widths(self, rows: int) -> list[int]:
+        """Widths whose executables were called before: a first call takes longer."""
+        return [width for width in self._widths if self._bundle.has_run_kv_write(rows, width)]
+
+    def _write_oldest(self, count: int) -> None:
+        """One call, with zeros behind the features: their kv is overwritten before it is read."""
+        late, self._late = self._late[:count], self._late[count:]
+        features, starts = late[0]
+        if count > 1:
+            width = next(width for width in self._list_widths(features.shape[0]) if width >= count)
+            joined = np.concatenate([np.asarray(one) for one, _ in late], axis=1)
+            features = self._state.to_device(np.pad(joined, ((0, 0), (0, width - count), (0, 0))))
+        assert self._pages is not None
+        self.write(self._pages, features, starts)
