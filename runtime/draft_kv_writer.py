@@ -45,7 +45,7 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features.shape[0])):
-            self.write(pages, features, starts)  # a first call: other rounds need not be told apart from it
+            self.write(pages, features, starts)  # a first call, which this round's shape tells of
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages
