@@ -157,8 +157,7 @@ class Dispatcher:
         if bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
-            requests = [running and running.request for running in batch.by_slot]
-            rows = [request and (request.arrival or 0, request.preemptions) for request in requests]
+            rows = [running.key if running else None for running in batch.by_slot]
             self._draft_kv.put_off(rows, pages, features, starts)
         wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
         return outcomes, top_logprobs if wants_top_logprobs else ()

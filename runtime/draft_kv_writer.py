@@ -12,7 +12,7 @@ import numpy as np
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
-RowKey = tuple[int, int]  # a request's arrival and preemptions: requests of different keys have different pages
+RowKey = tuple[int, int]  # see `RunningRequest.key`
 
 
 class DraftKvWriter:
@@ -45,7 +45,7 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features.shape[0])):
-            self.write(pages, features, starts)  # a first call, which this round's shape tells of
+            self.write(pages, features, starts)  # a first call: `has_run` told of it
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages

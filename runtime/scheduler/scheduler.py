@@ -96,6 +96,11 @@ class RunningRequest:
         return self.request.priority, self.request.arrival or 0
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Identifies one stay in a slot, without a reference to the request: its arrival and preemptions."""
+        return self.request.arrival or 0, self.request.preemptions
+
+    @property
     def requested_k(self) -> int | None:
         """The request's own K; None where the speculation controller chooses."""
         return self.request.params.k
