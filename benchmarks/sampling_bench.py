@@ -2,9 +2,9 @@
 
 Both use the same noise for the target, so both generate the same texts. Beside them stands the overlap of the two
 distributions, Σ min(target, draft): no draft whose tokens have the draft's distribution is accepted more often. The
-likeliest token may be, where the draft is less certain than the target. Requests with top_k, top_p or min_p are
-measured with a draft that keeps to their limits and with one that does not. The draft program that can draw is timed
-beside the one that cannot.
+likeliest token may be, where the draft is less certain than the target. Requests with top_k, top_p, min_p or
+penalties are measured with a draft that keeps to them and with one that does not. The draft program that can draw is
+timed beside the one that cannot.
 
 B rows · T positions of a text · K drafted tokens · V vocabulary · F width of the features
 """
@@ -39,6 +39,7 @@ from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.sampling import PENALTIES
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 PROMPT = 8  # random tokens before each text
@@ -48,6 +49,7 @@ LIMITED_REQUESTS = (
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
 )
 LIMIT_COLUMNS = ("top_k", "top_p", "min_p")
 DRAWING, NOT_DRAWING = "draws", "cannot draw"  # draft programs that are timed
@@ -62,7 +64,7 @@ class Settings(contenders.PairSettings):
     temperatures: tuple[float, ...] = setting((0.3, 0.7, 1.0), "temperatures", least=0.01)
     texts: int = setting(32, "texts for each temperature", least=1)
     tokens: int = setting(160, "tokens of a text", least=32)
-    limits: bool = setting(True, "requests with top_k, top_p and min_p too, and the time of the draft program")
+    limits: bool = setting(True, "requests with limits and penalties too, and the time of the draft program")
 
 
 class Sampler:
@@ -90,9 +92,9 @@ class Sampler:
     def run_texts(self, asked: Request, draws: bool, limited: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Generates all texts: tokens [B, T], and (text, first position, accepted tokens) of each round [rounds, 3].
 
-        Unless `limited`, the draft does not know of top_k, top_p and min_p.
+        Unless `limited`, the draft does not know of top_k, top_p, min_p and penalties.
         """
-        prompts = self._start(asked)
+        prompts, penalised = self._start(asked), any(name in PENALTIES for name in asked)
         known = self._arrays["sampling"]
         unlimited = known
         for name in LIMIT_COLUMNS:
@@ -102,7 +104,7 @@ class Sampler:
         while (active := np.asarray(self._arrays["lengths"]) < self.limit - 1).any():
             pages = {"pages": self.grid.separate_tables(range(self.rows))}
             self._arrays["sampling"] = known if limited else unlimited
-            self._run(f"draft {self.bucket}", sampled=[draws], **pages)
+            self._run(f"draft {self.bucket}", sampled=[draws], penalised=[limited and penalised], **pages)
             self._arrays["sampling"] = known
             verified = self._run(f"sampled_verify {self.bucket}", active=active, **pages)
             self._run(f"kv_write rows={self.rows} width={self.k + 1}", **pages)
@@ -134,7 +136,7 @@ class Sampler:
             DRAWING: (self._signatures[label], self._jitted[label]),
             NOT_DRAWING: (greedy, jax.jit(self._greedy.function(greedy))),
         }
-        given = {"pages": self.grid.separate_tables(range(self.rows)), "sampled": [True]}
+        given = {"pages": self.grid.separate_tables(range(self.rows)), "sampled": [True], "penalised": [False]}
         calls = {name: (function, self._collect(one, given)) for name, (one, function) in programs.items()}
         for function, inputs in calls.values():
             jax.block_until_ready(function(inputs))

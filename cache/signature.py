@@ -260,9 +260,10 @@ KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")
-DRAWING_STATE = ("sampling", "seeds")
-CHOOSING_STATE = (*DRAWING_STATE, "bias", "prompted")  # what the choice of a token reads besides the counts
+CHOOSING_STATE = ("sampling", "seeds", "bias", "prompted")  # what the choice of a token reads besides the counts
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
+
+PENALISED = ArraySpec("penalised", (1,), BOOL)
 
 
 class ProgramWeights(msgspec.Struct, frozen=True):
@@ -358,15 +359,16 @@ def draft_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -
     """Draft forward over a block of the trained width; returns the anchor and K drafted tokens of each row.
 
     Where the programs sample, `sampled` tells whether each slot's sampling state counts; otherwise drafting is greedy.
+    `penalised` tells whether a row has a bias or penalties; without it they are not looked up.
     """
     B, K = bucket.batch, bucket.k
     return Signature(
         program="draft",
         bucket={"batch": B, "length": bucket.length, "k": K},
         weights=weights.draft,
-        state=(*DRAFT_STATE, "lengths", "anchors", *(DRAWING_STATE if pair.samples else ())),
+        state=(*DRAFT_STATE, "lengths", "anchors", *(("counts", *CHOOSING_STATE) if pair.samples else ())),
         donated=(),
-        arguments=(ArraySpec("sampled", (1,), BOOL),) if pair.samples else (),
+        arguments=(ArraySpec("sampled", (1,), BOOL), PENALISED) if pair.samples else (),
         results=(ArraySpec("block", (B, K + 1), INT),),
     )
 
@@ -454,7 +456,8 @@ def rounds_signature(
     left, and with `stop_early` after the first round behind which an active row is done. `verdicts` has the outcome of
     `verify` per round and row, -1 where the row did not take part. `left_over` is what remains of `left`.
 
-    Sampled rounds verify as `sampled_verify` does. They report no log-probabilities.
+    Sampled rounds verify as `sampled_verify` does, and draft with `penalised` as `draft`. They report no
+    log-probabilities.
     """
     B, K = bucket.batch, bucket.k
     used = (*weights.target, *(weights.draft if K else ()), *weights.context)
@@ -472,6 +475,7 @@ def rounds_signature(
             ArraySpec("ends", (B, MAX_STOP_TOKENS), INT),
             ArraySpec("active", (B,), BOOL),
             ArraySpec("stop_early", (1,), BOOL),
+            *((PENALISED,) if sampled and K else ()),
         ),
         results=(ArraySpec("verdicts", (rounds, B, 2 * K + 2), INT), ArraySpec("left_over", (B,), INT)),
     )

@@ -145,7 +145,7 @@ class Dispatcher:
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
         pages = self._find_pages(batch.by_slot, bucket.batch)
-        draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"],)
+        draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._find_penalised(plan))
         block: Sequence[jax.Array] = ()
         if bucket.k:
             self._draft_kv.catch_up()
@@ -194,8 +194,9 @@ class Dispatcher:
             left = self._to_device(np.array(outstanding, np.int32))
         ends = self._ends(tuple(running.request.stop_token_ids if running else _NO_ENDS for running in rows))
         given = self._find_pages(rows, len(rows)), self._counts(plan.rounds), left, ends
+        draws = (self._find_penalised(plan),) if plan.bucket.k and plan.batch.mode != "greedy" else ()
         step = self._bundle.rounds(plan.bucket, plan.batch.mode)
-        outcomes, left = step(self._state, *given, self._find_active(rows), self._flags[plan.stop_early])
+        outcomes, left = step(self._state, *given, self._find_active(rows), self._flags[plan.stop_early], *draws)
         self._left_over = rows, left
         return outcomes, ()
 
@@ -204,6 +205,10 @@ class Dispatcher:
             assert self._sampling is not None, "the request builder refuses sampling where nothing samples"
             self._sampling.write(running, plan.batch.by_slot.index(running))
             self._last_was_round = False
+
+    def _find_penalised(self, plan: RoundPlan) -> jax.Array:
+        """bool [1]: whether a request of the round has a bias or penalties."""
+        return self._flags[any(running.request.params.is_penalised for running in plan.batch.requests)]
 
     def _find_active(self, rows: Sequence[RunningRequest | None]) -> jax.Array:
         """bool [rows]: which rows have a request."""

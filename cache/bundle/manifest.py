@@ -25,7 +25,7 @@ from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 11
+SCHEMA = 12
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
 DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest

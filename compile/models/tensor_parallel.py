@@ -118,6 +118,17 @@ class TensorParallel:
         own = jnp.arange(width, dtype=jnp.int32)
         return own if self.count == 1 else own + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
 
+    def own_values(self, values: jax.Array, tokens: jax.Array) -> jax.Array:
+        """values [.., V/count] split by tokens, at tokens int32 [.., n] of the whole vocabulary → [.., n].
+
+        Zeros for the tokens of other devices, so the sum over the devices is exact.
+        """
+        if self.count == 1:
+            return jnp.take_along_axis(values, tokens, axis=-1)
+        own = tokens - jax.lax.axis_index(MESH_AXIS) * values.shape[-1]
+        held = (own >= 0) & (own < values.shape[-1])
+        return jnp.where(held, jnp.take_along_axis(values, jnp.where(held, own, 0), axis=-1), 0)
+
     def logsumexp_and_logits(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The logarithm of the sum of exp(logits) of each row, and the logit of one token per row: both float32 [..].
 
@@ -125,13 +136,11 @@ class TensorParallel:
         """
         top = logits.max(axis=-1)
         odds = jnp.exp(logits - top[..., None]).sum(axis=-1)
+        found = self.own_values(logits, tokens[..., None])[..., 0]
         if self.count == 1:
-            return top + jnp.log(odds), jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        own = tokens - jax.lax.axis_index(MESH_AXIS) * logits.shape[-1]
-        held = (own >= 0) & (own < logits.shape[-1])
-        found = jnp.take_along_axis(logits, jnp.where(held, own, 0)[..., None], axis=-1)[..., 0]
+            return top + jnp.log(odds), found
         # One exchange instead of three: each device sums relative to its own maximum.
-        parts = jax.lax.all_gather(jnp.stack([top, odds, jnp.where(held, found, 0)]), MESH_AXIS)
+        parts = jax.lax.all_gather(jnp.stack([top, odds, found]), MESH_AXIS)
         tops, sums, founds = parts[:, 0], parts[:, 1], parts[:, 2]
         top = tops.max(axis=0)
         # The sum of the logits is exact: all terms but one are zero.

@@ -17,7 +17,6 @@ from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Tar
 from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
 from dflash_aot.cache.signature import (
     CHOOSING_STATE,
-    DRAWING_STATE,
     MULTI_ROUND_PROGRAMS,
     RECURRENT_STATE,
     SAMPLED_PROGRAMS,
@@ -51,13 +50,14 @@ from dflash_aot.compile.models.sliding_window import CAUSAL, LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs.acceptance import TargetForward, commit_round
 from dflash_aot.compile.programs.sampling import (
+    PENALTY_EXCHANGES,
     SAMPLING_EXCHANGES,
     SCORING_EXCHANGES,
     apply_mask,
     choose_tokens,
     compute_logprobs,
     count_tokens,
-    perturb_draft_scores,
+    draw_draft_scores,
     score_tokens,
 )
 
@@ -180,20 +180,20 @@ class Programs:
 
         A target or draft forward has two sums per layer (of a loop over layers, those of its body), one for the
         embedding and one exchange for the choice of a token. A kv_write has one sum, after `fc`. Sampling adds
-        `SAMPLING_EXCHANGES`, scoring a prompt `SCORING_EXCHANGES`, a candidate selector the exchange of its codes.
+        `SAMPLING_EXCHANGES`, scoring a prompt `SCORING_EXCHANGES`, a candidate selector the exchange of its codes, a
+        draft that draws `PENALTY_EXCHANGES`.
         """
         if self._tp.count == 1 or signature.program in ("move", "admit"):
             return 0
         count = self._count_collectives
         if signature.program not in MULTI_ROUND_PROGRAMS.values():
-            return count(signature.program)
-        drafted = count("draft") if signature.bucket["k"] else 0
-        verified = (
-            count("sampled_verify") - SCORING_EXCHANGES if signature.program in SAMPLED_PROGRAMS else count("verify")
-        )
+            return count(signature.program, draws=self.pair.samples)
+        samples = signature.program in SAMPLED_PROGRAMS
+        drafted = count("draft", samples) if signature.bucket["k"] else 0
+        verified = count("sampled_verify") - SCORING_EXCHANGES if samples else count("verify")
         return drafted + verified + count("kv_write")
 
-    def _count_collectives(self, program: str) -> int:
+    def _count_collectives(self, program: str, draws: bool = False) -> int:
         if program == "kv_write":
             return 1
         if program == "draft":
@@ -202,8 +202,9 @@ class Programs:
             written = self._target.module.model.count_written_layers()
         sampling = SAMPLING_EXCHANGES if program in SAMPLED_PROGRAMS else 0
         sampling += SCORING_EXCHANGES if program == "scored_prefill" else 0
-        codes = 1 if program == "draft" and self._facts.selector else 0
-        return 2 + codes + sampling + 2 * written
+        if program == "draft":
+            sampling += (1 if self._facts.selector else 0) + (PENALTY_EXCHANGES if draws else 0)
+        return 2 + sampling + 2 * written
 
     def function(self, signature: Signature) -> Callable[[Arrays], Outputs]:
         """The function of a program: inputs by name → donated state and results by name."""
@@ -287,9 +288,14 @@ class Programs:
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
         adjust = None
         if "sampled" in arrays:
-            state = {name: arrays[name][:batch] for name in DRAWING_STATE}
+            state = {name: arrays[name] for name in ("counts", *CHOOSING_STATE)}
             adjust = partial(
-                perturb_draft_scores, positions=positions[:, 1 : k + 1], sampled=arrays["sampled"], state=state
+                draw_draft_scores,
+                positions=positions[:, 1 : k + 1],
+                sampled=arrays["sampled"],
+                penalised=arrays["penalised"],
+                state=state,
+                tp=self._tp,
             )
         drafted = draft.propose(hidden, anchors, target, k, adjust)
         return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
@@ -455,7 +461,7 @@ class Programs:
         batch, length, k, max_rounds = (signature.bucket[axis] for axis in ("batch", "length", "k", "rounds"))
         samples = signature.program in SAMPLED_PROGRAMS
         verify: Callable[..., Outputs] = partial(self.sampled_verify, scores=False) if samples else self.verify
-        flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
+        flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}  # `penalised` is an argument
         active, first_positions = arrays["active"], arrays["lengths"][:batch]
 
         def goes_on(carry: MultiRoundState) -> jax.Array:

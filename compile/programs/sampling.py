@@ -18,12 +18,14 @@ from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
 SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sampling` by name, each float32 [B, 1]
 TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 INT32_MIN, INT32_MAX, INT32_BITS = -(1 << 31), (1 << 31) - 1, 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
 # Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
 # sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
 # the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
+PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
 SCORING_EXCHANGES = 2  # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
 # Rows whose logits are in memory at a time while a prompt is scored: 39 MB for 152,000 tokens. The head's weights are
 # read once for each such group of rows.
@@ -51,8 +53,8 @@ def choose_tokens(
     asked = _read_columns(state["sampling"])
     logits = logits + state["bias"][:, None]
     logits = jax.lax.cond(
-        _any_differs(asked, active, "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        lambda: penalise(logits, asked, state["prompted"], _count_seen(state["counts"], drafted, tp)),
+        _any_differs(asked, active, *PENALTIES),
+        lambda: penalise(logits, asked, state["prompted"][:, None], _count_seen(state["counts"], drafted, tp)),
         lambda: logits,
     )
     greedy, temperature = _read_temperature(asked)
@@ -82,23 +84,33 @@ def read_mask(allowed: jax.Array, tokens: jax.Array) -> jax.Array:
     return (own >> (tokens % MASK_BITS)) & 1 != 0
 
 
-def perturb_draft_scores(
-    scores: jax.Array, tokens: jax.Array, positions: jax.Array, sampled: jax.Array, state: Mapping[str, jax.Array]
+def draw_draft_scores(
+    scores: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    sampled: jax.Array,
+    penalised: jax.Array,
+    state: Mapping[str, jax.Array],
+    tp: TensorParallel,
 ) -> jax.Array:
-    """Draft scores with the noise that `choose_tokens` adds for the same seed, position and token.
+    """Draft scores with the bias, the penalties and the noise of `choose_tokens` for the same seed, position and token.
 
     Both then take the largest sum, so a drafted token is more often the chosen one than if the draft took its likeliest
     token: the noise favours the same tokens. The choice itself does not depend on the draft. min_p, top_k and top_p
-    limit the draft's tokens too, measured among the given ones; bias and penalties are left to the verification.
+    limit the draft's tokens too, measured among the given ones. Penalties do not count tokens of the same draft.
 
     Args:
         scores: float32 [B, K, P, C] of C tokens, in P cases.
         tokens: int32 [B, K, C].
         positions: int32 [B, K], absolute positions of the tokens.
-        sampled: bool [1]; if False, no row is perturbed.
-        state: the batch's rows of `sampling` and `seeds`.
+        sampled: bool [1]; if False, no row is drawn.
+        penalised: bool [1]; if False, bias and penalties are left out, because no row has any.
+        state: `sampling`, `seeds`, `bias`, `prompted` and `counts` of all slots; those of the batch are the first.
+        tp: the devices that share the vocabulary.
     """
-    asked = _read_columns(state["sampling"])
+    batch = scores.shape[0]
+    asked, seeds = _read_columns(state["sampling"][:batch]), state["seeds"][:batch]
+    scores = adjust_draft_scores(scores, tokens, penalised, asked, state, tp)
     greedy, temperature = _read_temperature(asked)
     asked = {name: column[..., None, None] for name, column in asked.items()}
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
@@ -108,22 +120,46 @@ def perturb_draft_scores(
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
     mass = jnp.where(asked["top_p"] < 1, asked["top_p"] * odds.sum(axis=-1, keepdims=True), jnp.inf)
     kept &= (better * odds[..., None, :]).sum(axis=-1) < mass
-    drawn = jnp.where(kept, scaled + draw_gumbel(state["seeds"], positions, tokens)[:, :, None], -jnp.inf)
+    drawn = jnp.where(kept, scaled + draw_gumbel(seeds, positions, tokens)[:, :, None], -jnp.inf)
     return jnp.where((greedy | ~sampled)[..., None, None], scores, drawn)
 
 
-def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
-    """Applies repetition, presence and frequency penalties to logits float32 [B, T, V].
+def adjust_draft_scores(
+    scores: jax.Array,
+    tokens: jax.Array,
+    penalised: jax.Array,
+    asked: SamplingColumns,
+    state: Mapping[str, jax.Array],
+    tp: TensorParallel,
+) -> jax.Array:
+    """Draft scores with bias and penalties, unless `penalised` is False. Arguments are those of `draw_draft_scores`."""
+    batch = tokens.shape[0]
 
-    prompted bool [B, V]: tokens of the prompt. counts int32 [B, T, V]: how often each token is in the output before
-    each position. The repetition penalty is that of Keskar et al. 2019, the others are OpenAI's.
+    def find(name: str) -> jax.Array:
+        # Sliced here: in front of the conditional the rows would be copied, needed or not.
+        values = tp.own_values(state[name][:batch], tokens.reshape(batch, -1)).reshape(tokens.shape)[:, :, None]
+        return jax.lax.bitcast_convert_type(values, jnp.int32) if name == "bias" else values.astype(jnp.int32)
+
+    def adjust() -> jax.Array:
+        # In one exchange, of integers: a sum with one term is exact.
+        bits, prompted, counts = tp.sum_each([find(name) for name in ("bias", "prompted", "counts")])
+        biased = scores + jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return penalise(biased, asked, prompted > 0, counts)
+
+    return jax.lax.cond(penalised[0], adjust, lambda: scores)
+
+
+def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
+    """Applies repetition, presence and frequency penalties to logits float32 [B, ..].
+
+    prompted bool: whether a token is in the prompt. counts int32: how often it is in the output before its position.
+    Both broadcast against the logits. The repetition penalty is that of Keskar et al. 2019, the others are OpenAI's.
     """
-    repetition, presence, frequency = (
-        asked[f"{kind}_penalty"][..., None] for kind in ("repetition", "presence", "frequency")
-    )
+    each = (-1, *[1] * (logits.ndim - 1))
+    repetition, presence, frequency = (asked[name].reshape(each) for name in PENALTIES)
     generated = counts > 0
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(prompted[:, None] | generated, repeated, logits)
+    logits = jnp.where(prompted | generated, repeated, logits)
     return logits - frequency * counts - presence * generated
 
 

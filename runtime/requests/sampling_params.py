@@ -167,6 +167,12 @@ class SamplingParams:
         return not self.sampled_fields
 
     @property
+    def is_penalised(self) -> bool:
+        """Whether a bias or a penalty changes logits."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return bool(self.logit_bias) or penalties != (1, 0, 0)
+
+    @property
     def sampled_fields(self) -> tuple[str, ...]:
         """The given parameters that need sampled executables; top_k, top_p and min_p never change a greedy choice."""
         given = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.needs_sampling}

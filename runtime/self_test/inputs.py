@@ -90,7 +90,7 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages
             return np.full(array.shape, _start(signature) + (signature.program == "admit"), np.int32)
         case "counts":
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
-        case "active" | "gives_first" | "sampled":
+        case "active" | "gives_first" | "sampled" | "penalised":
             return np.ones(array.shape, np.bool_)
         case "stop_early":
             return np.zeros(array.shape, np.bool_)

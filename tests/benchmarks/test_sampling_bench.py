@@ -22,7 +22,7 @@ def test_both_ways_give_the_same_texts_and_the_table_shows_each_position(runs, t
         assert len(overlaps) == min(accepted + 1, 7) and all(0 <= one <= 1.0001 for one in overlaps)
     record = Record(RECORD_SCHEMA, "sampling", "", "", "", 1.0, read_machine(0.0), {}, samples, "")
     table, times = make_findings(record).tables
-    assert [row[1] for row in table.rows] == ["drawn", "overlap", "likeliest", *LIMITED * 3]
+    assert [row[1] for row in table.rows] == ["drawn", "overlap", "likeliest", *LIMITED * 4]
     assert {row[0] for row in table.rows[3:6]} == {"temperature 0.7, top_k 20, top_p 0.8"}
     assert times.rows[0][0] == "3" and all(float(cell) > 0 for cell in times.rows[0])
     first = sum(one > 0 for one in drawn["accepted"]) / len(drawn["accepted"])

@@ -36,7 +36,7 @@ from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
 Arrays = dict[str, jax.Array]
-UNASKED = {"sampled": [False]}  # arguments that a call may leave out
+UNASKED = {"sampled": [False], "penalised": [False]}  # arguments that a call may leave out
 WIDTH = 208  # the longest golden sequence and a block after it; padding does not change a causal model
 
 

@@ -1,4 +1,4 @@
-"""The draft program's own drawing: over many seeds its tokens follow the softmax of the draft's scores."""
+"""The draft program's own drawing: its tokens follow the softmax of its scores, and no text depends on them."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,18 @@ from tests.compile.conftest import Rig
 ROWS, CALLS, K, TEMPERATURE = 8, 500, 3, 2.5
 MIN_EXPECTED = 20  # draws of a cell; rarer tokens share a cell
 CANDIDATES = 32  # of a DFlash draft
+STEPS, LENGTH = 10, 64
+# Of each slot: its sampling parameters, and its bias of token 5.
+ASKED = [
+    ({"temperature": temperature, **penalties}, bias)
+    for temperature in (0.0, 1.5)
+    for penalties, bias in (
+        ({"presence_penalty": 1.5}, 0.0),
+        ({"frequency_penalty": 0.7, "top_k": 20}, 4.0),
+        ({"repetition_penalty": 1.4}, 0.0),
+        ({}, 6.0),
+    )
+]
 
 
 def softmax(scores):
@@ -62,3 +74,49 @@ def test_draft_program_draws_from_its_own_distribution(runs, load_models, key):
         assert measure_chi_square(tokens, probabilities) < 4
         other = np.where(probabilities > 0, probabilities**1.3, 0)
         assert measure_chi_square(tokens, other / other.sum()) > 8  # the test can tell temperatures apart
+
+
+def generate(rig, arrays, batch, k):
+    """Tokens of the first slots, and in how many of their blocks penalties change a drafted token."""
+    bucket, texts, changed = f"batch={batch} length={LENGTH} k={k}", [[] for _ in range(batch)], 0
+    while min(map(len, texts)) < STEPS:
+        if k:
+            plain = rig.run(f"draft {bucket}", arrays, sampled=[True], penalised=[False])["block"]
+            arrays = rig.run(f"draft {bucket}", arrays, sampled=[True], penalised=[True])
+            changed += (np.asarray(arrays["block"]) != plain).any(axis=1).sum()
+        arrays = rig.run(f"sampled_verify {bucket}", arrays, active=[True] * batch)
+        arrays = rig.run(f"kv_write rows={batch} width={k + 1}", arrays, slots=range(batch))
+        for text, (accepted, *verdict) in zip(texts, np.asarray(arrays["verdict"]).tolist(), strict=True):
+            text += verdict[k : k + accepted + 1]
+    return [text[:STEPS] for text in texts], changed
+
+
+@pytest.mark.parametrize("key", ["tied", "dflash2"])
+def test_penalties_of_the_draft_change_no_text(runs, load_models, key):
+    """One row and eight, against decoding without a draft."""
+    models = load_models(runs[key].target, runs[key].draft)
+    rig = Rig(models, parse_grid(f"batch=1,{ROWS} length={LENGTH} k=0,{K} prefill=16", models.draft.block))
+    prompt, vocab = max((one["prompt_ids"] for one in runs[key].facts["prompts"]), key=len), np.arange(512)
+    arrays = rig.empty()
+    for slot, (asked, bias) in enumerate(ASKED):
+        own = prompt[slot : slot + 12]
+        arrays, columns = rig.prefill(arrays, slot, own[:-1], width=16), {**NEUTRAL_SAMPLING, **asked}
+        arrays = rig.run(
+            "admit",
+            arrays,
+            slots=[slot],
+            starts=[len(own) - 1],
+            anchor=[own[-1]],
+            slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
+            slot_seeds=[[7, slot]],
+            slot_bias=bias * (vocab == 5)[None],
+            slot_prompted=np.isin(vocab, own)[None],
+            slot_counts=(vocab % 3 == 0)[None],
+            slot_tops=[0],
+        )
+    plain, _ = generate(rig, arrays, ROWS, 0)
+    assert generate(rig, arrays, 1, 0)[0] == plain[:1]
+    for rows in (1, ROWS):
+        drafted, changed = generate(rig, arrays, rows, K)
+        assert drafted == plain[:rows]
+    assert changed > ROWS

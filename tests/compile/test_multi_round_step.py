@@ -18,8 +18,9 @@ VERIFY = {"rounds": "verify", "sampled_rounds": "sampled_verify"}
 def run_round(rig, arrays, k, rows, program, active):
     """One round: draft, verify, kv_write. Returns the arrays and the outcome [rows, 2K+2]."""
     sizes = f"batch={rows} length=32 k={k}"
+    sampled = program == "sampled_rounds"
     if k:
-        arrays = rig.run(f"draft {sizes}", arrays, sampled=[program == "sampled_rounds"])
+        arrays = rig.run(f"draft {sizes}", arrays, sampled=[sampled], penalised=[sampled])
     arrays = rig.run(f"{VERIFY[program]} {sizes}", arrays, active=active)
     arrays = rig.run(f"kv_write rows={rows} width={k + 1}", arrays, slots=range(rows))
     return arrays, np.where(np.array(active)[:, None], np.asarray(arrays["verdict"])[:, : 2 * k + 2], -1)
@@ -52,6 +53,7 @@ def run_together(rig, arrays, k, rows, program, count, left, ends=None, active=N
         ends=ends or [NONE] * rows,
         active=active or [True] * rows,
         stop_early=[stop_early],
+        **({"penalised": [True]} if program == "sampled_rounds" and k else {}),
     )
     return arrays, np.asarray(arrays["verdicts"]), np.asarray(arrays["left_over"])
 

@@ -56,7 +56,7 @@ def decode(rig, prefilled):
         tokens, likelihoods = [], []
         while len(tokens) < steps:
             if k:
-                arrays = rig.run(f"draft batch={batch} length={length} k={k}", arrays, sampled=[True])
+                arrays = rig.run(f"draft batch={batch} length={length} k={k}", arrays, sampled=[True], penalised=[True])
             arrays = rig.run(f"sampled_verify batch={batch} length={length} k={k}", arrays, active=[True] * batch)
             arrays = rig.run(f"kv_write rows={batch} width={k + 1}", arrays, slots=[*range(batch)])
             accepted, *verdict = np.asarray(arrays["verdict"])[slot]

@@ -20,9 +20,9 @@ from dflash_aot.compile.programs.sampling import (
     compute_logprobs,
     count_tokens,
     draw_bits,
+    draw_draft_scores,
     find_threshold,
     make_gumbel,
-    perturb_draft_scores,
 )
 from tests.compile.quick import jit_quickly
 
@@ -460,21 +460,24 @@ def test_probabilities_equal_those_of_transformers(asked):
     assert_drawn_from(choose_all(np.tile(logits, (ROWS, 1, 1)), state)[:, 0], expected)
 
 
+FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
+
+
 @jit_quickly
-def draft_and_choose(logits, guesses, asked, seeds):
+def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, counts=0):
     """Tokens chosen by `logits` [B, V], and those drafted by `guesses` [B, V] with the same noise."""
     B, V = logits.shape
     state = {
         "sampling": jnp.broadcast_to(asked, (B, asked.size)),
         "seeds": seeds,
-        "bias": jnp.zeros((B, V)),
-        "prompted": jnp.zeros((B, V), bool),
-        "counts": jnp.zeros((B, V), jnp.int32),
+        "bias": jnp.broadcast_to(jnp.float32(bias), (B, V)),
+        "prompted": jnp.broadcast_to(prompted, (B, V)),
+        "counts": jnp.broadcast_to(counts, (B, V)),
     }
     positions, tokens = jnp.full((B, 1), 5), jnp.broadcast_to(jnp.arange(V), (B, 1, V))
     no_draft, active = jnp.zeros((B, 0), jnp.int32), jnp.ones(B, bool)
     chosen = choose_tokens(logits[:, None], positions, no_draft, active, state, ONE_DEVICE)
-    scores = perturb_draft_scores(guesses[:, None, None], tokens, positions, jnp.ones(1, bool), state)
+    scores = draw_draft_scores(guesses[:, None, None], tokens, positions, *FLAGS, state, ONE_DEVICE)
     return chosen[:, 0], scores.argmax(axis=-1)[:, 0, 0]
 
 
@@ -487,15 +490,45 @@ def draft_and_choose(logits, guesses, asked, seeds):
         {"top_p": 0.8},
         {"min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
+        {"repetition_penalty": 1.7},
+        {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+        {"top_k": 5, "repetition_penalty": 0.8, "presence_penalty": 0.6, "frequency_penalty": -0.4},
     ],
     ids=str,
 )
 def test_draft_with_the_targets_logits_draws_the_chosen_tokens(asked):
+    """Whatever the bias, the prompt and the output."""
     rng = np.random.default_rng(3)
+    texts = rng.standard_normal(24, np.float32), rng.random(24) < 0.3, rng.integers(0, 4, 24, np.int32)
     columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
     logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
-    chosen, drafted = draft_and_choose(logits, logits, columns, seeds)
+    chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
     assert chosen.tolist() == drafted.tolist()
+
+
+# Of tokens 4, 1 and 7. Token 1 has a bias of 0.5, 4 is in the prompt and 7 in the output, twice.
+@pytest.mark.parametrize(
+    ("asked", "expected", "token"),
+    [
+        ({}, [3.0, 2.9, 2.8], 4),
+        ({"repetition_penalty": 2.0}, [1.5, 2.9, 1.4], 1),
+        ({"presence_penalty": -0.5}, [3.0, 2.9, 3.3], 7),
+        ({"frequency_penalty": -0.25}, [3.0, 2.9, 3.3], 7),
+        ({"repetition_penalty": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [6.0, 2.9, 3.6], 4),
+    ],
+    ids=str,
+)
+def test_penalties_change_the_drafted_token_by_hand(asked, expected, token):
+    """The second row asks for nothing and has no bias: its scores stay as they are."""
+    columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
+    bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
+    bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
+    state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
+    scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
+    found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
+    np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
+    assert found[1].tolist() == scores[1].tolist()
+    assert choose_path(found, tokens).tolist() == [[token], [4]]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
@@ -523,10 +556,12 @@ def draw_path(scores, tokens, seeds, temperature):
     B, K = len(seeds), len(tokens)
     columns = jnp.array([NEUTRAL_SAMPLING[name] for name in SAMPLING_COLUMNS])
     columns = columns.at[SAMPLING_COLUMNS.index("temperature")].set(temperature)
-    state = {"sampling": jnp.broadcast_to(columns, (B, columns.size)), "seeds": seeds}
+    nothing = jnp.zeros((B, 10), jnp.int32)
+    state = {"bias": nothing.astype(jnp.float32), "prompted": nothing > 0, "counts": nothing}
+    state |= {"sampling": jnp.broadcast_to(columns, (B, columns.size)), "seeds": seeds}
     positions = jnp.broadcast_to(5 + jnp.arange(K), (B, K))
     scores, tokens = (jnp.broadcast_to(one, (B, *one.shape)) for one in (scores, tokens))
-    return choose_path(perturb_draft_scores(scores, tokens, positions, jnp.ones(1, bool), state), tokens)
+    return choose_path(draw_draft_scores(scores, tokens, positions, *FLAGS, state, ONE_DEVICE), tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0])

@@ -84,7 +84,7 @@ class Server:
 
     def round(self, k):
         bucket, pages = f"batch=3 length=32 k={k}", {"pages": grid.separate_tables(range(3))}
-        block = self.run(f"draft {bucket}", **pages, sampled=[True]) if k else {}
+        block = self.run(f"draft {bucket}", **pages, sampled=[True], penalised=[True]) if k else {}
         found = self.run(f"sampled_verify {bucket}", **pages, **block, active=[True] * 3)
         self.run(f"kv_write rows=3 width={k + 1}", **pages, features=found["features"], starts=found["starts"])
         verdict = found["verdict"]

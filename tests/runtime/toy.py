@@ -279,6 +279,7 @@ class ToyBundle:
         self.k, self._right, self._costs, self._cold = k, right, costs, cold
         self.log: list[Call] = []
         self._drawn: bool | None = None  # whether the last call of a draft drew, until its block is verified
+        self._penalised = False  # whether it looked penalties up
         self.ran = 0  # rounds of dispatches that run several
         self.clock = Clock()
         self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
@@ -406,9 +407,9 @@ class ToyBundle:
         tokens = (behind[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
         return used, (*results, logprob(behind), tokens, logprob(tokens))
 
-    def _draft(self, bucket: Bucket, rows: list[Row], *sampled: Any) -> Any:
-        (flag,) = sampled if any(mode != "greedy" for mode in self.manifest.sampling) else ([False],)
-        self._drawn = bool(flag[0])
+    def _draft(self, bucket: Bucket, rows: list[Row], *flags: Any) -> Any:
+        given = flags if any(mode != "greedy" for mode in self.manifest.sampling) else ([False], [False])
+        self._drawn, self._penalised = (bool(flag[0]) for flag in given)
         require(len(rows) == bucket.batch, f"{len(rows)} page tables in {bucket}")
         return range(bucket.batch), ([[row.slot.anchor, *self._guess(row, bucket.k)] for row in rows],)
 
@@ -424,6 +425,8 @@ class ToyBundle:
         drawn, self._drawn = self._drawn, None
         require(drawn in (None, sampled), "the draft draws and the verification does not, or vice versa")
         active = arguments[-1]
+        if drawn:
+            self._require_penalised([row.slot for row, on in zip(rows, active, strict=True) if on], self._penalised)
         block = arguments[0] if bucket.k else [[row.slot.anchor] for row in rows]
         require(len(active) == len(block) == bucket.batch == len(rows), f"{len(block)} rows, {len(active)} flags")
         starts = tuple(row.slot.length for row in rows)
@@ -432,6 +435,11 @@ class ToyBundle:
         written, outcome = zip(*found, strict=True)
         features = make_features(rows, starts, written)
         return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(outcome, np.int32))
+
+    def _require_penalised(self, slots: Sequence[Slot], flag: bool) -> None:
+        asked = [one.sampling for one in slots if one.sampling is not None]
+        found = any(one.frequency or one.repetition != 1 or one.forced is not None for one in asked)
+        require(flag == found, f"the draft is told that penalties are {flag}, and they are {found}")
 
     def _sampled_verify(self, bucket: Bucket, rows: list[Row], *arguments: Any) -> Any:
         used, (features, starts, outcome) = self._verify(bucket, rows, *arguments, sampled=True)
@@ -452,6 +460,7 @@ class ToyBundle:
         ends: Any,
         active: Any,
         stop_early: Any,
+        *penalised: Any,
     ) -> Any:
         """Runs draft, verification and kv_write in turn, as long as a row has tokens left."""
         most, left = self.manifest.grid.rounds, [*map(int, left)]
@@ -459,6 +468,9 @@ class ToyBundle:
         require(len(rows) == len(left) == len(ends) == len(active) == bucket.batch, f"{len(left)} rows in {bucket}")
         outcomes = np.full((most, bucket.batch, 2 * bucket.k + 2), -1, np.int32)
         used = [slot for slot, on in enumerate(active) if on]
+        require(len(penalised) == (sampled and bucket.k > 0), f"{len(penalised)} flags of penalties")
+        for flag in penalised:
+            self._require_penalised([rows[slot].slot for slot in used], bool(flag[0]))
         for done in range(count[0]):
             running = [slot for slot in used if left[slot] > 0]
             if not running or (done and stop_early[0] and len(running) < len(used)):
