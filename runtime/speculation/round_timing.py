@@ -106,7 +106,7 @@ class RoundTimer:
         verify = bundle.verify(bucket, mode)
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         samples = needs_sampling_state(bundle.manifest.sampling)
-        flags = [state.to_device(np.array([mode != "greedy"]))] if samples else []
+        flags = [state.to_device(np.array([flag])) for flag in (mode != "greedy", False)] if samples else []
         state.wait()
         began = time.perf_counter()
         # The draft comes last: each call then needs the result of the one before, and none of them overlap.

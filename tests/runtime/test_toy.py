@@ -49,12 +49,12 @@ def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
 
 def test_toy_detects_an_unwritten_draft_context():
     bundle, state, bucket, features = prefilled()
-    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False]))
+    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False], [False]))
     with pytest.raises(Misuse, match="has read what was never written"):
         bundle.verify(bucket)(state, *tables(0), block, *place([True]))
     bundle, state, bucket, features = prefilled()
     bundle.kv_write(1, 4)(state, *tables(0), features, *place([0]))
-    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False]))
+    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False], [False]))
     bundle.verify(bucket)(state, *tables(0), block, *place([True]))
 
 
@@ -112,8 +112,8 @@ def test_toy_detects_spent_state_and_unsent_reads():
         np.asarray(features)
     bundle.fail("draft")
     with pytest.raises(Fault):
-        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))
+        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
     with pytest.raises(Misuse, match="that a failed call has spent"):
-        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))
+        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
     state.reset()
-    bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False]))
+    bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
