@@ -47,12 +47,14 @@ class Phase:
 
 
 # The labels are the target's distributions: they teach more per anchor than the chosen token alone. Short blocks come
-# first, because the first rows matter most and a step holds three times as many of them; then the final block size.
+# first, because the first rows matter most and a step holds three times as many of them; then the final block size, at
+# last with sharper labels and more weight on late rows.
 PHASES = (
-    Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=3900),
-    Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=1800),
+    Phase(block=6, anchors=48, decay=4.0, sharpness=1.0, learning_rate=(2e-3, 1e-3), steps=2258),
+    Phase(block=16, anchors=20, decay=4.0, sharpness=1.5, learning_rate=(1e-3, 1e-5), steps=1042),
+    Phase(block=16, anchors=20, decay=6.0, sharpness=2.0, learning_rate=(1e-3, 1e-5), steps=5400),
 )
-LEAST_STEPS = 6  # two in each phase
+LEAST_STEPS = 17  # at least two in each phase
 
 
 def plan_phases(steps: int) -> tuple[Phase, ...]:

@@ -50,7 +50,7 @@ DRAFT_LAYERS = flags.DEFINE_integer("draft_layers", 1, "layers of the draft", lo
 TARGET_STEPS = flags.DEFINE_integer(
     "target_steps", 1600, "training steps of the target, of 2048 tokens each", lower_bound=2
 )
-DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 3300, "training steps of the draft", lower_bound=LEAST_STEPS)
+DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 8700, "training steps of the draft", lower_bound=LEAST_STEPS)
 ROLLOUTS = flags.DEFINE_integer("rollouts", 4608, "sequences that the target generates to train the draft")
 flags.register_validator(
     "rollouts", lambda count: count > 0 and count % BATCH == 0, f"it must be a multiple of {BATCH}"
