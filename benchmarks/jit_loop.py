@@ -138,8 +138,8 @@ class JitLoop:
         self._programs, self._state, self._tokens = programs, programs.state, tokens
         self._after_prefill = after_prefill
         self._pages = self._place_tables(range(rows))
-        # Programs that can sample take a flag.
-        self._greedy = [self._state.to_device(np.array([False]))] if programs.samples else []
+        # Drafts of programs that can sample take two flags: whether any row is drawn, or penalised.
+        self._greedy = [self._state.to_device(np.array([False]))] * 2 if programs.samples else []
         self._rounds = self._row_rounds = 0
         if not programs.lazy:
             self._find_round()

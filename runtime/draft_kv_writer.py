@@ -13,6 +13,7 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
 RowKey = tuple[int, int]  # see `RunningRequest.key`
+MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
 class DraftKvWriter:
@@ -44,7 +45,7 @@ class DraftKvWriter:
             return
         if rows != self._rows:
             self.catch_up()
-        if 1 not in (widths := self._list_widths(features.shape[0])):
+        if 1 not in (widths := self._list_widths(features)):
             self.write(pages, features, starts)  # a first call: `has_run` told of it
             return
         features.copy_to_host_async()
@@ -60,17 +61,22 @@ class DraftKvWriter:
         if self._late:
             self._write_oldest(1)
 
-    def _list_widths(self, rows: int) -> list[int]:
-        """Widths whose executables were called before: a first call takes longer."""
-        return [width for width in self._widths if self._bundle.has_run_kv_write(rows, width)]
+    def _list_widths(self, features: jax.Array) -> list[int]:
+        """Widths for features [B, 1, F] whose executables were called before: a first call takes longer."""
+        widest = max(1, MAX_JOINED_BYTES // features.nbytes)
+        rows = features.shape[0]
+        return [one for one in self._widths if one <= widest and self._bundle.has_run_kv_write(rows, one)]
 
     def _write_oldest(self, count: int) -> None:
         """One call, with zeros behind the features: their kv is overwritten before it is read."""
         late, self._late = self._late[:count], self._late[count:]
         features, starts = late[0]
         if count > 1:
-            width = next(width for width in self._list_widths(features.shape[0]) if width >= count)
-            joined = np.concatenate([np.asarray(one) for one, _ in late], axis=1)
-            features = self._state.to_device(np.pad(joined, ((0, 0), (0, width - count), (0, 0))))
+            rows, _, size = features.shape
+            width = next(width for width in self._list_widths(features) if width >= count)
+            joined = np.zeros((rows, width, size), features.dtype)
+            for index, (one, _) in enumerate(late):
+                joined[:, index] = np.asarray(one)[:, 0]
+            features = self._state.to_device(joined)
         assert self._pages is not None
         self.write(self._pages, features, starts)

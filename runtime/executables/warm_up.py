@@ -28,9 +28,10 @@ class WarmUp:
         self._timer = RoundTimer(bundle, state)
         self._step_bytes = estimate_step_bytes(bundle.manifest)
         manifest = bundle.manifest
-        shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k) if self._controller else []
-        # Each pass runs through all shapes: a moment's disturbance of the machine then hits few timings of one shape.
-        self._untimed = shapes * TIMING_PASSES
+        shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k)
+        costs = self._controller and self._controller.costs
+        # Pass by pass, so that a moment's disturbance of the machine hits few timings of one shape.
+        self._untimed = [one for one in shapes if costs and not costs.is_measured(one)] * TIMING_PASSES
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:

@@ -1,7 +1,7 @@
 """The cost model: seconds of a round of every shape while serving, and how many rounds one dispatch runs."""
 
 from collections.abc import Mapping
-from math import exp, log
+from math import exp, inf, log
 
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
@@ -26,6 +26,7 @@ class CostModel:
         """times: measured seconds. estimates: seconds of shapes that are not measured yet, right in ratios."""
         self._estimates = {shape: log(seconds) for shape, seconds in estimates.items()}
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
+        self._measured: dict[RoundShape, float] = {}  # seconds, as measured
         self._rounds: dict[RoundShape, int] = {}
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
@@ -46,11 +47,10 @@ class CostModel:
 
     def set_measured(self, shape: RoundShape, seconds: float) -> None:
         """A shape was measured, under the machine's present slowdown: the shortest time counts, until one is served."""
-        if self.is_served(shape):
+        if self.is_served(shape) or seconds >= self._measured.get(shape, inf):
             return
-        own = log(seconds) - self._log_slowdown
-        self._own[shape] = min(own, self._own.get(shape, own))
-        self._rounds[shape] = 0
+        self._measured[shape], self._rounds[shape] = seconds, 0
+        self._own[shape] = log(seconds) - self._log_slowdown
         scales = [own - self._estimates[measured] for measured, own in self._own.items() if measured in self._estimates]
         self._log_scale = sum(scales) / len(scales) if scales else 0.0
 
@@ -59,7 +59,6 @@ class CostModel:
         surprise = log(seconds / self[shape])
         if shape not in self._own:
             self.set_measured(shape, seconds)
-            self._rounds[shape] = 1
             return
         surprise = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
         self._rounds[shape] = rounds = min(self._rounds[shape] + 1, OWN_ROUNDS)

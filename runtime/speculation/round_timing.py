@@ -27,7 +27,7 @@ BYTES_PER_SECOND = 1e10  # any number: only ratios of estimates count
 
 
 def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
-    """Measures a round (draft, verify, kv_write) of every shape, in seconds: the shortest of up to MAX_PASSES passes.
+    """Measures a round of every shape (K = 0: verify alone) in seconds: the shortest of up to MAX_PASSES passes.
 
     Every executable must have been called before. Each pass runs through all shapes, so that a moment's disturbance of
     the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written to page 0

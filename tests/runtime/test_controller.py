@@ -279,7 +279,7 @@ def test_estimated_k_is_tried_until_measured(truth, then):
     for _ in range(40):
         ks.append(ask(depth, [one], (0, 3)))
         depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: truth}[ks[-1]])
-    assert depth.costs.is_served((Bucket(1, 256, 3), "greedy"))
+    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy"))
     assert ks[-1] == then
 
 

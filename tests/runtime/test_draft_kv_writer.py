@@ -7,11 +7,11 @@ import pytest
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine, SamplingParams, draft_kv_writer
 from dflash_aot.runtime.draft_kv_writer import DraftKvWriter
 from dflash_aot.runtime.speculation.controller import RoundMember, SpeculationController
 from tests.conftest import RUNS
-from tests.runtime.toy import COSTS, SAMPLED, ToyEngine, always
+from tests.runtime.toy import COSTS, SAMPLED, ToyEngine, always, rounds_of
 
 
 class KByRound(SpeculationController):
@@ -53,6 +53,29 @@ def test_draft_is_preceded_by_writes_of_what_was_put_off(rounds, widths):
     """One for all rounds that the host has, one for the newest. Then comes the round with K = 3: 4 positions."""
     engine = serve([*[0] * rounds, 3], [rounds + 2])
     assert list_widths(engine)[: len(widths) + 1] == [*widths, 4]
+
+
+def test_features_of_failed_rounds_are_forgotten():
+    """Their pages belong to nobody after a failure: the next request's kv would be overwritten."""
+    grid = "batch=1 length=128 k=0,3,7 prefill=16"
+    engine = ToyEngine(grid, k=7, controller=KByRound([*[0] * 6, 3]), right=always(2))
+    failed = engine.submit([1, 2, 3], 20)
+    while len(rounds_of(engine.steps)) < 4:
+        engine.step()
+    engine.bundle.fail("verify")
+    engine.run()
+    assert failed.finish_reason == "error"
+    written = len(list_widths(engine))
+    other = engine.submit([4, 5, 6, 7], 3)
+    engine.run()
+    engine.check(other)
+    assert list_widths(engine)[written] == 16  # its prompt
+
+
+def test_joined_features_have_a_bounded_size(monkeypatch):
+    """With room for five of the toy's features, of three numbers each, four rounds are joined."""
+    monkeypatch.setattr(draft_kv_writer, "MAX_JOINED_BYTES", 5 * 3 * 4)  # int32
+    assert set(list_widths(serve([0], [40]))) == {4}
 
 
 @pytest.mark.parametrize("seed", range(12))

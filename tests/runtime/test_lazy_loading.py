@@ -43,6 +43,7 @@ def test_preload_loads_and_calls_everything_before_open_returns(bundle):
         assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
         assert engine.stats().loaded == engine.stats().executables == engine.executables
         assert all(one.called for one in engine._bundle.executables.list_loaded())
+        assert not engine._warm_up._untimed
 
 
 def test_closed_or_failed_engine_leaves_no_loader_thread(bundle, tied, tmp_path):

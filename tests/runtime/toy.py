@@ -171,6 +171,14 @@ class ToyArray:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
         require(self.sent, "an array is read that was not sent to the host when it was made")
         self.on_read()
