@@ -47,6 +47,7 @@ BUILDS = {
             "kv_write rows=8 width=16",
             "rounds batch=1 length=1024 k=0 rounds=4",
             "rounds batch=1 length=1024 k=15 rounds=4",
+            "sampled_rounds batch=8 length=1024 k=15 rounds=4",
             "move",
             "admit",
         ),
