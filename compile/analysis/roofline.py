@@ -75,10 +75,10 @@ class Roofline:
         self._item, self._formats = ITEM_BYTES[dtype], formats
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
-        """The bound of a round in a bucket. That of K = 0 has no kv_write: one call serves many rounds."""
+        """The bound of a round in a bucket. If the grid has drafts, K = 0 has a kv_write, at most as often."""
         B, S, K = bucket.batch, bucket.length, bucket.k
         draft = self.draft(B, S, K).bound_seconds(chip) if K else 0.0
-        written = self.kv_write(B, K + 1).bound_seconds(chip) if K else 0.0
+        written = self.kv_write(B, K + 1).bound_seconds(chip) if self._grid.k[-1] else 0.0
         return RoundBound(draft, self.verify(B, S, K).bound_seconds(chip), written)
 
     def cost(self, signature: Signature) -> RooflineCost:

@@ -196,6 +196,7 @@ def estimate_round(bucket: Bucket, deployment: Deployment, measured: CompilerFig
     """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
     sizes = (bucket.batch, bucket.length, bucket.k)
     called: list[ExecutableId] = [(VERIFY_PROGRAMS[list_modes(deployment.programs.pair.sampling)[0]], sizes)]
-    called += [("draft", sizes), ("kv_write", (bucket.batch, bucket.k + 1))] if bucket.k else []
+    called += [("draft", sizes)] if bucket.k else []
+    called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
     found = [measured.seconds[name] for name in called if name in measured.seconds]
     return sum(found) if len(found) == len(called) else None

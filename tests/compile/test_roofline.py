@@ -107,13 +107,14 @@ def test_bound_is_the_longer_of_memory_and_arithmetic_time():
     assert RooflineCost(bytes=1e6, flops=5e9).bound_seconds(CHIP) == 5.0
 
 
-def test_round_without_speculation_is_its_verification():
-    """One kv_write serves many such rounds."""
+def test_round_without_speculation_writes_the_drafts_kv_unless_nothing_ever_drafts():
     bound = roofline().bound_round(Bucket(1, 32, 0), CHIP)
-    assert (bound.draft, bound.kv_write, bound.round) == (0, 0, bound.verify)
+    assert bound.draft == 0 and bound.round == bound.verify + bound.kv_write
+    assert bound.kv_write == roofline().kv_write(1, 1).bound_seconds(CHIP) > 0
+    plain = Roofline(TARGET, DRAFT, "bfloat16", structs.replace(GRID, k=(0,)))
+    assert plain.bound_round(Bucket(1, 32, 0), CHIP).round == bound.verify
     bound = roofline().bound_round(Bucket(1, 32, 3), CHIP)
     assert bound.round == bound.draft + bound.verify + bound.kv_write > bound.verify
-    assert bound.kv_write == roofline().kv_write(1, 4).bound_seconds(CHIP) > 0
 
 
 def test_expected_experts_are_shared_by_tokens():
