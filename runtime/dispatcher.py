@@ -53,7 +53,7 @@ class RoundInFlight:
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
         [R, B, 2K+2], of each round, -1 for slots that took no part in it.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
-    follows_round: nothing was dispatched between the previous round and this one.
+    follows_round: nothing was dispatched between the previous round and this one, but writes of draft kv.
     waited: seconds that dispatching waited for drafted tokens.
     """
 
@@ -145,10 +145,10 @@ class Dispatcher:
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
         pages = self._find_pages(batch.by_slot, bucket.batch)
-        draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._find_penalised(plan))
         block: Sequence[jax.Array] = ()
         if bucket.k:
             self._draft_kv.catch_up()
+            draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._find_penalised(plan))
             block = self._bundle.draft(bucket)(self._state, pages, *draws)
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
         active = self._find_active(_pad_rows(plan))
@@ -157,8 +157,7 @@ class Dispatcher:
         if bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
-            rows = [running.key if running else None for running in batch.by_slot]
-            self._draft_kv.put_off(rows, pages, features, starts)
+            self._draft_kv.defer(batch.by_slot, pages, features, starts)
         wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
         return outcomes, top_logprobs if wants_top_logprobs else ()
 

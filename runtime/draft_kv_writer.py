@@ -1,4 +1,4 @@
-"""The draft's kv: written behind prefills and rounds; that of rounds with K = 0 is put off until a draft needs it.
+"""The draft's kv: written behind prefills and rounds; rounds with K = 0 defer it until a draft needs it.
 
 An engine that has settled on K = 0 then calls kv_write once for many rounds: a call costs more by its weights than by
 its positions.
@@ -11,8 +11,8 @@ import numpy as np
 
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
+from dflash_aot.runtime.scheduler.scheduler import RunningRequest
 
-RowKey = tuple[int, int]  # see `RunningRequest.key`
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -29,9 +29,9 @@ class DraftKvWriter:
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state = bundle, state
         self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
-        self._rows: Sequence[RowKey | None] = ()
+        self._rows: list[tuple[int, int] | None] = []  # keys of the requests of the latest round
         self._pages: jax.Array | None = None  # of the latest round; rows keep the pages of the rounds before it
-        self._late: list[tuple[jax.Array, jax.Array]] = []  # features [B, 1, F] and starts [B], oldest first
+        self._deferred: list[tuple[jax.Array, jax.Array]] = []  # features [B, 1, F] and starts [B], oldest first
 
     def write(self, pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
         """Dispatches the write of features [B, T, F] at positions from `starts` on; nothing if no round drafts."""
@@ -39,26 +39,29 @@ class DraftKvWriter:
             rows, width, _ = features.shape
             self._bundle.kv_write(rows, width)(self._state, pages, features, starts)
 
-    def put_off(self, rows: Sequence[RowKey | None], pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
-        """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched. rows: None for no request."""
+    def defer(
+        self, by_slot: Sequence[RunningRequest | None], pages: jax.Array, features: jax.Array, starts: jax.Array
+    ) -> None:
+        """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched."""
         if not self._bundle.k:
             return
+        rows = [running.key if running else None for running in by_slot]
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            self.write(pages, features, starts)  # a first call: `has_run` told of it
+            self.write(pages, features, starts)  # its first call, now: the controller does not time this round
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages
-        self._late.append((features, starts))
-        if len(self._late) > widths[-1] + 1:  # the newest two rounds may be running
+        self._deferred.append((features, starts))
+        if len(self._deferred) > widths[-1] + 1:  # the newest two rounds may be running
             self._write_oldest(widths[-1])
 
     def catch_up(self) -> None:
-        """Dispatches the writes of all that was put off. The newest round may be running."""
-        if len(self._late) > 1:
-            self._write_oldest(len(self._late) - 1)
-        if self._late:
+        """Dispatches the deferred writes. The newest round may be running."""
+        if len(self._deferred) > 1:
+            self._write_oldest(len(self._deferred) - 1)
+        if self._deferred:
             self._write_oldest(1)
 
     def _list_widths(self, features: jax.Array) -> list[int]:
@@ -69,13 +72,13 @@ class DraftKvWriter:
 
     def _write_oldest(self, count: int) -> None:
         """One call, with zeros behind the features: their kv is overwritten before it is read."""
-        late, self._late = self._late[:count], self._late[count:]
-        features, starts = late[0]
+        oldest, self._deferred = self._deferred[:count], self._deferred[count:]
+        features, starts = oldest[0]
         if count > 1:
             rows, _, size = features.shape
             width = next(width for width in self._list_widths(features) if width >= count)
             joined = np.zeros((rows, width, size), features.dtype)
-            for index, (one, _) in enumerate(late):
+            for index, (one, _) in enumerate(oldest):
                 joined[:, index] = np.asarray(one)[:, 0]
             features = self._state.to_device(joined)
         assert self._pages is not None

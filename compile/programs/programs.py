@@ -461,7 +461,8 @@ class Programs:
         batch, length, k, max_rounds = (signature.bucket[axis] for axis in ("batch", "length", "k", "rounds"))
         samples = signature.program in SAMPLED_PROGRAMS
         verify: Callable[..., Outputs] = partial(self.sampled_verify, scores=False) if samples else self.verify
-        flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}  # `penalised` is an argument
+        # A draft has two flags: `penalised` is an argument of sampled rounds, `sampled` is always true here.
+        flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
         active, first_positions = arrays["active"], arrays["lengths"][:batch]
 
         def goes_on(carry: MultiRoundState) -> jax.Array:

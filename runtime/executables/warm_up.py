@@ -29,9 +29,9 @@ class WarmUp:
         self._step_bytes = estimate_step_bytes(bundle.manifest)
         manifest = bundle.manifest
         shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k)
-        costs = self._controller and self._controller.costs
+        untimed = [one for one in shapes if self._controller and not self._controller.costs.is_measured(one)]
         # Pass by pass, so that a moment's disturbance of the machine hits few timings of one shape.
-        self._untimed = [one for one in shapes if costs and not costs.is_measured(one)] * TIMING_PASSES
+        self._untimed = untimed * TIMING_PASSES
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:

@@ -7,13 +7,14 @@ The annotations of `SamplingParams` are the declaration; `PARAMETERS` is the sam
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 
+PENALTIES_AND_BIAS = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"})
 # All numbers are float32 on the device: beyond these bounds they change nothing, or overflow.
 LARGEST, SMALLEST_TOP_P = 10_000, 1e-6
 LARGEST_BIAS = 100  # as in OpenAI's interface: enough to ban a token or to force it
@@ -166,11 +167,10 @@ class SamplingParams:
         """Whether the greedy executables are enough."""
         return not self.sampled_fields
 
-    @property
+    @cached_property
     def is_penalised(self) -> bool:
         """Whether a bias or a penalty changes logits."""
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return bool(self.logit_bias) or penalties != (1, 0, 0)
+        return not PENALTIES_AND_BIAS.isdisjoint(self.sampled_fields)
 
     @property
     def sampled_fields(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class CostModel:
         return shape in self._own
 
     def is_served(self, shape: RoundShape) -> bool:
-        """Whether a round of this shape was served."""
+        """Whether a round of this shape was served after a time of it was known."""
         return self._rounds.get(shape, 0) > 0
 
     def set_measured(self, shape: RoundShape, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Draft kv that is put off: drafts are the same as where each round writes it, with fewer calls of kv_write."""
+"""Deferred writes of draft kv: drafts are the same as where each round writes it, with fewer calls of kv_write."""
 
 import random
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def test_engine_without_drafts_in_its_rounds_writes_for_eight_rounds_at_once():
 @pytest.mark.parametrize(
     ("rounds", "widths"), [(1, [1]), (2, [1, 1]), (4, [4, 1]), (6, [8, 1]), (9, [8, 1]), (10, [8, 1, 1])]
 )
-def test_draft_is_preceded_by_writes_of_what_was_put_off(rounds, widths):
+def test_draft_is_preceded_by_writes_of_deferred_rounds(rounds, widths):
     """One for all rounds that the host has, one for the newest. Then comes the round with K = 3: 4 positions."""
     engine = serve([*[0] * rounds, 3], [rounds + 2])
     assert list_widths(engine)[: len(widths) + 1] == [*widths, 4]
@@ -82,7 +82,7 @@ def test_joined_features_have_a_bounded_size(monkeypatch):
 def test_requests_that_come_and_go_find_the_kv_of_their_tokens(seed):
     """The toy's draft refuses kv that is not of the request's own tokens, and waits for no features.
 
-    Few pages, of which ended and preempted requests leave some to others while their kv is put off; prefixes that
+    Few pages, of which ended and preempted requests leave some to others while their kv is deferred; prefixes that
     others have; sampled requests whose prompt was computed before, so that a round comes without a prefill.
     """
     rng = random.Random(seed)
@@ -110,6 +110,16 @@ def test_drafts_of_an_engine_equal_those_of_one_that_writes_every_round(bundle, 
     """With K = 0 for one to nine rounds between drafts, and rows that end."""
     ks = [k for count in (1, 2, 5, 9, 3) for k in [*[0] * count, 7]]
 
+    deferred = 0
+
+    def count(writer, rows, *given):
+        nonlocal deferred
+        deferred += 1
+        defer(writer, rows, *given)
+
+    def write_now(writer, rows, *given):
+        writer.write(*given)
+
     def run() -> list[list[list[int]]]:
         with Engine.open(bundle("tied"), k="auto") as engine:
             engine._loop._scheduler._controller = KByRound(ks)
@@ -118,7 +128,10 @@ def test_drafts_of_an_engine_equal_those_of_one_that_writes_every_round(bundle, 
             results = engine.generate_all(prompts, asked)
             return [result.drafted for result in results]
 
+    defer = DraftKvWriter.defer
+    monkeypatch.setattr(DraftKvWriter, "defer", count)
     found = run()
-    monkeypatch.setattr(DraftKvWriter, "put_off", lambda self, rows, *given: self.write(*given))
+    assert deferred > 20
+    monkeypatch.setattr(DraftKvWriter, "defer", write_now)
     assert run() == found
     assert any(any(drafted) for drafts in found for drafted in drafts)
