@@ -109,7 +109,6 @@ def test_requests_that_come_and_go_find_the_kv_of_their_tokens(seed):
 def test_drafts_of_an_engine_equal_those_of_one_that_writes_every_round(bundle, monkeypatch):
     """With K = 0 for one to nine rounds between drafts, and rows that end."""
     ks = [k for count in (1, 2, 5, 9, 3) for k in [*[0] * count, 7]]
-
     deferred = 0
 
     def count(writer, rows, *given):
