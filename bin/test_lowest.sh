@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash bin/test_lowest.sh [PYTEST ARGUMENTS]   Tests the lower bounds in pyproject.toml: Python 3.11, JAX 0.10.
-# Without arguments: golden runs, bundles, the engine and executables for described TPUs. PyTorch is not installed.
+# Without arguments: golden runs, bundles, the engine, programs, and executables for described TPUs. PyTorch is not installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=build/lowest CONSTRAINTS=requirements/lowest.txt
@@ -18,7 +18,7 @@ if ! is_installed test; then
     note_installed test
 fi
 if ((!$#)); then
-    set -- tests/cache --ignore=tests/cache/test_rope.py tests/compile/test_golden_programs.py tests/compile/test_tpu_executables.py \
+    set -- tests/cache --ignore=tests/cache/test_rope.py tests/compile/test_{golden_programs,programs,tpu_executables}.py \
         tests/runtime/test_golden_runs.py tests/runtime/test_engine_{batches,ends,faults,life,requests}.py tests/bin/test_bundle.py
 fi
 say "tests"
