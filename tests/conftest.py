@@ -192,13 +192,13 @@ GRIDS = {
     **dict.fromkeys(("softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
-GRIDS["hybrid"] = "batch=1 length=288 k=0,7 prefill=64"
+GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Bundles whose weights are int8, of reference runs.
 INT8_RUNS = ["tied", "untied", "llama", "llama3rope", "pruned", "converted", "dflash2", "dflash2_speculators"]
 INT8_RUNS += ["swa", "flash", "unwindowed", "anchored", "anchored_noncausal"]
-INT8_RUNS += ["softcap", "dflash2_sliding"]
+INT8_RUNS += ["softcap", "dflash2_sliding", "hybrid_text", "hybrid_sliding"]
 INT8 = {f"int8 {run}": run for run in INT8_RUNS}
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | {"int8 tied": "batch=1,3 length=208 k=0,7 prefill=64"}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_aot.cache.bundle.manifest import read_manifest
@@ -20,10 +21,18 @@ from tests.runtime.test_golden_runs import generate
 # Their drafts have heads of their own, and the tied target chooses the same tokens if its head is not rounded.
 SAME_CHOICES = ("int8 pruned", "int8 anchored")
 # Of the tied pairs whose drafts use the target's head, those for which a float32 bundle with a rounded head is built.
-UNTIED_COPIES = ("int8 dflash2", "int8 dflash2_speculators", "int8 dflash2_sliding", "int8 softcap")
-# What is looked up, routers, and DFlash2's convolutions and selector.
+UNTIED_COPIES = (
+    "int8 dflash2",
+    "int8 dflash2_speculators",
+    "int8 dflash2_sliding",
+    "int8 softcap",
+    "int8 hybrid_text",
+    "int8 hybrid_sliding",
+)
+# What is looked up, routers, DFlash2's convolutions and selector, and the strengths and decays of a delta rule.
 PLAIN = ("embed_tokens.weight", "mlp.gate.weight", "codebook", "kernel_projection.weight", "hidden_projection.weight")
-TIED_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
+PLAIN += ("in_proj_a.weight", "in_proj_b.weight")
+HEAD = "lm_head.weight"
 
 
 def round_weight(weight: np.ndarray) -> np.ndarray:
@@ -39,9 +48,10 @@ def is_linear(name: str, tensor: np.ndarray) -> bool:
 
 def round_checkpoint(source: Path, place: Path, tied: bool = False) -> Path:
     """Copies a checkpoint with its linear layers rounded. The head of a tied checkpoint becomes a tensor of its own."""
-    tensors = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
+    read = (item for file in source.glob("*.safetensors") for item in load_file(file).items())
+    tensors = {name: tensor.float().numpy() for name, tensor in read}
     if tied:
-        tensors[TIED_HEAD[1]] = tensors[TIED_HEAD[0]]
+        tensors[HEAD] = next(array for name, array in tensors.items() if name.endswith("embed_tokens.weight"))
     place.mkdir()
     for name, array in tensors.items():
         if is_linear(name, array):
@@ -110,7 +120,7 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
     run, k = RUNS[INT8[name]], max(results)
     if name in UNTIED_COPIES:
         plain, target = tmp_path / "bundle", untie(target, tmp_path / "target")
-        grid = f"batch=1 length=208 k={k} prefill=64"
+        grid = f"batch=1 length={read_manifest(bundle(name)).grid.capacity} k={k} prefill=64"
         precompile(target, draft, plain, grid=grid, platform="cpu", dtype="float32", self_test=False)
     elif is_tied(run) and name not in SAME_CHOICES:
         pytest.skip("no float32 bundle has a head beside a tied embedding")
