@@ -83,11 +83,12 @@ def test_requests_that_come_and_go_find_the_kv_of_their_tokens(seed):
     """The toy's draft refuses kv that is not of the request's own tokens, and waits for no features.
 
     Few pages, of which ended and preempted requests leave some to others while their kv is deferred; prefixes that
-    others have; sampled requests whose prompt was computed before, so that a round comes without a prefill.
+    others have; sampled requests whose prompt was computed before, so that a round comes without a prefill. With odd
+    seeds, multi-round steps between such rounds.
     """
     rng = random.Random(seed)
     ks = [k for _ in range(40) for k in [*[0] * rng.randrange(25), rng.choice((3, 7))]]
-    grid = "batch=1,2,4 length=32,64 k=0,3,7 prefill=4,16 kv_positions=96"
+    grid = "batch=1,2,4 length=32,64 k=0,3,7 prefill=4,16 kv_positions=96" + " rounds=4" * (seed % 2)
     engine = ToyEngine(grid, k=7, controller=KByRound(ks), right=lambda text: sum(text) % 8, costs=COSTS)
     requests = []
     while len(requests) < 60 or not engine.loop.is_idle:
@@ -104,6 +105,9 @@ def test_requests_that_come_and_go_find_the_kv_of_their_tokens(seed):
         engine.check(request)
     stats = engine.loop.stats()
     assert stats.failures == 0 < min(stats.preemptions, stats.moves, stats.prefix_hits)
+    log = engine.bundle.log
+    assert any(call.program == "verify" and call.bucket.k == 0 for call in log)
+    assert any(call.program == "rounds" for call in log) == bool(seed % 2)
 
 
 def test_drafts_of_an_engine_equal_those_of_one_that_writes_every_round(bundle, monkeypatch):

@@ -93,7 +93,8 @@ def test_all_parameters_are_covered_by_these_tests():
     ids=str,
 )
 def test_parameters_that_keep_the_greedy_choice_are_plain(given):
-    assert SamplingParams(**given).is_greedy
+    params = SamplingParams(**given)
+    assert params.is_greedy and not params.is_penalised
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def test_parameters_that_need_sampled_executables_are_named(given):
     params = SamplingParams(**given)
     assert not params.is_greedy
     assert params.sampled_fields == tuple(given)
+    assert params.is_penalised == given.keys().isdisjoint(("temperature", "logprobs"))
 
 
 def test_each_parameter_is_declared_with_meaning_and_default():
