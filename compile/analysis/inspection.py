@@ -53,8 +53,18 @@ def inspect_module(module: HloModule, inputs: Sequence[str], outputs: Sequence[s
 
 
 def count_collectives(module: HloModule) -> dict[str, int]:
-    """Number of collectives by kind. An asynchronous collective (start and done) counts once."""
-    opcodes = (one.opcode for one in module.instructions)
+    """Number of collectives by kind. An asynchronous collective counts once.
+
+    It has an instruction at its start and one at its end. Or libtpu starts it in one fusion, advances it in others
+    beside their own work, and ends it in one more: each of these repeats the collective.
+    """
+    ends = {one.called("calls") for one in module.instructions if one.name.startswith("async-collective-done")}
+    opcodes = (
+        one.opcode
+        for computation in module.computations.values()
+        if computation.name not in ends and not computation.name.startswith("async_collective_fusion")
+        for one in computation.instructions
+    )
     kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
     return dict(sorted(kinds.items()))
 
