@@ -22,6 +22,7 @@ LIMIT = 1.05
 # Over eight seeds hard requests of 256 tokens between easy ones took 1.054 to 1.059 of their best K's time on the CPU's
 # times, 1.046 on the accelerator's: to find out that one is hard takes rounds, and they don't shrink with the answer.
 MIX_LIMIT = 1.06
+RECORDED_LIMIT = 1.03
 
 EMBEDDED = {0: 5.50, 3: 9.02, 7: 9.96, 15: 12.1}  # milliseconds per pass, docs/results.md
 TPU = {0: 1.0, 7: 1.2, 15: 1.25}
@@ -156,7 +157,7 @@ def test_easy_and_hard_requests_in_one_batch(times):
 @pytest.mark.parametrize("times", [CPU, EMBEDDED, ACCELERATOR, TPU], ids=["cpu", "embedded", "accelerator", "tpu"])
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("texts", [RECORDED[:12], RECORDED[12:]], ids=["easy", "hard"])
-def test_recorded_texts_are_near_the_best_fixed_k(times, batch, texts):
+def test_recorded_texts_are_within_three_percent_of_the_best_fixed_k(times, batch, texts):
     """In the mean over five orders of the prompts, each twice."""
     ratios = []
     for seed in range(5):
@@ -166,7 +167,7 @@ def test_recorded_texts_are_near_the_best_fixed_k(times, batch, texts):
             for depth in (adaptive(times, batch), *map(FixedK, times))
         )
         ratios.append(chosen / min(fixed))
-    assert sum(ratios) / len(ratios) <= LIMIT
+    assert sum(ratios) / len(ratios) <= RECORDED_LIMIT
 
 
 def test_simulation_detects_a_bad_choice():
