@@ -1,13 +1,14 @@
 """dflash-bench host: the host's work per round, of the engine at every K and of the plain `jax.jit` loop.
 
 Contenders take turns, each in a process of its own. Figures are differences between long and short answers, so that
-work before the rounds cancels out.
+work before the rounds cancels out. Between them the programs of a round are timed, one at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,12 +16,15 @@ from dflash_aot.benchmarks import contenders, messages, tables
 from dflash_aot.benchmarks.estimates import Samples, choose, estimate_median, group_by, median, pair_up
 from dflash_aot.benchmarks.prompts import HELD_OUT
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.worker import Worker
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
 # The engine; the engine on a bundle that runs several rounds per call; the plain `jax.jit` loop.
 ENGINE, BURSTS, LOOP = "engine", "engine, bursts", "jax.jit loop"
+PROGRAMS = "verify", "draft", "kv_write"
+PROGRAM_CALLS = 10  # in each repeat
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Settings(contenders.PairSettings):
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """ "times" of short and long answers.
+    """ "times" of short and long answers, and the "parts" of a round: its programs.
 
     Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
     """
@@ -51,17 +55,38 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     if settings.rounds > 1:
         buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))
         bundles[BURSTS] = contenders.ensure_bundle(pair, buckets, "float32", scratch, note)
+    spec = messages.BundleForwardSpec(str(bundle), str(pair.target), str(pair.draft), [])
+    programs = contenders.Contender("programs", "forward_worker", spec)
     with ExitStack() as stack:
         workers = contenders.open_contenders(list_contenders(bundles, pair, grid, max(map(len, prompts))), stack, note)
+        ((_, timer),) = contenders.open_contenders([programs], stack, note)
         for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for callers in settings.callers:
-                for length, tokens in (("short", settings.short), ("long", settings.long)):
-                    question = messages.ServeClosed(messages.deal(prompts, callers), tokens)
-                    for one, worker in workers:
-                        sample = list_times(one, worker.ask(question, messages.ServedClosed))
-                        if repeat >= 0:
-                            yield sample | {"length": length, "callers": callers, "repeat": repeat}
+                taken = [
+                    *take_times(workers, messages.deal(prompts, callers), settings),
+                    *take_parts(timer, callers, grid),
+                ]
+                if repeat >= 0:
+                    yield from (one | {"callers": callers, "repeat": repeat} for one in taken)
+
+
+def take_times(
+    workers: contenders.Workers, turns: list[list[messages.PromptIds]], settings: Settings
+) -> Iterator[Sample]:
+    """Short, then long answers of every contender. turns: the prompts of each caller."""
+    for length, tokens in (("short", settings.short), ("long", settings.long)):
+        question = messages.ServeClosed(turns, tokens)
+        for one, worker in workers:
+            yield list_times(one, worker.ask(question, messages.ServedClosed)) | {"length": length}
+
+
+def take_parts(timer: Worker, batch: int, grid: Grid) -> Iterator[Sample]:
+    """The programs of a round at every K, in microseconds."""
+    for k in grid.k:
+        timed = timer.ask(messages.TimePrograms(batch, k, PROGRAM_CALLS), messages.ProgramSeconds)
+        us = {program: [round(1e6 * one) for one in seconds] for program, seconds in timed.seconds.items()}
+        yield {"kind": "parts", "k": k, "us": us}
 
 
 def check_callers(settings: Settings, grid: Grid) -> None:
@@ -114,11 +139,28 @@ def make_findings(record: Record) -> tables.Findings:
     table = tables.make_table("times", "The host's time per round", [[one] for one in cases], COLUMNS, NOTE)
     series = []
     for (name,), chosen in group_by(cases, "way").items():
-        points = {f"{one['callers']} caller{'s' * (one['callers'] > 1)}, K = {one['k']}": one["work"] for one in chosen}
-        series.append(tables.make_series(name, points, "interval"))
-    return tables.Findings(
-        (table,), (tables.Chart("work", "The host's work per round", "", "µs", tuple(series), "bar"),)
-    )
+        series.append(tables.make_series(name, {name_case(one): one["work"] for one in chosen}, "interval"))
+    charts = [tables.Chart("work", "The host's work per round", "", "µs", tuple(series), "bar")]
+    if parts := choose(record.samples, kind="parts"):
+        charts.append(chart_parts(parts, choose(cases, way=ENGINE)))
+    return tables.Findings((table,), tuple(charts))
+
+
+def name_case(case: Mapping[str, Any]) -> str:
+    return f"{case['callers']} caller{'s' * (case['callers'] > 1)}, K = {case['k']}"
+
+
+def chart_parts(samples: Samples, cases: Samples) -> tables.Chart:
+    """A bar for each number of callers and K: medians of its programs and of the host's work."""
+    parts: dict[str, dict[str, float]] = {program: {} for program in PROGRAMS}
+    for group in group_by(samples, "callers", "k").values():
+        for program in group[0]["us"]:
+            times = [one for sample in group for one in sample["us"][program]]
+            parts[program][name_case(group[0])] = median(times) / 1000
+    parts["host"] = {name_case(one): median(one["work"]) / 1000 for one in cases}
+    series = tuple(tables.Series(name, tuple(of), tuple(of.values())) for name, of in parts.items() if of)
+    title = "The parts of a round, each waited for; a served round overlaps them"
+    return tables.Chart("parts", title, "", "ms", series, "stack")
 
 
 def make_case(samples: Samples) -> Sample:

@@ -146,6 +146,20 @@ class ForwardSeconds(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
+class TimePrograms(msgspec.Struct, frozen=True, tag=True):
+    """The programs of a round with random tokens in its longest bucket, `calls` times. Answered by ProgramSeconds."""
+
+    batch: int
+    k: int
+    calls: int
+
+
+class ProgramSeconds(msgspec.Struct, frozen=True):
+    """Times of the programs of rounds: of each program those of its calls, each waited for."""
+
+    seconds: dict[str, list[float]]
+
+
 class MeasurePeaks(msgspec.Struct, frozen=True, tag=True):
     """The best memory bandwidth and arithmetic that this process reaches. Answered by PeakRates."""
 

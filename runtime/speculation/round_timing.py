@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import msgspec
@@ -97,6 +97,25 @@ class RoundTimer:
 
     def time(self, bucket: Bucket, mode: SamplingMode) -> float:
         """Seconds of one round, waited for."""
+        calls = self._prepare(bucket, mode)
+        began = time.perf_counter()
+        for call in calls.values():
+            call()
+        self._state.wait()
+        return time.perf_counter() - began
+
+    def time_programs(self, bucket: Bucket, mode: SamplingMode) -> dict[str, float]:
+        """Seconds of each program of one round, each waited for."""
+        seconds = {}
+        for program, call in self._prepare(bucket, mode).items():
+            began = time.perf_counter()
+            call()
+            self._state.wait()
+            seconds[program] = time.perf_counter() - began
+        return seconds
+
+    def _prepare(self, bucket: Bucket, mode: SamplingMode) -> Mapping[str, Callable[[], None]]:
+        """The calls of one round by program. Each needs the result of the one before, so that none of them overlap."""
         bundle, state = self._bundle, self._state
         # As many positions as rounds of this bucket see at most.
         self._set_state(np.full(self._grid.slots, bucket.length - bucket.k - 1), self._draw_tokens(self._grid.slots))
@@ -107,15 +126,23 @@ class RoundTimer:
         masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
         samples = needs_sampling_state(bundle.manifest.sampling)
         flags = [state.to_device(np.array([flag])) for flag in (mode != "greedy", False)] if samples else []
-        state.wait()
-        began = time.perf_counter()
-        # The draft comes last: each call then needs the result of the one before, and none of them overlap.
-        features, starts, *_ = verify(state, pages, *block, active, *map(state.to_device, masks))
-        if bucket.k:  # a round without drafts puts the write off, see `DraftKvWriter`
-            bundle.kv_write(bucket.batch, bucket.k + 1)(state, pages, features, starts)
+        given = [*block, active, *map(state.to_device, masks)]
+        verified: list[jax.Array] = []  # features and starts
+
+        def run_verify() -> None:
+            verified[:] = verify(state, pages, *given)[:2]
+
+        def run_kv_write() -> None:
+            bundle.kv_write(bucket.batch, bucket.k + 1)(state, pages, *verified)
+
+        def run_draft() -> None:
             jax.block_until_ready(bundle.draft(bucket)(state, pages, *flags))
+
         state.wait()
-        return time.perf_counter() - began
+        calls = {"verify": run_verify}
+        if bucket.k:  # a round without drafts puts the write off, see `DraftKvWriter`
+            calls |= {"kv_write": run_kv_write, "draft": run_draft}
+        return calls
 
     def clear(self) -> None:
         """Resets lengths and anchors to zero."""

@@ -5,7 +5,7 @@ import pytest
 from dflash_aot.benchmarks import forward_worker, kflat_bench, torch_worker
 from dflash_aot.benchmarks.kflat_bench import Settings, choose_grid, find_fault, find_peak, list_passes, list_work
 from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TorchForwardSpec
+from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TimePrograms, TorchForwardSpec
 from dflash_aot.benchmarks.record import Record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.bundle.manifest import read_manifest
@@ -37,6 +37,16 @@ def test_pass_chooses_the_reference_tokens(sides, text, program, rows, length):
         found = forward(RunForward(program, rows, length, 2))
         assert found.token_ids == expected
         assert len(found.seconds) == 2 and min(found.seconds) > 0
+
+
+def test_programs_of_a_round_are_timed_and_change_no_pass(bundle, tied, text):
+    spec = BundleForwardSpec(str(bundle("tied")), str(tied.target), str(tied.draft), text)
+    with forward_worker.open_bundle_passes(spec) as handlers:
+        for batch, k, programs in ((3, 7, {"verify", "kv_write", "draft"}), (1, 0, {"verify"})):
+            timed = handlers[TimePrograms](TimePrograms(batch, k, 2)).seconds
+            assert timed.keys() == programs
+            assert all(len(one) == 2 and min(one) > 0 for one in timed.values())
+        assert handlers[RunForward](RunForward("verify", 8, 178, 1)).token_ids == text[171:179]
 
 
 def test_rows_go_up_to_the_block_of_the_draft():
