@@ -49,7 +49,7 @@ def is_linear(name: str, tensor: np.ndarray) -> bool:
 def round_checkpoint(source: Path, place: Path, tied: bool = False) -> Path:
     """Copies a checkpoint with its linear layers rounded. The head of a tied checkpoint becomes a tensor of its own."""
     read = (item for file in source.glob("*.safetensors") for item in load_file(file).items())
-    tensors = {name: tensor.float().numpy() for name, tensor in read}
+    tensors = {name: (one.float() if one.is_floating_point() else one).numpy() for name, one in read}
     if tied:
         tensors[HEAD] = next(array for name, array in tensors.items() if name.endswith("embed_tokens.weight"))
     place.mkdir()
