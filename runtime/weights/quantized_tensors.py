@@ -212,7 +212,7 @@ class QuantizedTensors(CheckpointTensors):
             return (octets ^ 0x80).view(np.int8)  # stored with 128 added
         if self._quantization.encoding == "int8-channels":
             return super().read(matrix.values, matrix.shape, ("I8",), part)
-        octets = self.read_octets(matrix.values, part)
+        octets = super().read(matrix.values, matrix.shape, (FP8,), part)
         if np.any((octets & 0x7F) == 0x7F):
             raise BadCheckpoint(f"{self.file(matrix.values)}: {matrix.values} holds NaN: the file is damaged")
         return octets

@@ -1,10 +1,10 @@
 """Memory-mapped safetensors: the tensors of a checkpoint directory, in one file or in shards with an index."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  adds to NumPy the bfloat16 dtype that safetensors returns
+import ml_dtypes
 import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -12,15 +12,37 @@ from safetensors import SafetensorError, safe_open
 from dflash_aot.cache.bundle.weight_recipe import MaskedMap, Placement
 from dflash_aot.cache.checkpoint_files import INDEX_FILE, SINGLE_FILE, open_weights, read_checkpoint_file
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.runtime.weights.tensor_slices import TensorSlice, cover_tensor, to_numpy_slices
+from dflash_aot.runtime.weights.tensor_slices import TensorSlice, to_numpy_slices
 
 FLOATS, INTEGERS, FP8 = ("BF16", "F16", "F32"), ("I32", "I64"), "F8_E4M3"
+# NumPy's dtypes of those that are read; FP8 as its bits.
+DTYPES: Mapping[str, Any] = {
+    **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, FP8: np.uint8},
+    **{"I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},
+}
 BITS_16 = 2  # bytes of such a float
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a mapped file.
+
+    Attributes:
+        dtype: by safetensors' name.
+        shape: of the tensor.
+        content: its bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: np.ndarray
+
+
 class CheckpointTensors:
     """The tensors of one checkpoint directory. The files are memory-mapped: only the parts that are read take memory.
+
+    What is read is a view of the file: threads that copy or convert it don't wait for each other, as they would where
+    safetensors copies it with Python's lock held.
 
     Attributes:
         directory: the checkpoint's directory.
@@ -29,24 +51,23 @@ class CheckpointTensors:
     def __init__(self, directory: Path):
         """Raises BadCheckpoint for files that are missing, broken, or differ from their index."""
         self._files: dict[str, Path] = {}
-        self._open = {}
-        self._octets: dict[Path, dict[str, np.ndarray]] = {}
+        self._stored: dict[str, StoredTensor] = {}
         for path, indexed in _list_files(directory):
             try:
                 with open_weights(path) as name:
-                    file = safe_open(name, framework="numpy")
+                    stored = _map_file(name, path)
             except FileNotFoundError as error:
                 raise BadCheckpoint(f"{path} does not exist, but {INDEX_FILE} names it") from error
             except (SafetensorError, OSError) as error:
                 raise BadCheckpoint(
                     f"{path} is not a complete safetensors file: {error}. Download or copy it again"
                 ) from error
-            found = set(file.keys())
+            found = set(stored)
             if twice := found & self._files.keys():
                 raise BadCheckpoint(f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?")
             if indexed is not None and (missing := indexed - found):
                 raise BadCheckpoint(f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there")
-            self._open[path] = file
+            self._stored |= stored
             self._files |= dict.fromkeys(found, path)
         self.directory = directory
 
@@ -58,16 +79,16 @@ class CheckpointTensors:
         return self._files[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open[self._files[name]].get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def dtype(self, name: str) -> str:
         """Returns the dtype of a tensor by safetensors' name."""
-        return self._open[self._files[name]].get_slice(name).get_dtype()
+        return self._stored[name].dtype
 
     def read(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
     ) -> np.ndarray:
-        """Returns one tensor, or only `part` of the tensor, in its stored dtype.
+        """Returns one tensor, or only `part` of the tensor, in its stored dtype, FP8 as uint8. It cannot be written to.
 
         shape, dtypes: what the tensor must have, dtypes in safetensors' names.
 
@@ -91,31 +112,18 @@ class CheckpointTensors:
 
     def _read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None) -> np.ndarray:
         """Returns a tensor or a part of it, of any values. Raises BadCheckpoint for another shape or dtype."""
-        path = self._files[name]
-        tensor = self._open[path].get_slice(name)
-        if (found := tuple(tensor.get_shape())) != shape:
-            raise BadCheckpoint(f"{path}: {name} is {list(found)}, but its config.json implies {list(shape)}")
-        if tensor.get_dtype() not in dtypes:
-            raise BadCheckpoint(f"{path}: {name} is {tensor.get_dtype()}, expected one of {', '.join(dtypes)}")
-        values: np.ndarray = tensor[to_numpy_slices(cover_tensor(shape) if part is None else part)]
-        return values
+        path, stored = self._files[name], self._stored[name]
+        if stored.shape != shape:
+            raise BadCheckpoint(f"{path}: {name} is {list(stored.shape)}, but its config.json implies {list(shape)}")
+        if stored.dtype not in dtypes:
+            raise BadCheckpoint(f"{path}: {name} is {stored.dtype}, expected one of {', '.join(dtypes)}")
+        values = stored.content.view(DTYPES[stored.dtype]).reshape(shape)
+        return values if part is None else values[to_numpy_slices(part)]
 
     def _refuse_values(self, name: str) -> BadCheckpoint:
         return BadCheckpoint(
             f"{self._files[name]}: {name} holds NaN or infinity: the file is damaged or the training diverged"
         )
-
-    def read_octets(self, name: str, part: TensorSlice) -> np.ndarray:
-        """Returns the bits of a slice of an FP8 tensor, uint8. NumPy has no FP8, so safetensors cannot return it.
-
-        Raises BadCheckpoint if the file changed since it was opened.
-        """
-        path = self._files[name]
-        if path not in self._octets:
-            self._octets[path] = _map_octets(path)
-        if name not in self._octets[path]:
-            raise BadCheckpoint(f"{path} changed while it was read: {name} is gone")
-        return np.array(self._octets[path][name][to_numpy_slices(part)])
 
     def read_vocabulary_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
         """Returns the offsets [n] of a draft with a reduced vocabulary: row i is the target's token i + offsets[i].
@@ -161,17 +169,23 @@ def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
         raise BadCheckpoint(f"{directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _map_octets(path: Path) -> dict[str, np.ndarray]:
-    """Maps the FP8 tensors of a file, as uint8. Raises BadCheckpoint for a file that `safe_open` has not checked."""
-    with open_weights(path) as name:
-        content = np.memmap(name, np.uint8, "r")
+def _map_file(name: str, path: Path) -> dict[str, StoredTensor]:
+    """Maps the tensors of the file `path`, which is open as `name`.
+
+    Raises SafetensorError and OSError for a file that is not whole, BadCheckpoint for one that changes meanwhile.
+    """
+    with safe_open(name, framework="numpy"):
+        """The header is checked: its size, each tensor's dtype, shape and place."""
+    content = np.memmap(name, np.uint8, "r").view(np.ndarray)
     begin = HEADER_LENGTH_BYTES + int.from_bytes(content[:HEADER_LENGTH_BYTES].tobytes(), "little")
     try:
         header = msgspec.json.decode(content[HEADER_LENGTH_BYTES:begin].tobytes(), type=dict[str, dict[str, Any]])
+        header.pop("__metadata__", None)
         return {
-            name: content[slice(*(begin + at for at in facts["data_offsets"]))].reshape(facts["shape"])
-            for name, facts in header.items()
-            if facts.get("dtype") == FP8
+            tensor: StoredTensor(
+                facts["dtype"], tuple(facts["shape"]), content[slice(*(begin + at for at in facts["data_offsets"]))]
+            )
+            for tensor, facts in header.items()
         }
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(f"{path} changed while it was read: {error}") from error

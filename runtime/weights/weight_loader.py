@@ -32,7 +32,7 @@ from dflash_aot.runtime.weights.tensor_slices import (
     to_numpy_slices,
 )
 
-MOST_READ_NUMBERS = 1 << 18  # read and converted at a time: small enough for a processor's cache
+MOST_READ_NUMBERS = 1 << 20  # read and converted at a time: with smaller pieces threads wait for Python's lock
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
