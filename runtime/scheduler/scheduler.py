@@ -257,6 +257,7 @@ class RoundPlan:
     stop_early: of a multi-round step: it stops when one of its rows is done, whose place another request waits for.
     tokens_outstanding: of a multi-round step, by slot: tokens that the request wants beyond those certain to come.
     new_sampling_states: requests whose sampling parameters must be written to the device first.
+    resumes: whether drafts come again after rounds with K = 0, whose draft kv may be deferred.
     """
 
     batch: RoundBatch
@@ -266,6 +267,7 @@ class RoundPlan:
     stop_early: bool = False
     tokens_outstanding: Sequence[int] = ()
     new_sampling_states: Sequence[RunningRequest] = ()
+    resumes: bool = False
 
     @property
     def certain_rounds(self) -> int:
@@ -300,7 +302,7 @@ class Scheduler:
         self._borders = sorted({length - k for length in grid.length for k in self._ks})
         self._buckets: dict[tuple[int, int], list[Bucket]] = {}
         self._burst = BurstLength(grid.rounds)
-        self._previous_k = -1
+        self._previous_k = self._last_k = -1
 
     # -- requests
 
@@ -464,7 +466,10 @@ class Scheduler:
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
-        requests = plan.batch.requests
+        requests, last_k = plan.batch.requests, self._last_k
+        self._last_k = plan.bucket.k
+        if last_k == 0 < plan.bucket.k:
+            plan = replace(plan, resumes=True)
         if plan.multi_round:
             outstanding = [running.tokens_outstanding if running else 0 for running in plan.batch.by_slot]
             rounds, stop_early = self._count_rounds(plan), bool(self._queue)
@@ -480,7 +485,7 @@ class Scheduler:
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
         """A round of this plan took `seconds` on the device."""
         shape = plan.bucket, plan.batch.mode
-        self._controller.note_round_time(shape, seconds)
+        self._controller.note_round_time(shape, seconds, plan.resumes)
         if self._grid.rounds > 1:
             self._burst.note_round_time(shape, seconds)
 

@@ -21,6 +21,7 @@ from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel
 TRIAL_SHARE = 0.015  # of the time that trials may lose
 TRIALS_SAVED = 2.0  # trials that may be paid for in advance
 ENGINE_WINDOW = 64  # drafting rounds that a new request's acceptance estimate starts from
+RESUMED_ROUNDS = 8  # that drafting lasts where it is resumed because it is worth it
 ROUNDS_BEFORE_LOADING = 256  # rounds of an engine before a K is loaded only for a trial
 DECISIONS_KEPT = 512
 
@@ -93,9 +94,12 @@ class AdaptiveK(SpeculationController):
             if self._unpaid <= 0:
                 self._credit, self._waited = TRIALS_SAVED, math.inf
 
-    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+    def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """As `SpeculationController.note_round_time`. KeyError for a shape without times."""
-        self.costs.note_served(shape, seconds)
+        if resumed:
+            self.costs.note_resumed(shape, seconds)
+        else:
+            self.costs.note_served(shape, seconds)
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         """As `SpeculationController.choose_bucket`. KeyError for a bucket without times."""
@@ -106,16 +110,19 @@ class AdaptiveK(SpeculationController):
             return self._decide(find_bucket(buckets, requested), "request", {})
         expected = [one.expected_tokens(buckets[-1].k) for one in free]
         times = {bucket.k: self.costs[bucket, mode] for bucket in buckets}
-        seconds = {k: time / sum(one[k] for one in expected) for k, time in times.items()}
+        resume = self.costs.estimate_resume(buckets[0].batch) if self._last_k == 0 else 0.0
+        tokens = {k: sum(one[k] for one in expected) for k in times}
+        seconds = {k: (time + (resume / RESUMED_ROUNDS if k else 0.0)) / tokens[k] for k, time in times.items()}
         why = self._settle({bucket.k: (bucket, mode) for bucket in buckets}, seconds)
         settled, rate = self._settled_k, seconds[self._settled_k]
         if requested > settled:
             return self._decide(find_bucket(buckets, requested), "request", seconds)
-        losses = {k: time * (1 - rate / seconds[k]) / times[settled] for k, time in times.items()}
+        trials = {k: time + (resume if k else 0.0) for k, time in times.items()}
+        losses = {k: (time - rate * tokens[k]) / times[settled] for k, time in trials.items()}
         trial = self._find_trial([(bucket, mode) for bucket in buckets], losses)
         if trial is None or not self._pay(losses[trial.k], free):
             return self._decide(find_bucket(buckets, settled), why, seconds)
-        self._unpaid, self._token_seconds = times[trial.k] - times[settled], rate
+        self._unpaid, self._token_seconds = trials[trial.k] - times[settled], rate
         return self._decide(trial, "trial", seconds)
 
     def repeat_choice(self, rounds: int) -> None:

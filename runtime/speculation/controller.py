@@ -88,8 +88,8 @@ class SpeculationController:
     def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         """In one round of one request, `accepted` of `k` drafted tokens were accepted."""
 
-    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
-        """A round that ran back to back with the previous one took `seconds`."""
+    def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
+        """A round that ran back to back with the previous one took `seconds`. resumed: see `RoundPlan.resumes`."""
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         """One of `buckets`, which ascend by K and hold the next round of `members`.

@@ -20,6 +20,9 @@ class CostModel:
     expected moves both: the slowdown at a constant rate, the own time by less the more rounds it has seen. So a busy
     machine also slows shapes that do not run just then, and a wrong first measurement is corrected as soon as the shape
     runs. A shape that was not measured takes as much longer than its estimate as the measured ones do on average.
+
+    A round that resumes drafting, the first after rounds with K = 0, takes longer: it waits for the draft kv that those
+    deferred.
     """
 
     def __init__(self, times: Mapping[RoundShape, float], estimates: Mapping[RoundShape, float] = NO_TIMES):
@@ -28,6 +31,7 @@ class CostModel:
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
         self._measured: dict[RoundShape, float] = {}  # seconds, as measured
         self._rounds: dict[RoundShape, int] = {}
+        self._resume: dict[int, float] = {}  # by batch, seconds: what resuming costs in the mean
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
             self.set_measured(shape, seconds)
@@ -53,6 +57,19 @@ class CostModel:
         self._own[shape] = log(seconds) - self._log_slowdown
         scales = [own - self._estimates[measured] for measured, own in self._own.items() if measured in self._estimates]
         self._log_scale = sum(scales) / len(scales) if scales else 0.0
+
+    def estimate_resume(self, batch: int) -> float:
+        """Seconds that a round of so many rows takes longer where it resumes drafting; 0 until one did."""
+        return self._resume.get(batch, 0.0)
+
+    def note_resumed(self, shape: RoundShape, seconds: float) -> None:
+        """A served round of this shape that resumed drafting took `seconds`. KeyError for a shape without times."""
+        extra, batch = seconds - self[shape], shape[0].batch
+        if extra <= 0 or shape not in self._own:
+            self.note_served(shape, seconds)
+            return
+        before = self._resume.get(batch, extra)
+        self._resume[batch] = before + NEW_TIME_WEIGHT * (min(extra, self[shape]) - before)
 
     def note_served(self, shape: RoundShape, seconds: float) -> None:
         """A served round of this shape took `seconds`, above 0. KeyError for a shape without times."""

@@ -283,6 +283,18 @@ def test_estimated_k_is_tried_until_measured(truth, then):
     assert ks[-1] == then
 
 
+@pytest.mark.parametrize(("extra", "fewest", "most"), [(0.0, 13, 17), (1.0, 6, 10)])
+def test_costly_resuming_makes_trials_rarer(extra, fewest, most):
+    """Without it a trial loses one round of K = 0, with it two: a share of 0.015 pays for the losses."""
+    depth, one = AdaptiveK(make_times({0: 1.0, 3: 2.0})), row(HOPELESS)
+    ks = [0]
+    for _ in range(1000):
+        ks.append(ask(depth, [one], (0, 3)))
+        seconds, resumed = {0: 1.0, 3: 2.0 + extra}[ks[-1]], ks[-2] == 0 < ks[-1]
+        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds, resumed)
+    assert fewest <= sum(k == 3 for k in ks) <= most
+
+
 def test_shortest_measured_time_counts_until_a_round_is_served():
     costs, shape = CostModel({}), (Bucket(1, 256, 3), "greedy")
     for seconds, expected in ((3.0, 3.0), (2.0, 2.0), (4.0, 2.0)):

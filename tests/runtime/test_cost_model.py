@@ -49,6 +49,18 @@ def test_single_outlier_changes_little(seconds):
     assert times[PLAIN] == pytest.approx(1.0, rel=0.06)
 
 
+def test_rounds_that_resume_drafting_change_the_time_of_resuming_only():
+    """By batch: the first one counts whole, later ones by a quarter."""
+    times = CostModel({PLAIN: 1.0, DEEP: 3.0})
+    times.note_resumed(DEEP, 3.8)
+    assert times.estimate_resume(1) == pytest.approx(0.8) and times.estimate_resume(8) == 0
+    times.note_resumed(DEEP, 3.4)
+    assert times.estimate_resume(1) == pytest.approx(0.8 + 0.25 * (0.4 - 0.8))
+    assert (times[PLAIN], times[DEEP]) == pytest.approx((1.0, 3.0))
+    times.note_resumed(DEEP, 2.0)  # shorter than a round that resumes nothing: that time was wrong
+    assert times[DEEP] < 3.0
+
+
 def test_noise_is_averaged():
     rng, times = random.Random(2), CostModel({PLAIN: 1.0, DEEP: 1.0})
     ratios = []

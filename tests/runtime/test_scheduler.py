@@ -49,7 +49,7 @@ class AnyK:
     def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         """Ignored."""
 
-    def note_round_time(self, shape: RoundShape, seconds: float) -> None:
+    def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """Ignored."""
 
     def repeat_choice(self, rounds: int) -> None:

@@ -167,6 +167,19 @@ def test_multi_round_steps_begin_with_one_round_of_a_new_k():
     assert (both.multi_round, both.rounds, both.tokens_outstanding) == (True, 4, [24, 48])
 
 
+def test_rounds_with_drafts_behind_rounds_without_resume():
+    scheduler, queue = make_scheduler()
+    ask(queue, 3, limit=50, k=0)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    plans = [start(scheduler), start(scheduler)]
+    ask(queue, 3, limit=50, k=3)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    plans += [start(scheduler), start(scheduler)]
+    assert [(plan.bucket.k, plan.resumes) for plan in plans] == [(0, False), (0, False), (3, True), (3, False)]
+
+
 def test_multi_round_step_stops_early_where_a_request_waits():
     """Then one round is certain of each row: another row may be done after it."""
     scheduler, queue = make_scheduler("batch=2 length=64 k=0,3 prefill=16 rounds=4")
