@@ -12,13 +12,13 @@ import jax
 
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
 from dflash_aot.compile.emulation.hlo_text import print_program
-from dflash_aot.compile.kernels import expert_mlp, gated_delta, input_convolution, kv_attention
+from dflash_aot.compile.kernels import gated_delta, input_convolution, kv_attention, streamed_mlp
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "pred": "bool"}
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 # By name: (facts of the metadata, operands) → result or results.
 INTERPRETERS: Mapping[str, Callable[..., jax.Array | Sequence[jax.Array]]] = {
-    **{kernel.NAME: kernel.interpret_kernel for kernel in (expert_mlp, input_convolution, kv_attention)},
+    **{kernel.NAME: kernel.interpret_kernel for kernel in (streamed_mlp, input_convolution, kv_attention)},
     gated_delta.MIX: gated_delta.interpret_mix,
     gated_delta.COMMIT: gated_delta.interpret_commit,
 }

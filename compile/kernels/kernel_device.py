@@ -19,6 +19,7 @@ from dflash_aot.compile.kernels.tiling import (
     round_up,
 )
 
+KERNEL_VMEM = 30 * 2**20  # of the 32 MiB that every supported TPU has at least
 MAX_BLOCK = 32  # tokens of a block of `DeltaKernels`, whose equations are solved token by token
 
 
@@ -30,11 +31,13 @@ class KernelDevice:
         kind: JAX's name, which some lowering rules ask for.
         cores: TensorCores of a device.
         interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
+        vmem_bytes: that the kernel of experts may use.
     """
 
     kind: str
     cores: int
     interpret: Any = False
+    vmem_bytes: int = KERNEL_VMEM
 
     def describe(self) -> AbstractDevice:
         """The device as JAX's lowering rules ask for it."""
@@ -122,9 +125,19 @@ def run_experts(
     """
     if device is None:
         return None
-    from dflash_aot.compile.kernels.expert_mlp import run_chosen_experts  # noqa: PLC0415
+    from dflash_aot.compile.kernels.streamed_mlp import stream_mlp  # noqa: PLC0415
 
-    return run_chosen_experts(tokens, chosen, expected, device.cores, device.interpret)
+    return stream_mlp(device, tokens, chosen, expected)
+
+
+def streams_mlp(device: KernelDevice | None, hidden: int, width: int, dtypes: tuple[str, str]) -> bool:
+    """Whether `run_experts` takes MLPs of these sizes with any number of tokens. `dtypes`: of tokens, of matrices."""
+    if device is None:
+        return False
+    from dflash_aot.compile.kernels.streamed_mlp import MAX_TOKENS, choose_tile  # noqa: PLC0415
+
+    tokens, matrices = (jnp.dtype(one).itemsize for one in dtypes)
+    return choose_tile(MAX_TOKENS, hidden, width, (tokens, matrices), device) is not None
 
 
 def attend_pages(

@@ -42,7 +42,7 @@ class DecoderLayer(nnx.Module):
         if isinstance(decoder.mlp, MixtureOfExperts):
             self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind, tp, kernels)
         else:
-            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp)
+            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp, kernels)
 
     def __call__(
         self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
@@ -56,24 +56,31 @@ class DecoderLayer(nnx.Module):
             mixed = multiply(mixed, sigmoid(gates))
         x = add(x, self.self_attn.output(mixed))
         h = self.post_attention_layernorm(x)
-        return add(x, self.mlp(h, layer) if isinstance(self.mlp, RoutedMlp) else self.mlp(h)), kv
+        return add(x, self.mlp(h, layer)), kv
 
 
 class RecurrentLayer(nnx.Module):
     """A layer with a Gated DeltaNet in place of attention."""
 
-    def __init__(self, decoder: Decoder, sizes: GatedDeltaNet, kind: WeightKind, tp: TensorParallel):
+    def __init__(
+        self,
+        decoder: Decoder,
+        sizes: GatedDeltaNet,
+        kind: WeightKind,
+        tp: TensorParallel,
+        kernels: KernelDevice | None = None,
+    ):
         assert isinstance(decoder.mlp, DenseMlp)
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
         self.linear_attn = GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, kind, tp)
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
-        self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp)
+        self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp, kernels)
 
     def __call__(self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]) -> tuple[jax.Array, Kv]:
         """x [B, T, H] → x after the layer, and the state that `mix` returned."""
         mixed, kv = mix(kv, layer, self.linear_attn, self.input_layernorm(x))
         x = add(x, mixed)
-        return add(x, self.mlp(self.post_attention_layernorm(x))), kv
+        return add(x, self.mlp(self.post_attention_layernorm(x), layer)), kv
 
 
 class DecoderStack(nnx.Module):
@@ -91,7 +98,7 @@ class DecoderStack(nnx.Module):
         def build(layer: int) -> DecoderLayer | RecurrentLayer:
             if recurrent is None or layer not in recurrent.layers:
                 return DecoderLayer(decoder, kind, tp, kernels)
-            return RecurrentLayer(decoder, recurrent, kind, tp)
+            return RecurrentLayer(decoder, recurrent, kind, tp, kernels)
 
         kinds = [target.attention_layers, *([recurrent.layers] if recurrent else [])]
         stacks = [stack_layers(numbers, partial(build, numbers[0])) for numbers in kinds] if stacked else []
@@ -109,7 +116,7 @@ class CausalLM(nnx.Module):
     """A causal language model that also returns aux hidden states.
 
     `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
-    `kernels`: the device of kernels for experts, None where XLA's operations run them. An int8 model with tied
+    `kernels`: the device of kernels for MLPs and experts, None where XLA's operations run them. An int8 model with tied
     embeddings has an int8 head beside the embedding, which is looked up in full precision.
     """
 

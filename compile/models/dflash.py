@@ -45,7 +45,7 @@ class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
 
     def __init__(self, draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None):
-        super().__init__(draft.decoder, kind, tp)
+        super().__init__(draft.decoder, kind, tp, kernels)
         assert draft.convolution is not None
         self.attention_conv, self.mlp_conv = (
             SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype, kernels) for _ in range(2)
@@ -60,7 +60,7 @@ class ConvolvedLayer(DecoderLayer):
         mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
         x = add(x, convolve(self.self_attn.output(mixed), after))
         h, after = self.mlp_conv.convolve_input(self.post_attention_layernorm(x), layer)
-        return add(x, convolve(self.mlp(h), after)), kv
+        return add(x, convolve(self.mlp(h, layer), after)), kv
 
 
 class DFlash(nnx.Module):
@@ -77,7 +77,7 @@ class DFlash(nnx.Module):
     ):
         """`head` is the kind of the draft's own head, if it has one and is not of the same kind.
 
-        `kernels` is the device of the kernel for convolutions, None where XLA's operations run them.
+        `kernels` is the device of the kernels for MLPs and convolutions, None where XLA's operations run them.
         """
         decoder = draft.decoder
         self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp)
@@ -185,5 +185,5 @@ class DFlash(nnx.Module):
 
 def _build_layer(draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None) -> DecoderLayer:
     if draft.convolution is None:
-        return DecoderLayer(draft.decoder, kind, tp)
+        return DecoderLayer(draft.decoder, kind, tp, kernels)
     return ConvolvedLayer(draft, kind, tp, kernels)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from dflash_aot.cache.bundle.weight_recipe import WeightFormat
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts, streams_mlp
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import add, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -143,18 +144,53 @@ class RmsNorm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The gated MLP: down(silu(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each."""
+    """The gated MLP: down(silu(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each.
 
-    def __init__(self, hidden: int, width: int, kind: WeightKind, tp: TensorParallel = ONE_DEVICE):
-        pair = ["gate_proj.weight", "up_proj.weight"]
-        self.gate_up, self.gate_up_scale = kind.linear((2, width, hidden), pair, (width, hidden), split=1)
-        self.down_proj = Linear(hidden, width, kind, INPUTS, tp)
+    On TPU the kernel of experts streams the three matrices, as those of the only expert of a layer.
+    """
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        # One product with the rows of both, split behind it: a result [.., 2, M] would be laid out anew on TPU.
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        kind: WeightKind,
+        tp: TensorParallel = ONE_DEVICE,
+        kernels: KernelDevice | None = None,
+    ):
+        """`kernels`: the device of the kernel, if it takes these sizes; None: XLA's operations only."""
+        stored = "int8" if kind.format == "int8" else kind.dtype
+        self.kernels = kernels if streams_mlp(kernels, hidden, width // tp.count, (kind.dtype, stored)) else None
+        pair, sliced = ["gate_proj.weight", "up_proj.weight"], self.kernels is None
+        self.gate_up, self.gate_up_scale = kind.linear(
+            (2, width, hidden), pair, (width, hidden), split=1, sliced=sliced
+        )
+        self.down_proj = Linear(hidden, width, kind, INPUTS, tp, sliced=sliced)
+        self.tp = tp
+
+    def __call__(self, x: jax.Array, layer: int | jax.Array = 0) -> jax.Array:
+        """[.., H] → [.., H]. `layer` tells which weights of a stack to take; without a stack it is ignored."""
         weight, scale = self.gate_up[...], read(self.gate_up_scale)
+        if self.kernels is not None:
+            tokens = x.reshape(-1, x.shape[-1])
+            total = run_experts(self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0)
+            assert total is not None, "streams_mlp"
+            return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
+        # One product with the rows of both, split behind it: a result [.., 2, M] would be laid out anew on TPU.
         gate, up = jnp.split(matmul(weight.reshape(-1, weight.shape[-1]), x, scale), 2, axis=-1)
         return self.down_proj(multiply(silu(gate), up))
+
+    def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
+        """The layer's MLP as an expert that all tokens chose."""
+        gate_up, down = self.gate_up[...], self.down_proj.weight[...]
+        (H, M), stacked = down.shape[-2:], down.ndim > 2
+        scales = [
+            None if scale is None else scale.reshape(-1, scale.shape[-1])
+            for scale in (read(self.gate_up_scale), read(self.down_proj.weight_scale))
+        ]
+        first, numbers, count = jnp.int32(layer if stacked else 0), jnp.zeros(1, jnp.int32), jnp.int32(1)
+        shares = jnp.ones((tokens, 1), jnp.float32)
+        gate_up, down = gate_up.reshape(-1, 2 * M, H), down.reshape(-1, H, M)
+        return ChosenExperts(gate_up, down, first, numbers, count, shares, *scales)
 
 
 class Attention(nnx.Module):

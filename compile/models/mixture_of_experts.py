@@ -21,7 +21,7 @@ class RoutedMlp(nnx.Module):
     """Qwen3MoeSparseMoeBlock over the experts that some token chose; each expert runs on all tokens.
 
     Decoding is limited by the weights that are read: each chosen expert's, once. On TPU a kernel streams them
-    (`kernels.expert_mlp`); elsewhere a loop takes one expert after the other. `jax.lax.ragged_dot` copies all experts
+    (`kernels.streamed_mlp`); elsewhere a loop takes one expert after the other. `jax.lax.ragged_dot` copies all experts
     in every call on TPU (v5e, Qwen3-30B-A3B: 806 MB per layer and call), and on CPU it multiplies every row by every
     expert. A token's output is the sum over its own experts in a fixed order, so it does not depend on the other tokens
     of the batch.

@@ -16,7 +16,7 @@ from dflash_aot.compile import precompile
 from tests.optimized_programs import NEEDS_COMPILER
 from tests.runtime.conftest import EXPERTS, MADE_UP, SELECTING
 
-# So wide that attention, experts, Gated DeltaNet and DFlash2's convolutions are kernels.
+# So wide that attention, MLPs, Gated DeltaNet and DFlash2's convolutions are kernels.
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
 LINEAR = {f"linear_{part}": size for part, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
 LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -27,8 +27,8 @@ PAIRS = {
     "wide hybrid": tuple({**config, **WIDE, **LINEAR} for config in MADE_UP["hybrid"]),
 }
 KERNELS = {
-    "wide": ["attend_kv_pages", "convolve_input", "run_chosen_experts"],
-    "wide hybrid": ["attend_kv_pages", "mix_delta_block", "commit_delta_blocks"],
+    "wide": ["attend_kv_pages", "convolve_input", "stream_mlp"],
+    "wide hybrid": ["attend_kv_pages", "mix_delta_block", "commit_delta_blocks", "stream_mlp"],
 }
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)

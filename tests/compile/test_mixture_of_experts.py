@@ -1,4 +1,4 @@
-"""The mixture-of-experts MLP against a loop over tokens, the independence of tokens, and the kernel."""
+"""The mixture-of-experts MLP against a loop over tokens, the independence of tokens, and the kernel of all MLPs."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.kernels.expert_mlp import ExpertWork, divide_work
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.kernels.streamed_mlp import ExpertWork, divide_work
+from dflash_aot.compile.models.layers import Mlp, WeightKind
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.parameters import AbstractModel
 from tests.compile.quick import jit_quickly
@@ -156,21 +156,61 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(ki
 
 
 @pytest.mark.parametrize(
+    ("kind", "width", "cores", "count"),
+    [(PLAIN, 256, 1, 1), (PLAIN, 512, 2, 20), (PLAIN, 48, 1, 300), (INT8, 4096, 2, 20), (INT8, 96, 1, 5)],
+    ids=["one token", "two cores", "turned, two calls", "int8, two cores, four tiles", "int8, turned"],
+)
+def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, capfd):
+    """The second layer of three; the others are NaN."""
+    hidden, rng = 128, np.random.default_rng(count)
+    device = KernelDevice("", cores, pltpu.InterpretParams(detect_races=True), vmem_bytes=2**21)
+
+    def build(kernels):
+        model = AbstractModel(lambda: Mlp(hidden, width, kind, kernels=kernels))
+        return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
+
+    (model, plain), (_, kernel) = build(None), build(device)
+    weights = {name: rng.standard_normal(leaf.shape, np.float32) / 8 for name, leaf in model.shapes().items()}
+    if kind is INT8:
+        for name in ("gate_up", "down_proj.weight"):
+            weights[name] = rng.integers(-127, 128, weights[name].shape, np.int8)
+            weights[f"{name}_scale"] = np.abs(weights[f"{name}_scale"]) / 100
+    tokens = rng.standard_normal((2, count, hidden), np.float32)
+    stacks = {
+        name: np.stack([one if one.dtype == np.int8 else np.full_like(one, np.nan), one, np.full_like(one, 0)])
+        for name, one in weights.items()
+    }
+    expected, found = plain(weights, tokens), kernel(stacks, tokens)
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_mlp_of_sizes_without_whole_memory_tiles_has_no_kernel():
+    device = KernelDevice("", 1)
+    assert Mlp(128, 96, INT8, kernels=device).kernels is device
+    assert Mlp(128, 80, INT8, kernels=device).kernels is None
+    assert Mlp(120, 96, INT8, kernels=device).kernels is None
+
+
+@pytest.mark.parametrize(
     ("tokens", "width", "item", "cores", "expected"),
     [
-        (16, 768, 2, 1, ExpertWork(16, 384)),  # Qwen3-30B-A3B, batch=1 k=15
-        (16, 768, 2, 2, ExpertWork(16, 384)),  # the cores share the width
-        (128, 768, 2, 2, ExpertWork(128, 384)),
-        (256, 768, 2, 2, ExpertWork(256, 128)),  # six tiles; of 256 there would be three
-        (600, 768, 2, 1, ExpertWork(208, 256)),  # three calls
-        (16, 192, 2, 1, ExpertWork(16, 192)),  # on each of four devices
-        (1, 768, 2, 1, ExpertWork(16, 384)),
+        (16, 768, 2, 1, ExpertWork(16, 384, 1)),  # Qwen3-30B-A3B, batch=1 k=15
+        (16, 768, 2, 2, ExpertWork(16, 384, 2)),  # the cores share the width
+        (128, 768, 2, 2, ExpertWork(128, 384, 2)),
+        (256, 768, 2, 2, ExpertWork(256, 128, 2)),  # six tiles; of 256 there would be three
+        (600, 768, 2, 1, ExpertWork(208, 256, 1)),  # three calls
+        (16, 192, 2, 1, ExpertWork(16, 192, 1)),  # on each of four devices
+        (16, 192, 2, 2, ExpertWork(16, 96, 2)),
+        (1, 768, 2, 1, ExpertWork(16, 384, 1)),
         (16, 200, 2, 1, None),  # no whole memory tiles
-        (16, 768, 1, 1, ExpertWork(16, 384)),  # int8
-        (16, 192, 1, 1, ExpertWork(16, 192)),
-        (16, 176, 2, 1, ExpertWork(16, 176)),
+        (16, 768, 1, 1, ExpertWork(16, 384, 1)),  # int8
+        (16, 192, 1, 1, ExpertWork(16, 192, 1)),
+        (16, 176, 2, 1, ExpertWork(16, 176, 1)),
         (16, 176, 1, 1, None),  # a memory tile of int8 has more rows
     ],
 )
 def test_work_of_the_kernel_fits_in_vmem(tokens, width, item, cores, expected):
-    assert divide_work(tokens, 2048, width, (2, item), cores) == expected
+    device = KernelDevice("", cores, vmem_bytes=14 * 2**20)
+    assert divide_work(tokens, 2048, width, (2, item), device) == expected

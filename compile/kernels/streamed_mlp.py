@@ -1,8 +1,9 @@
-"""The experts of a mixture as a Pallas TPU kernel: the matrices of each chosen expert are streamed from the stack.
+"""Gated MLPs as a Pallas TPU kernel: their matrices are streamed from the stack of all layers.
 
-A grid step runs one expert on all tokens, while the matrices of the next chosen expert are copied to VMEM. As a loop
-of XLA's operations, experts wait for each other: a product streams its own weight, but nothing is read between two
-products. Int8 matrices are converted tile by tile; their products are multiplied by the scales of their rows.
+Either the experts of a mixture that some token chose, or the MLP of a dense layer: its only expert. A grid step
+multiplies a part of an expert's width with all tokens, while the next part is copied to VMEM. As XLA's operations they
+wait for each other: a product streams its own weight, but nothing is read between two products. Int8 matrices are
+converted tile by tile; their products are multiplied by the scales of their rows.
 
 E experts · X experts of all layers · M width of an expert · H hidden · n tokens
 """
@@ -18,30 +19,28 @@ import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
 from dflash_aot.compile.kernels.tiling import LANES, round_up
 
-NAME = "run_chosen_experts"
+NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
 SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
-VMEM_BYTES = 14 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
+TILE_BYTES = 5 * 2**20  # of the three matrices in a grid step, at most: nothing hides the copy of the first
+VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 MAX_TOKENS = 256  # of a call: more of them take longer to multiply than an expert takes to be read
 
 
-def run_chosen_experts(
-    tokens: jax.Array, chosen: ChosenExperts, expected: float, cores: int, interpret: Any = False
-) -> jax.Array | None:
+def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, expected: float) -> jax.Array | None:
     """The sum of the experts' outputs by share: tokens [n, H] → float32 [n, H]; None if the sizes do not fit in VMEM.
 
     Args:
+        device: that the kernel is lowered for.
         tokens: of any number.
         chosen: their experts.
         expected: number of chosen experts that the compiler's estimates assume.
-        cores: TensorCores of the device.
-        interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
     (n, H), M = tokens.shape, chosen.down.shape[2]
-    work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), cores)
+    work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), device)
     if work is None:
         return None
     turned, padding = is_turned(M), ((0, -n % work.rows), (0, 0))
@@ -55,31 +54,33 @@ def run_chosen_experts(
         for one in (chosen.gate_up_scale, chosen.down_scale)
         if one is not None
     ]
-    facts, parts = _ExpertFacts(work.tile, turned, expected), range(0, len(tokens), work.rows)
-    ends = [(tokens[at : at + work.rows], shares[at : at + work.rows]) for at in parts]
-    totals = [_call_kernel(facts, (*scalars, *arrays, *matrices, *scales), interpret).sum(axis=0) for arrays in ends]
-    return jnp.concatenate(totals)[:n]
+    facts = _ExpertFacts(work.tile, turned, expected, work.cores, device.vmem_bytes)
+
+    def run(part: slice) -> jax.Array:
+        operands = (*scalars, tokens[part], shares[part], *matrices, *scales)
+        return _call_kernel(facts, operands, device.interpret).sum(axis=0)
+
+    return jnp.concatenate([run(slice(at, at + work.rows)) for at in range(0, len(tokens), work.rows)])[:n]
 
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """How the work is divided: `rows` tokens of a call of the kernel, `tile` of an expert's width of a grid step."""
+    """How the work is divided: `rows` tokens of a call, `tile` of an expert's width of a grid step, over `cores`."""
 
     rows: int
     tile: int
+    cores: int
 
 
-def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], cores: int) -> ExpertWork | None:
+def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice) -> ExpertWork | None:
     """As few calls for n tokens, and as large tiles, as VMEM takes. `items`: bytes of a number of tokens, of matrices.
 
     None where not even the smallest fit, and for sizes that are not whole memory tiles.
     """
-    if hidden % LANES or width % ROWS[items[1]]:
-        return None
     for calls in range(-(-n // MAX_TOKENS), n + 1):
         rows = round_up(-(-n // calls), ROWS[items[0]])
-        if tile := choose_tile(rows, hidden, width, items, cores):
-            return ExpertWork(rows, tile)
+        if tile := choose_tile(rows, hidden, width, items, device):
+            return ExpertWork(rows, tile, device.cores if width // tile % device.cores == 0 else 1)
         if rows == ROWS[items[0]]:
             return None
     return None
@@ -94,22 +95,26 @@ def is_turned(width: int) -> bool:
     return width % LANES != 0
 
 
-def choose_tile(rows: int, hidden: int, width: int, items: tuple[int, int], cores: int) -> int | None:
-    """How much of an expert's width a grid step takes; None where no tile fits in VMEM.
+def choose_tile(rows: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice) -> int | None:
+    """How much of an expert's width a grid step takes.
 
+    None where no tile fits in VMEM, and for sizes that are not whole memory tiles.
     Cores divide the width and not the experts, so that a token's sum has the same order whatever others choose.
     Scales lie along the lanes, which a grid step takes in whole registers or all.
     """
+    if hidden % LANES or width % ROWS[items[1]]:
+        return None
     unit = ROWS[items[1]] if is_turned(width) and items[1] > 1 else LANES
     fitting = [
         tile
         for tile in (width // parts for parts in range(1, width + 1) if width % parts == 0)
         if tile % ROWS[items[1]] == 0
         and (tile == width or tile % unit == 0)
-        and count_vmem(rows, hidden, tile, items) <= VMEM_BYTES
+        and count_vmem(rows, hidden, tile, items) <= device.vmem_bytes
     ]
-    shared = (tile for tile in fitting if width // tile % cores == 0)
-    return next(shared, fitting[0] if fitting else None)
+    small = [tile for tile in fitting if 3 * tile * hidden * items[1] <= TILE_BYTES] or fitting[-1:]
+    shared = (tile for tile in small if width // tile % device.cores == 0)
+    return next(shared, small[0] if small else None)
 
 
 def count_vmem(rows: int, hidden: int, tile: int, items: tuple[int, int]) -> int:
@@ -137,56 +142,72 @@ class _ExpertFacts:
     Attributes:
         tile: width of an expert that a grid step takes.
         turned: whether `down` is [X, M, H], see `is_turned`.
-        expected: see `run_chosen_experts`.
+        expected: see `stream_mlp`.
+        cores: that share each expert's width.
+        vmem_bytes: see `KernelDevice`.
     """
 
     tile: int
     turned: bool
     expected: float
+    cores: int
+    vmem_bytes: int
 
 
 def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
     """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
 
-    The result is float32 [tiles, n, H], to be summed.
+    The result is float32 [cores, n, H], to be summed.
     """
     count, _, _, tokens, shares, gate_up, _, down, *scales = operands
     (n, H), M = tokens.shape, gate_up.shape[1] // 2
     tiles = M // facts.tile
-    whole = [pl.BlockSpec(array.shape, lambda tile, step, *_: (0, 0)) for array in (tokens, shares)]
+    share = tiles // facts.cores  # of a core
+    whole = [pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0)) for array in (tokens, shares)]
     gate, up = (
         pl.BlockSpec(
             (None, facts.tile, H),
-            lambda tile, step, first, numbers, part=part: (first[0] + numbers[step], part * tiles + tile, 0),
+            lambda core, step, tile, first, numbers, part=part: (
+                first[0] + numbers[step],
+                part * tiles + core * share + tile,
+                0,
+            ),
         )
         for part in range(2)
     )
-    down_tile = pl.BlockSpec(
-        (None, facts.tile, H) if facts.turned else (None, H, facts.tile),
-        lambda tile, step, first, numbers: (first[0] + numbers[step], *((tile, 0) if facts.turned else (0, tile))),
-    )
+
+    def place_down(core: Any, step: Any, tile: Any, first: Any, numbers: Any) -> tuple[Any, Any, Any]:
+        at = core * share + tile
+        return (first[0] + numbers[step], *((at, 0) if facts.turned else (0, at)))
+
+    down_tile = pl.BlockSpec((None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down)
     pairs, wholes = SCALE_ROWS // 2, SCALE_ROWS
     scale_tiles = [
         pl.BlockSpec(
-            (SCALE_ROWS, facts.tile), lambda tile, step, first, numbers: ((first[0] + numbers[step]) // pairs, tile)
+            (SCALE_ROWS, facts.tile),
+            lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, core * share + tile),
         ),
-        pl.BlockSpec((SCALE_ROWS, H), lambda tile, step, first, numbers: ((first[0] + numbers[step]) // wholes, 0)),
+        pl.BlockSpec(
+            (SCALE_ROWS, H), lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // wholes, 0)
+        ),
     ]
     call = pl.pallas_call(
         partial(_add_expert, facts),
-        out_shape=jax.ShapeDtypeStruct((tiles, n, H), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((facts.cores, n, H), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(tiles, count),
+            grid=(facts.cores, count, share),
             in_specs=[*whole, gate, up, down_tile, *(scale_tiles if scales else ())],
-            out_specs=pl.BlockSpec((None, n, H), lambda tile, step, *_: (tile, 0, 0)),
+            out_specs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=facts.vmem_bytes + VMEM_MARGIN
+        ),
         cost_estimate=pl.CostEstimate(
             flops=int(facts.expected * 6 * n * M * H),
             transcendentals=int(facts.expected * n * M),
-            bytes_accessed=int(facts.expected * 3 * M * H * down.dtype.itemsize)
-            + tiles * n * H * (tokens.dtype.itemsize + 4),
+            bytes_accessed=3 * H * down.dtype.itemsize * int(facts.expected * M + facts.cores * facts.tile)
+            + facts.cores * n * H * (tokens.dtype.itemsize + 4),
         ),
         interpret=interpret,
         name=NAME,
@@ -206,12 +227,12 @@ def _add_expert(
     down: Any,
     *scales_and_out: Any,
 ) -> None:
-    """The kernel: one grid step adds a part of an expert's width. Rounds where `RoutedMlp` does."""
+    """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do."""
     *scales, out = scales_and_out
     step, dtype = pl.program_id(1), tokens.dtype
     gate_scale, up_scale, down_scale = _pick_scales(scales, first[0] + numbers[step])
 
-    @pl.when(step == 0)
+    @pl.when((step == 0) & (pl.program_id(2) == 0))
     def clear() -> None:
         out[...] = jnp.zeros_like(out)
 
