@@ -1,9 +1,10 @@
 """Incremental detokenizer: streamed token ids to text, in whole characters, cut before the first stop string."""
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner
+from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner, count_pending
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as one of these
@@ -39,7 +40,11 @@ class Detokenizer:
         self._stop_tokens = tokenizer.find_special_tokens(stops)
         self.can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
-        self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
+        self._decoder: ByteLevelDecoder | IncrementalDecoder
+        if tokenizer.text_bytes is None:
+            self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
+        else:
+            self._decoder = ByteLevelDecoder(tokenizer.text_bytes, context)
         self._kept, self._min_tokens = 0, min_tokens
 
     @property
@@ -57,7 +62,9 @@ class Detokenizer:
         assert not self.finished
         if not self.can_stop:
             self._kept += len(ids)
-            return self._decoder.push([one for one in ids if not self._tokenizer.is_skipped(one)])
+            if self._tokenizer.text_bytes is None:
+                ids = [one for one in ids if not self._tokenizer.is_skipped(one)]
+            return self._decoder.push(ids)
         shown = []
         for token_id in ids:
             self._kept += 1
@@ -125,6 +132,31 @@ def _overlap_chars(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
+class ByteLevelDecoder:
+    """`IncrementalDecoder` of a tokenizer whose texts are the bytes of its tokens: decodes every token once."""
+
+    def __init__(self, text_bytes: Mapping[int, bytes], context: Sequence[int]):
+        """text_bytes: of every token id, see `Tokenizer`. context: as of `IncrementalDecoder`."""
+        self._bytes, self._decoder = text_bytes, codecs.getincrementaldecoder("utf-8")("replace")
+        self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
+        self.push(context)
+        self._replaced = count_pending(self._decoder)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """As `IncrementalDecoder.push`."""
+        return self._add(b"".join([self._bytes[one] for one in ids]))
+
+    def flush(self) -> str:
+        """As `IncrementalDecoder.flush`."""
+        return self._add(b"", final=True)
+
+    def _add(self, data: bytes, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if self._replaced and text:
+            text, self._replaced = _drop_replaced(text, self._replaced), 0
+        return text
+
+
 class IncrementalDecoder:
     """The text that token ids add to a context, in whole characters only.
 
@@ -152,9 +184,13 @@ class IncrementalDecoder:
     def _drop_known(self, text: str) -> str:
         if not (text and self._replaced):
             return text
-        known = min(self._replaced, len(text) - len(text.lstrip(REPLACEMENT)))
-        self._replaced = 0
-        return text[known:]
+        text, self._replaced = _drop_replaced(text, self._replaced), 0
+        return text
+
+
+def _drop_replaced(text: str, count: int) -> str:
+    """The text without up to `count` U+FFFD at its beginning."""
+    return text[min(count, len(text) - len(text.lstrip(REPLACEMENT))) :]
 
 
 class _DecodeWindow:
