@@ -23,7 +23,7 @@ class ByteFallbackJoiner:
     @property
     def pending(self) -> int:
         """How many U+FFFD the held-back bytes would become: 0, 1, or 2 for the first bytes of a surrogate."""
-        return count_pending(self._decoder)
+        return len(self._decoder.getstate()[0].decode(errors="replace"))
 
     def push(self, ids: Sequence[int]) -> Sequence[int]:
         """Returns the tokens whose text no later token changes."""
@@ -40,11 +40,6 @@ class ByteFallbackJoiner:
 
     def _to_tokens(self, text: str) -> list[int]:
         return [self._tokens[byte] for byte in text.encode()]
-
-
-def count_pending(decoder: codecs.IncrementalDecoder) -> int:
-    """How many U+FFFD the bytes that a UTF-8 decoder holds back would become."""
-    return len(decoder.getstate()[0].decode(errors="replace"))
 
 
 def read_fallback_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:

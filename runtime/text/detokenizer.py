@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner, count_pending
+from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as one of these
@@ -22,6 +22,8 @@ class Detokenizer:
 
     Attributes:
         can_stop: whether there are stop strings.
+        finished: whether a stop was found; then `push` must not be called any more.
+        tokens_kept: how many of the pushed tokens belong to the output: all up to the token that completed a stop.
     """
 
     def __init__(
@@ -45,30 +47,21 @@ class Detokenizer:
             self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
         else:
             self._decoder = ByteLevelDecoder(tokenizer.text_bytes, context)
-        self._kept, self._min_tokens = 0, min_tokens
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stop was found; then `push` must not be called any more."""
-        return self._finder.found
-
-    @property
-    def tokens_kept(self) -> int:
-        """How many of the pushed tokens belong to the output: all up to the token that completed a stop."""
-        return self._kept
+        self.finished, self.tokens_kept, self._min_tokens = False, 0, min_tokens
 
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
         assert not self.finished
         if not self.can_stop:
-            self._kept += len(ids)
+            self.tokens_kept += len(ids)
             if self._tokenizer.text_bytes is None:
                 ids = [one for one in ids if not self._tokenizer.is_skipped(one)]
             return self._decoder.push(ids)
         shown = []
         for token_id in ids:
-            self._kept += 1
+            self.tokens_kept += 1
             shown.append(self._push(token_id))
+            self.finished = self._finder.found
             if self.finished:
                 break
         return "".join(shown)
@@ -80,10 +73,12 @@ class Detokenizer:
         """
         if self.finished:
             return ""
-        return self._finder.push(self._decoder.flush()) + self._finder.flush()
+        text = self._finder.push(self._decoder.flush()) + self._finder.flush()
+        self.finished = self._finder.found
+        return text
 
     def _push(self, token_id: int) -> str:
-        if self._kept <= self._min_tokens:
+        if self.tokens_kept <= self._min_tokens:
             return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push([token_id])
         if token_id in self._stop_tokens:
             text = self.flush()
@@ -137,24 +132,23 @@ class ByteLevelDecoder:
 
     def __init__(self, text_bytes: Mapping[int, bytes], context: Sequence[int]):
         """text_bytes: of every token id, see `Tokenizer`. context: as of `IncrementalDecoder`."""
-        self._bytes, self._decoder = text_bytes, codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes, self._held = text_bytes, b""  # held: of a character that is not complete
         self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
         self.push(context)
-        self._replaced = count_pending(self._decoder)
+        self._replaced = len(self._held.decode(errors="replace"))
 
-    def push(self, ids: Sequence[int]) -> str:
-        """As `IncrementalDecoder.push`."""
-        return self._add(b"".join([self._bytes[one] for one in ids]))
-
-    def flush(self) -> str:
-        """As `IncrementalDecoder.flush`."""
-        return self._add(b"", final=True)
-
-    def _add(self, data: bytes, final: bool = False) -> str:
-        text = self._decoder.decode(data, final)
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        """As `IncrementalDecoder.push`. final: nothing is held back."""
+        data = self._held + b"".join([self._bytes[one] for one in ids])
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._held = data[used:]
         if self._replaced and text:
             text, self._replaced = _drop_replaced(text, self._replaced), 0
         return text
+
+    def flush(self) -> str:
+        """As `IncrementalDecoder.flush`."""
+        return self.push([], final=True)
 
 
 class IncrementalDecoder:
