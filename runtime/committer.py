@@ -1,5 +1,6 @@
 """The committer: reads what was dispatched, one step late, and commits its tokens to requests, counters and streams."""
 
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,8 @@ from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptan
 from dflash_aot.runtime.dispatcher import PrefillInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RunningRequest, Scheduler
+from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest, Scheduler
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,11 @@ class Committer:
         plan = in_flight.plan
         if not plan.multi_round:  # whose rounds are known when they are read
             with self.lock:
-                self.counters.note_round(plan.bucket, plan.batch.mode != "greedy", len(plan.batch.requests))
-                # The last prompt token of a sampled request is computed by its first round.
-                for running in filter(lambda one: one.sampled, plan.new_sampling_states):
-                    end = len(running.text)
-                    self.counters.prompt_tokens += running.request.note_computed(end - 1, end)
+                self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", [len(plan.batch.requests)])
+                for running in plan.new_sampling_states:
+                    if running.sampled:  # its first round computes the last token of its prompt
+                        end = len(running.text)
+                        self.counters.prompt_tokens += running.request.note_computed(end - 1, end)
         back_to_back = in_flight.follows_round and bool(self._in_flight)
         self._in_flight.append((in_flight, back_to_back))
 
@@ -107,49 +109,59 @@ class Committer:
             if plan.gives_first_token:
                 running.first_token_in_flight = False
                 self._add_tokens(running, token.tolist())
+                self._scheduler.note_tokens([running])
 
     def _commit_round(self, in_flight: RoundInFlight, back_to_back: bool) -> None:
         plan = in_flight.plan
         outcomes, *top_logprobs = self._fetch([in_flight.outcomes, *in_flight.top_logprobs])
-        if plan.multi_round:
-            outcomes = outcomes[: np.count_nonzero((outcomes[:, :, 0] >= 0).any(axis=1))]
-        self._note_time(in_flight, back_to_back, len(outcomes) if plan.multi_round else 1)
+        if not plan.multi_round:
+            self._note_time(in_flight, back_to_back, 1)
+            with self.lock:
+                self._commit_rows(plan, [[row] for row in outcomes.tolist()], outcomes, top_logprobs)
+            return
+        # Of each slot the rounds in which it took part: they come first.
+        by_slot = [[row for row in rows if row[0] >= 0] for rows in outcomes.swapaxes(0, 1).tolist()]
+        counts = [len(rows) for rows in by_slot]
+        self._note_time(in_flight, back_to_back, max(counts))
         with self.lock:
-            if plan.multi_round:
-                self._commit_multi_round(in_flight, outcomes)
-            else:
-                self._commit_slots(in_flight, outcomes, top_logprobs)
+            rows_by_round = [sum([count > number for count in counts]) for number in range(max(counts))]
+            self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", rows_by_round)
+            self._commit_rows(plan, by_slot)
 
-    def _commit_slots(self, in_flight: RoundInFlight, outcomes: np.ndarray, top_logprobs: Sequence[np.ndarray]) -> None:
-        """outcomes [B, 2K+2] or [B, 3K+3] of one round."""
-        plan, k = in_flight.plan, in_flight.plan.bucket.k
-        logprobs = outcomes[:, 2 * k + 2 :].view(np.float32)
-        for slot, (running, outcome) in enumerate(zip(plan.batch.by_slot, outcomes.tolist(), strict=False)):
+    def _commit_rows(
+        self,
+        plan: RoundPlan,
+        by_slot: Sequence[Sequence[Sequence[int]]],
+        outcomes: np.ndarray | None = None,
+        top_logprobs: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Commits each request's rounds together. by_slot: of each slot, and round: accepted, drafted, choices.
+
+        outcomes: of a single round, with the log-probabilities that requests may want.
+        """
+        k, without_drafts, outcomes_read = plan.bucket.k, _list_outcomes(plan.bucket.k), []
+        for slot, (running, rows) in enumerate(zip(plan.batch.by_slot, by_slot, strict=False)):
             if running is None:
                 continue
-            accepted, *tokens = outcome
-            running.finish_rounds(plan, accepted + 1)
-            if running.request.finish_reason:
-                continue  # the request ended a round ago; this round was in flight already
-            chosen, wanted = tokens[k : k + accepted + 1], running.request.params.logprobs
-            tokens_logprobs = [] if wanted is None else _list_logprobs(slot, chosen, wanted, logprobs, top_logprobs)
-            self._add_tokens(running, chosen, tokens_logprobs, [_read_outcome(running, k, outcome)])
-
-    def _commit_multi_round(self, in_flight: RoundInFlight, outcomes: np.ndarray) -> None:
-        """outcomes [R, B, 2K+2] of the rounds that ran. The tokens of a request's rounds are sent together."""
-        plan, k = in_flight.plan, in_flight.plan.bucket.k
-        took_part = outcomes[:, :, 0] >= 0
-        for rows in took_part.sum(axis=1).tolist():
-            self.counters.note_round(plan.bucket, plan.batch.mode != "greedy", rows)
-        rounds = took_part.sum(axis=0).tolist()
-        for slot, running in enumerate(plan.batch.by_slot):
-            if running is None:
-                continue
-            rows = outcomes[: rounds[slot], slot].tolist()  # those in which it took part come first
-            chosen = [token for accepted, *tokens in rows for token in tokens[k : k + accepted + 1]]
+            chosen: list[int] = []
+            for row in rows:
+                chosen += row[k + 1 : k + 2 + row[0]]
             running.finish_rounds(plan, len(chosen))
-            if rows and not running.request.finish_reason:  # else the request ended while these rounds were in flight
-                self._add_tokens(running, chosen, [], [_read_outcome(running, k, row) for row in rows])
+            if running.request.finish_reason or not rows:
+                continue  # the request ended while these rounds were in flight
+            params = running.request.params
+            logprobs: Sequence[TokenLogprob] = ()
+            if params.logprobs is not None and outcomes is not None:
+                values = outcomes[:, 2 * k + 2 :].view(np.float32)
+                logprobs = _list_logprobs(slot, chosen, params.logprobs, values, top_logprobs)
+            if params.trace:
+                rounds = [RoundOutcome(k, row[0], tuple(row[1 : k + 1])) for row in rows]
+            else:
+                rounds = [without_drafts[row[0]] for row in rows]
+            used = self._add_tokens(running, chosen, logprobs, rounds)
+            outcomes_read += [(running.acceptance, one.accepted) for one in used]
+        self._count_outcomes(k, outcomes_read)
+        self._scheduler.note_tokens(plan.batch.requests)
 
     def _add_tokens(
         self,
@@ -157,31 +169,33 @@ class Committer:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprob] = (),
         rounds: Sequence[RoundOutcome] = (),
-    ) -> None:
-        """Commits tokens to a request, unless it has ended; frees its slot where they end it."""
+    ) -> Sequence[RoundOutcome]:
+        """Commits tokens to a request, unless it has ended; frees its slot where they end it. Returns the used rounds.
+
+        For requests that go on, `Scheduler.note_tokens` comes after it.
+        """
         request = running.request
         if request.finish_reason:
-            return
-        before = len(request.token_ids)
+            return ()
+        is_first = request.first_token is None
         try:
             delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
             delta = _end_without_text(request, failure)
-        if delta.rounds:
-            self._count_outcomes(running, delta.rounds)
         self._deltas.append((request, delta))
-        self.counters.note_tokens(request, before)
-        self._scheduler.note_tokens(running)
+        self.counters.output_tokens += len(delta.token_ids)
+        if is_first:
+            self.counters.note_first_token(request)
         if request.finish_reason:
             self.counters.note_end(request)
+            self._scheduler.note_tokens([running])
             self._scheduler.end(running)
+        return delta.rounds
 
-    def _count_outcomes(self, running: RunningRequest, outcomes: Sequence[RoundOutcome]) -> None:
-        """outcomes: of rounds with the same K."""
-        k = outcomes[0].k
-        self.counters.note_rows(k, [one.accepted for one in outcomes])
-        for one in outcomes:
-            self._scheduler.note_outcome(running, k, one.accepted)
+    def _count_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
+        """outcomes: see `SpeculationController.note_outcomes`."""
+        self.counters.note_rows(k, [accepted for _, accepted in outcomes])
+        self._scheduler.note_outcomes(k, outcomes)
         if not k:
             return
         verified = self.counters.verified_at[0]
@@ -207,10 +221,10 @@ class Committer:
         self._last_read = now
 
 
-def _read_outcome(running: RunningRequest, k: int, row: Sequence[int]) -> RoundOutcome:
-    """row: accepted count, K drafted tokens, K+1 choices. Drafted tokens are kept for requests with `trace` only."""
-    accepted, *tokens = row
-    return RoundOutcome(k, accepted, tuple(tokens[:k]) if running.request.params.trace else ())
+@functools.cache
+def _list_outcomes(k: int) -> Sequence[RoundOutcome]:
+    """The outcomes of a round for requests without `trace`, by the number of accepted tokens."""
+    return [RoundOutcome(k, accepted) for accepted in range(k + 1)]
 
 
 def _list_logprobs(

@@ -80,6 +80,7 @@ class Dispatcher:
         self._ends = functools.lru_cache(maxsize=256)(lambda rows: to_device(np.stack([*map(_make_end_tokens, rows)])))
         self._row_pages = manifest.grid.row_pages
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
+        self._latest: dict[int, tuple[Sequence[int], np.ndarray]] = {}  # by rows: versions and tables
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)
@@ -113,7 +114,7 @@ class Dispatcher:
         """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
         self._draft_kv.catch_up()
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        pages, flag = self._find_pages((plan.running,), 1), self._flags[plan.gives_first_token]
+        pages, flag = self._find_pages((plan.running,)), self._flags[plan.gives_first_token]
         wanted = [self._pad(plan.next_tokens, plan)] if plan.scored else []
         run = self._bundle.prefill(plan.chunk, plan.scored)
         arguments = (pages, self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
@@ -144,22 +145,22 @@ class Dispatcher:
         self._left_over = None
         self._write_sampling_states(plan)
         bucket, batch = plan.bucket, plan.batch
-        pages = self._find_pages(batch.by_slot, bucket.batch)
+        pages = self._find_pages(plan.rows)
         block: Sequence[jax.Array] = ()
         if bucket.k:
             self._draft_kv.catch_up()
-            draws = () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._find_penalised(plan))
+            draws = (
+                () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._flags[batch.is_penalised])
+            )
             block = self._bundle.draft(bucket)(self._state, pages, *draws)
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
-        active = self._find_active(_pad_rows(plan))
-        verify, given = self._bundle.verify(bucket, batch.mode), (*block, active, *masks)
-        features, starts, outcomes, *top_logprobs = verify(self._state, pages, *given)
+        verify, active = self._bundle.verify(bucket, batch.mode), self._active(plan.active)
+        features, starts, outcomes, *top_logprobs = verify(self._state, pages, *block, active, *masks)
         if bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
-            self._draft_kv.defer(batch.by_slot, pages, features, starts)
-        wants_top_logprobs = any(running.request.params.logprobs for running in batch.requests)
-        return outcomes, top_logprobs if wants_top_logprobs else ()
+            self._draft_kv.defer(batch.keys, pages, features, starts)
+        return outcomes, top_logprobs if batch.logprobs else ()
 
     def _mask(self, plan: RoundPlan, drafted: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         """The block to verify and the mask of allowed tokens, by the grammars and the min_tokens of the requests."""
@@ -185,17 +186,16 @@ class Dispatcher:
         part now, the host's upper bounds take their place: a request that is done costs a wasted row until it is read.
         """
         self._draft_kv.catch_up()
-        rows = _pad_rows(plan)
+        rows = plan.rows
         if self._left_over and self._left_over[0] == rows:
             left = self._left_over[1]
         else:
-            outstanding = [*plan.tokens_outstanding, *[0] * (len(rows) - len(plan.tokens_outstanding))]
-            left = self._to_device(np.array(outstanding, np.int32))
-        ends = self._ends(tuple(running.request.stop_token_ids if running else _NO_ENDS for running in rows))
-        given = self._find_pages(rows, len(rows)), self._counts(plan.rounds), left, ends
-        draws = (self._find_penalised(plan),) if plan.bucket.k and plan.batch.mode != "greedy" else ()
+            left = self._to_device(np.array(plan.tokens_outstanding, np.int32))
+        ends = self._ends(tuple([running.request.stop_token_ids if running else _NO_ENDS for running in rows]))
+        given = self._find_pages(rows), self._counts(plan.rounds), left, ends
+        draws = (self._flags[plan.batch.is_penalised],) if plan.bucket.k and plan.batch.mode != "greedy" else ()
         step = self._bundle.rounds(plan.bucket, plan.batch.mode)
-        outcomes, left = step(self._state, *given, self._find_active(rows), self._flags[plan.stop_early], *draws)
+        outcomes, left = step(self._state, *given, self._active(plan.active), self._flags[plan.stop_early], *draws)
         self._left_over = rows, left
         return outcomes, ()
 
@@ -205,23 +205,26 @@ class Dispatcher:
             self._sampling.write(running, plan.batch.by_slot.index(running))
             self._last_was_round = False
 
-    def _find_penalised(self, plan: RoundPlan) -> jax.Array:
-        """bool [1]: whether a request of the round has a bias or penalties."""
-        return self._flags[any(running.request.params.is_penalised for running in plan.batch.requests)]
-
-    def _find_active(self, rows: Sequence[RunningRequest | None]) -> jax.Array:
-        """bool [rows]: which rows have a request."""
-        return self._active(tuple(running is not None for running in rows))
-
-    def _find_pages(self, by_row: Sequence[RunningRequest | None], rows: int) -> jax.Array:
-        """The page tables of a call with so many rows. Rows without a request have no pages: they write to page 0."""
-        versions = (*(running.table.version if running else 0 for running in by_row), *[0] * (rows - len(by_row)))
-        if versions not in self._pages:
+    def _find_pages(self, by_row: Sequence[RunningRequest | None]) -> jax.Array:
+        """The page tables of a call with these rows. Rows without a request have no pages: they write to page 0."""
+        versions = tuple([running.table.version if running else 0 for running in by_row])
+        if (tables := self._pages.get(versions)) is None:
             if len(self._pages) >= MAX_PAGE_TABLES:
                 del self._pages[next(iter(self._pages))]
-            pages = [running.table.pages if running else () for running in by_row]
-            self._pages[versions] = self._to_device(_make_page_tables(pages, rows, self._row_pages))
-        return self._pages[versions]
+            tables = self._pages[versions] = self._to_device(self._make_tables(by_row, versions))
+        return tables
+
+    def _make_tables(self, by_row: Sequence[RunningRequest | None], versions: tuple[int, ...]) -> np.ndarray:
+        """int32 [rows, row_pages]: the pages of each row, 0 behind them. Few rows differ from the latest tables."""
+        rows = len(by_row)
+        before, latest = self._latest.get(rows) or ([0] * rows, np.zeros((rows, self._row_pages), np.int32))
+        tables = latest.copy()  # the device may read the latest ones in place
+        for row, running in enumerate(by_row):
+            if versions[row] != before[row]:
+                pages = running.table.pages if running else ()
+                tables[row, : len(pages)], tables[row, len(pages) :] = pages, 0
+        self._latest[rows] = versions, tables
+        return tables
 
     def _number(self, number: int) -> jax.Array:
         return self._to_device(np.array([number], np.int32))
@@ -235,19 +238,6 @@ def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
         forbidden[word] |= np.uint32(1 << bit)
     left = masks & ~forbidden.view(np.int32)
     masks[...] = np.where(left.any(axis=-1, keepdims=True), left, masks)
-
-
-def _pad_rows(plan: RoundPlan) -> list[RunningRequest | None]:
-    """The request of every row of the bucket, None for rows without one."""
-    return [*plan.batch.by_slot, *[None] * (plan.bucket.batch - len(plan.batch.by_slot))]
-
-
-def _make_page_tables(by_row: Sequence[Sequence[int]], rows: int, row_pages: int) -> np.ndarray:
-    """int32 [rows, row_pages]: the pages of the first rows, 0 behind them."""
-    tables = np.zeros((rows, row_pages), np.int32)
-    for table, pages in zip(tables, by_row, strict=False):
-        table[: len(pages)] = pages
-    return tables
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:

@@ -11,8 +11,8 @@ import numpy as np
 
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.scheduler.scheduler import RunningRequest
 
+RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for a row without one
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -29,7 +29,7 @@ class DraftKvWriter:
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
         self._bundle, self._state = bundle, state
         self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
-        self._rows: list[tuple[int, int] | None] = []  # keys of the requests of the latest round
+        self._rows: Sequence[RowKey] = []  # of the latest round
         self._pages: jax.Array | None = None  # of the latest round; rows keep the pages of the rounds before it
         self._deferred: list[tuple[jax.Array, jax.Array]] = []  # features [B, 1, F] and starts [B], oldest first
 
@@ -39,13 +39,10 @@ class DraftKvWriter:
             rows, width, _ = features.shape
             self._bundle.kv_write(rows, width)(self._state, pages, features, starts)
 
-    def defer(
-        self, by_slot: Sequence[RunningRequest | None], pages: jax.Array, features: jax.Array, starts: jax.Array
-    ) -> None:
-        """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched."""
+    def defer(self, rows: Sequence[RowKey], pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
+        """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched. rows: see `RoundBatch.keys`."""
         if not self._bundle.k:
             return
-        rows = [running.key if running else None for running in by_slot]
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):

@@ -12,7 +12,7 @@ from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.runtime.committer import Committer, copy_error
 from dflash_aot.runtime.dispatcher import Dispatcher
 from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.host_memory import has_host_memory, require_host_memory
+from dflash_aot.runtime.executables.host_memory import has_host_memory, has_memory_limit, require_host_memory
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.scheduler.page_pool import PoolFull
@@ -22,6 +22,7 @@ from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
 MEMORY_SECONDS = 2.0  # to wait where too little is left for a step
+UNLIMITED_SECONDS = 0.1  # between two looks for a memory limit
 MAX_FAILURES = 3  # in a row: then the device, or what was loaded on it, is at fault
 
 
@@ -48,7 +49,7 @@ class EngineLoop:
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
-        self._step_bytes = step_bytes
+        self._step_bytes, self._unlimited_until = step_bytes, 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -62,7 +63,7 @@ class EngineLoop:
         counters = self._committer.counters
         began, worked, waited = time.perf_counter(), time.thread_time(), counters.wait_seconds
         try:
-            self._wait_for_memory()
+            self._wait_for_memory(began)
             self._schedule()
             newest = self._dispatch_prefill() + self._dispatch_round()
             self._committer.commit(keep=newest)
@@ -157,9 +158,17 @@ class EngineLoop:
 
     # -- faults
 
-    def _wait_for_memory(self) -> None:
-        """Raises MemoryError where the limit of the process leaves too little memory for a step for too long."""
-        if not self._step_bytes or has_host_memory(self._step_bytes):
+    def _wait_for_memory(self, now: float) -> None:
+        """Raises MemoryError where the limit of the process leaves too little memory for a step for too long.
+
+        A process without a limit may get one: that is looked at from time to time, and before the first request.
+        """
+        if not self._step_bytes or (now < self._unlimited_until and self._scheduler.slots):
+            return
+        if not has_memory_limit():
+            self._unlimited_until = now + UNLIMITED_SECONDS
+            return
+        if has_host_memory(self._step_bytes):
             return
         self._committer.commit()  # callers get what is there already, and its memory is freed
         require_host_memory(self._step_bytes, MEMORY_SECONDS)

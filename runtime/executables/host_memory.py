@@ -36,9 +36,14 @@ def estimate_loading_bytes(serialized: int) -> int:
     return RESERVE + LOADING_FACTOR * serialized
 
 
+def has_memory_limit() -> bool:
+    """Whether the memory of this process is limited."""
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in LIMITS)
+
+
 def has_host_memory(size: int) -> bool:
     """Whether the limits of this process leave `size` bytes. True without a limit: the kernel then ends processes."""
-    if all(resource.getrlimit(limit)[0] == resource.RLIM_INFINITY for limit in LIMITS):
+    if not has_memory_limit():
         return True
     try:
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()

@@ -116,11 +116,12 @@ class Counters:
     wait_seconds: float = 0.0
     compile_events: int = 0
 
-    def note_round(self, bucket: Bucket, sampled: bool, rows: int) -> None:
-        """Counts a dispatched round with `rows` requests."""
-        self.rounds += 1
-        self.bucket_rounds[bucket, sampled] = self.bucket_rounds.get((bucket, sampled), 0) + 1
-        self.padded_rows += bucket.batch - rows
+    def note_rounds(self, bucket: Bucket, sampled: bool, rows: Sequence[int]) -> None:
+        """Counts dispatched rounds. rows: of each round, its requests."""
+        key, rounds = (bucket, sampled), len(rows)
+        self.rounds += rounds
+        self.bucket_rounds[key] = self.bucket_rounds.get(key, 0) + rounds
+        self.padded_rows += rounds * bucket.batch - sum(rows)
 
     def note_chunk(self, width: int, tokens: int, prompt_tokens: int) -> None:
         """Counts a dispatched prefill chunk of `width` positions with `tokens` of a text.
@@ -142,19 +143,17 @@ class Counters:
             self.accepted_at.append(0)
         for position in range(k):
             self.verified_at[position] += rounds
-        for count in accepted:
-            for position in range(count):
-                self.accepted_at[position] += 1
+        for position in range(max(accepted, default=0)):
+            self.accepted_at[position] += sum([count > position for count in accepted])
 
     def note_start(self, request: Request) -> None:
         """Counts a request that was given a slot."""
         assert request.started is not None
         self.queued.observe(request.started - request.submitted)
 
-    def note_tokens(self, request: Request, before: int) -> None:
-        """Counts the new tokens of a request that had `before` tokens."""
-        self.output_tokens += len(request.token_ids) - before
-        if not before and request.first_token is not None:
+    def note_first_token(self, request: Request) -> None:
+        """Counts the first token of a request, if it has one."""
+        if request.first_token is not None:
             self.first_token.observe(request.first_token - request.submitted)
 
     def note_end(self, request: Request) -> None:

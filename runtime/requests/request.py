@@ -225,44 +225,58 @@ class Request:
             return self.end("length")
         if self.first_token is None:
             self.first_token = time.monotonic()
-        kept: list[int] = []
-        completion: Sequence[int] | None = None
-        reason: FinishReason | None = None
-        has_text, room, matcher = True, self.limit - len(self.token_ids), self.matcher
         text, shown = self.detokenizer, ""
-        pushed = 0  # how many tokens of `kept` the text has
         before = text.tokens_kept if text else 0
-        for token in tokens:
-            kept.append(token)
-            room -= 1
-            if token in self.stop_token_ids:
-                reason, has_text = "stop", False  # the token's text is not part of the answer
-            elif matcher and (completion := matcher.accept(token, room)) is not None:
-                reason = "length"
-            elif matcher and matcher.is_complete:
-                reason = "stop"
-            elif room <= 0:
-                reason = "length"
-            if reason:
-                break
-            if matcher and text and text.can_stop:  # the grammar may not allow the tokens behind a stop text
-                shown, pushed = shown + text.push([token]), len(kept)
-                if text.finished:
-                    break
-        chosen = len(kept)  # those of `kept` that rounds gave
-        if completion is not None:
-            chosen -= 1
-            kept[-1:] = completion
+        if self.matcher:
+            kept, chosen, reason, shown = self._take_by_grammar(self.matcher, tokens)
+        else:
+            kept, reason = self._take_until_end(tokens)
+            chosen = len(kept)  # those of `kept` that rounds gave
         if text:
             if not text.finished:
-                shown += text.push(kept[pushed:] if has_text else kept[pushed:-1])
+                # The text of a stop token is not part of the answer.
+                end = len(kept) - (reason == "stop" and kept[-1] in self.stop_token_ids)
+                shown += text.push(kept[text.tokens_kept - before : end])
             if text.finished:
                 reason, kept = "stop", kept[: text.tokens_kept - before]
                 chosen = min(chosen, len(kept))
         self.token_ids += kept
         self.tokens_of_model += chosen
-        used = _find_used_rounds(rounds, max(chosen, 1))
+        used = _find_used_rounds(rounds, max(chosen, 1)) if reason else tuple(rounds)
         return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
+
+    def _take_until_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to a stop token or the limit, and which of them ends the answer."""
+        room = self.limit - len(self.token_ids)
+        kept = [*tokens[:room]]
+        if not self.stop_token_ids.isdisjoint(kept):
+            end = next(index for index, token in enumerate(kept) if token in self.stop_token_ids)
+            return kept[: end + 1], "stop"
+        return kept, "length" if len(kept) == room else None
+
+    def _take_by_grammar(
+        self, matcher: "GrammarMatcher", tokens: Sequence[int]
+    ) -> tuple[list[int], int, FinishReason | None, str]:
+        """The tokens up to the end, how many of them rounds gave, what ends the answer, and the text so far."""
+        kept: list[int] = []
+        text, shown = self.detokenizer, ""
+        room = self.limit - len(self.token_ids)
+        for token in tokens:
+            kept.append(token)
+            room -= 1
+            if token in self.stop_token_ids:
+                return kept, len(kept), "stop", shown
+            if (completion := matcher.accept(token, room)) is not None:
+                return [*kept[:-1], *completion], len(kept) - 1, "length", shown
+            if matcher.is_complete:
+                return kept, len(kept), "stop", shown
+            if room <= 0:
+                return kept, len(kept), "length", shown
+            if text and text.can_stop:  # the grammar may not allow the tokens behind a stop text
+                shown += text.push([token])
+                if text.finished:
+                    break
+        return kept, len(kept), None, shown
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends the request with the tokens that it has."""

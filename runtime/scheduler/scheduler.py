@@ -40,6 +40,8 @@ class RunningRequest:
     table: its kv pages.
     text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
     sampled: all of its tokens come from rounds: the first one starts at the last token of the text.
+    prefill_end: tokens of the text that are prefilled: all, or all but the last one.
+    requested_k: the request's own K; None where the speculation controller chooses.
     """
 
     request: Request
@@ -56,10 +58,13 @@ class RunningRequest:
     table: PageTable = field(default_factory=PageTable)
     text: Sequence[int] = field(init=False)
     sampled: bool = field(init=False)
+    prefill_end: int = field(init=False)
+    requested_k: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = [*self.request.prompt, *self.request.token_ids]
         self.sampled = (self.masked or self.mode != "greedy") and self.request.limit > 0
+        self.prefill_end, self.requested_k = len(self.text) - self.sampled, self.request.params.k
 
     @property
     def round_mode(self) -> SamplingMode:
@@ -73,12 +78,12 @@ class RunningRequest:
 
     @property
     def is_prefilled(self) -> bool:
-        return self.tokens_to_prefill == 0
+        return self.prefilled_tokens == self.prefill_end
 
     @property
     def tokens_to_prefill(self) -> int:
         """Tokens of the text whose prefill is still to be dispatched."""
-        return len(self.text) - self.sampled - self.prefilled_tokens
+        return self.prefill_end - self.prefilled_tokens
 
     @property
     def tokens_outstanding(self) -> int:
@@ -88,7 +93,9 @@ class RunningRequest:
 
     @property
     def wants_round(self) -> bool:
-        return self.is_prefilled and self.tokens_outstanding > 0
+        request = self.request  # for every request in every step: without calls of other properties
+        certain = len(request.token_ids) + self.in_flight_rounds + self.first_token_in_flight
+        return certain < request.limit and self.prefilled_tokens == self.prefill_end
 
     @property
     def precedence(self) -> tuple[int, int]:
@@ -101,41 +108,35 @@ class RunningRequest:
         return self.request.arrival or 0, self.request.preemptions
 
     @property
-    def requested_k(self) -> int | None:
-        """The request's own K; None where the speculation controller chooses."""
-        return self.request.params.k
-
-    @property
     def length_bound(self) -> int:
         """Upper bound of the length on the device."""
         return self.length + self.in_flight_tokens
 
-    def start_rounds(self, plan: "RoundPlan") -> None:
-        """The rounds of a plan were dispatched."""
-        self.in_flight_rounds += plan.certain_rounds
-        self.in_flight_tokens += plan.rounds * (plan.bucket.k + 1)
-
     def finish_rounds(self, plan: "RoundPlan", committed: int) -> None:
         """The outcome of these rounds was read; together they committed `committed` tokens on the device."""
         self.in_flight_rounds -= plan.certain_rounds
-        self.in_flight_tokens -= plan.rounds * (plan.bucket.k + 1)
+        self.in_flight_tokens -= plan.most_tokens
         self.length += committed
 
 
 class Slots:
-    """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all."""
+    """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all.
+
+    span: number of slots up to the last occupied one.
+    """
 
     def __init__(self, count: int):
         self._slots: list[RunningRequest | None] = [None] * count
-        self._taken = 0
+        self._running: list[RunningRequest] = []  # of the occupied slots, in order
         self._turns = itertools.count()
+        self.span = 0
 
     def __iter__(self) -> Iterator[RunningRequest]:
-        return (running for running in self._slots if running)
+        return iter(self._running)
 
     def __len__(self) -> int:
         """Occupied slots."""
-        return self._taken
+        return len(self._running)
 
     @property
     def count(self) -> int:
@@ -143,23 +144,21 @@ class Slots:
         return len(self._slots)
 
     @property
-    def span(self) -> int:
-        """Number of slots up to the last occupied one."""
-        return next((slot + 1 for slot in reversed(range(self.count)) if self._slots[slot]), 0)
-
-    @property
     def is_full(self) -> bool:
-        return self._taken == self.count
+        return len(self._running) == len(self._slots)
 
     def add(self, running: RunningRequest) -> None:
         """Takes the first free slot; the request's prefill comes after that of all others."""
         running.prefill_turn = next(self._turns)
-        self._slots[self._slots.index(None)] = running
-        self._taken += 1
+        self._put(self._slots.index(None), running)
 
     def free(self, running: RunningRequest) -> None:
-        self._slots[self._slots.index(running)] = None
-        self._taken -= 1
+        self._put(self._slots.index(running), None)
+
+    def _put(self, slot: int, running: RunningRequest | None) -> None:
+        self._slots[slot] = running
+        self._running = [one for one in self._slots if one]
+        self.span = self._slots.index(self._running[-1]) + 1 if self._running else 0
 
     def slot_of(self, running: RunningRequest) -> int:
         return self._slots.index(running)
@@ -173,25 +172,31 @@ class Slots:
         free = source + 1 if self.is_full else self._slots.index(None)
         if free > source:
             return None
-        self._slots[free], self._slots[source] = self._slots[source], None
+        moved = self._slots[source]
+        self._put(source, None)
+        self._put(free, moved)
         return source, free
 
     def wanting_round(self) -> list[RunningRequest | None]:
         """By slot the requests that want a round, None for other slots; ends at the last request that does."""
-        members = [running if running and running.wants_round else None for running in self._slots]
+        members = [running if running and running.wants_round else None for running in self._slots[: self.span]]
         while members and members[-1] is None:
             members.pop()
         return members
+
+    def list_prefilling(self) -> list[RunningRequest]:
+        """The requests whose prompts are not all in."""
+        return [running for running in self._running if running.prefilled_tokens < running.prefill_end]
 
     def take_prefill(self) -> RunningRequest | None:
         """The request whose next prompt chunk is to be prefilled; None where every prompt is in.
 
         Requests of the best priority take turns, so that a long prompt delays another one by a chunk at a time.
         """
-        waiting = [running for running in self if not running.is_prefilled]
-        chosen = min(waiting, key=lambda running: (running.request.priority, running.prefill_turn), default=None)
-        if chosen:
-            chosen.prefill_turn = next(self._turns)
+        if not (waiting := self.list_prefilling()):
+            return None
+        chosen = min(waiting, key=lambda running: (running.request.priority, running.prefill_turn))
+        chosen.prefill_turn = next(self._turns)
         return chosen
 
 
@@ -217,7 +222,10 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class RoundBatch:
-    """The requests of a round. by_slot: the request of each slot that takes part, None for the other slots."""
+    """The requests of a round. by_slot: the request of each slot that takes part, None for the other slots.
+
+    Rounds of the same requests share a batch, and what it finds out about them once.
+    """
 
     by_slot: Sequence[RunningRequest | None]
 
@@ -230,10 +238,31 @@ class RoundBatch:
         """How the round verifies: what one of its requests needs is done for all of them."""
         return max((running.round_mode for running in self.requests), key=SAMPLING_MODES.index)
 
+    @cached_property
+    def keys(self) -> Sequence[tuple[int, int] | None]:
+        """By slot the keys of the requests."""
+        return [running.key if running else None for running in self.by_slot]
+
+    @cached_property
+    def is_masked(self) -> bool:
+        """Whether the mode may change while the requests stay the same."""
+        return any(running.masked for running in self.requests)
+
+    @cached_property
+    def is_penalised(self) -> bool:
+        """Whether a request has a bias or penalties."""
+        return any(running.request.params.is_penalised for running in self.requests)
+
+    @cached_property
+    def logprobs(self) -> int | None:
+        """The most alternatives of each token whose log-probabilities a request wants; None where none wants any."""
+        counts = (running.request.params.logprobs for running in self.requests)
+        return max((count for count in counts if count is not None), default=None)
+
     @property
     def length_bound(self) -> int:
         """Upper bound of the longest length on the device."""
-        return max(running.length_bound for running in self.requests)
+        return max([running.length + running.in_flight_tokens for running in self.requests])
 
     @property
     def needs_host(self) -> bool:
@@ -242,10 +271,9 @@ class RoundBatch:
         It makes masks of allowed tokens, and writes the sampling parameters of a request before its first sampled
         round. A multi-round step reports no log-probabilities.
         """
-        return self.mode not in MULTI_ROUND_PROGRAMS or any(
-            running.request.params.logprobs is not None or (self.mode != "greedy" and not running.has_sampling_state)
-            for running in self.requests
-        )
+        if self.logprobs is not None or self.mode not in MULTI_ROUND_PROGRAMS:
+            return True
+        return self.mode != "greedy" and not all([running.has_sampling_state for running in self.requests])
 
 
 @dataclass(frozen=True)
@@ -255,7 +283,7 @@ class RoundPlan:
     batch: who takes part. bucket: the shape. multi_round: the executable that runs several rounds is called.
     rounds: how many rounds that call runs at most; 1 otherwise.
     stop_early: of a multi-round step: it stops when one of its rows is done, whose place another request waits for.
-    tokens_outstanding: of a multi-round step, by slot: tokens that the request wants beyond those certain to come.
+    tokens_outstanding: of a multi-round step, by row: tokens that the request wants beyond those certain to come.
     new_sampling_states: requests whose sampling parameters must be written to the device first.
     resumes: whether drafts come again after rounds with K = 0, whose draft kv may be deferred.
     """
@@ -269,10 +297,25 @@ class RoundPlan:
     new_sampling_states: Sequence[RunningRequest] = ()
     resumes: bool = False
 
-    @property
+    @cached_property
     def certain_rounds(self) -> int:
         """Rounds that every row takes part in, unless it is done before: any row may be the one that stops early."""
         return 1 if self.stop_early else self.rounds
+
+    @cached_property
+    def rows(self) -> tuple[RunningRequest | None, ...]:
+        """The request of every row of the bucket, None for rows without one."""
+        return (*self.batch.by_slot, *[None] * (self.bucket.batch - len(self.batch.by_slot)))
+
+    @cached_property
+    def active(self) -> tuple[bool, ...]:
+        """Which rows of the bucket have a request."""
+        return tuple([running is not None for running in self.rows])
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """The most tokens that a row may commit."""
+        return self.rounds * (self.bucket.k + 1)
 
 
 class LengthBoundTooLoose(Exception):
@@ -303,6 +346,7 @@ class Scheduler:
         self._buckets: dict[tuple[int, int], list[Bucket]] = {}
         self._burst = BurstLength(grid.rounds)
         self._previous_k = self._last_k = -1
+        self._plan: RoundPlan | None = None  # the latest one
 
     # -- requests
 
@@ -317,14 +361,16 @@ class Scheduler:
         Returns each with the reason, "" for a cancelled one. Rounds of them may still be in flight.
         """
         ended = []
-        for running in list(self.slots):
-            if (reason := running.request.find_end(now)) is not None:
+        for running in self.slots:
+            request = running.request
+            if (request.cancelled or request.deadline is not None) and (reason := request.find_end(now)) is not None:
                 self.end(running)
-                ended.append((running.request, reason))
+                ended.append((request, reason))
         return ended + self._queue.drop_ended(now)
 
     def end(self, running: RunningRequest) -> None:
         """Frees the slot and the pages of a request."""
+        self._plan = None
         self.slots.free(running)
         self.kv.close(running.table)
 
@@ -407,7 +453,7 @@ class Scheduler:
 
     def clear_slots(self) -> list[Request]:
         """Frees every slot and its pages. Returns the requests that held a slot."""
-        running, self.slots = list(self.slots), Slots(self._grid.slots)
+        running, self.slots, self._plan = list(self.slots), Slots(self._grid.slots), None
         for one in running:
             self.kv.close(one.table)
         return [one.request for one in running]
@@ -456,13 +502,20 @@ class Scheduler:
         Raises LengthBoundTooLoose where no bucket is certain to hold the batch before outstanding rounds are committed,
         PoolFull where the batch lacks pages.
         """
-        batch = RoundBatch(self.slots.wanting_round())
-        if not batch.requests:
+        if not (by_slot := self.slots.wanting_round()):
             return None
-        bucket = self._choose_bucket(batch)
-        for running in batch.requests:
-            self.kv.grow(running.table, running.length_bound + bucket.k + 1)
-        return RoundPlan(batch, bucket, multi_round=self._runs_multi_round(batch))
+        batch = self._find_batch(by_slot)
+        bucket, multi_round = self._choose_bucket(batch), self._runs_multi_round(batch)
+        self._take_pages(batch, bucket.k + 1)
+        plan = self._plan
+        if plan is None or plan.batch is not batch or plan.bucket != bucket or plan.multi_round != multi_round:
+            self._plan = plan = RoundPlan(batch, bucket, multi_round)
+        return plan
+
+    def _find_batch(self, by_slot: Sequence[RunningRequest | None]) -> RoundBatch:
+        """The batch of the latest plan, if it has the same requests and their mode cannot have changed."""
+        batch = self._plan.batch if self._plan else None
+        return batch if batch and batch.by_slot == by_slot and not batch.is_masked else RoundBatch(by_slot)
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
@@ -471,15 +524,17 @@ class Scheduler:
         if last_k == 0 < plan.bucket.k:
             plan = replace(plan, resumes=True)
         if plan.multi_round:
-            outstanding = [running.tokens_outstanding if running else 0 for running in plan.batch.by_slot]
-            rounds, stop_early = self._count_rounds(plan), bool(self._queue)
-            plan = replace(plan, rounds=rounds, stop_early=stop_early, tokens_outstanding=outstanding)
+            outstanding = [running.tokens_outstanding if running else 0 for running in plan.rows]
+            rounds, stop_early = self._count_rounds(plan, max(outstanding)), bool(self._queue)
+            plan = RoundPlan(plan.batch, plan.bucket, True, rounds, stop_early, outstanding, resumes=plan.resumes)
         elif plan.batch.mode != "greedy" and (new := [one for one in requests if not one.has_sampling_state]):
             plan = replace(plan, new_sampling_states=new)
             for running in new:
                 running.has_sampling_state = True
+        certain_rounds, most_tokens = plan.certain_rounds, plan.most_tokens
         for running in requests:
-            running.start_rounds(plan)
+            running.in_flight_rounds += certain_rounds
+            running.in_flight_tokens += most_tokens
         return plan
 
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
@@ -489,17 +544,19 @@ class Scheduler:
         if self._grid.rounds > 1:
             self._burst.note_round_time(shape, seconds)
 
-    def note_tokens(self, running: RunningRequest) -> None:
-        """Tokens were committed to the request: its full pages are kept for others."""
-        request, table = running.request, running.table
-        # The kv behind `tokens_of_model` is of tokens that a completion replaced.
-        length = min(running.length, len(request.prompt) + request.tokens_of_model)
-        if table.cached and (table.keyed_pages + 1) * self.kv.page <= length:
-            self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
+    def note_tokens(self, committed: Sequence[RunningRequest]) -> None:
+        """Tokens were committed to these requests: full pages of those that have a slot are kept for others."""
+        page = self.kv.page
+        for running in committed:
+            request, table = running.request, running.table
+            if table.version and table.cached and (table.keyed_pages + 1) * page <= running.length:
+                # The kv behind `tokens_of_model` is of tokens that a completion replaced.
+                length = min(running.length, len(request.prompt) + request.tokens_of_model)
+                self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
 
-    def note_outcome(self, running: RunningRequest, k: int, accepted: int) -> None:
-        """`accepted` of `k` drafted tokens of this request were accepted in one round."""
-        self._controller.note_outcome(running.acceptance, k, accepted)
+    def note_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
+        """As `SpeculationController.note_outcomes`."""
+        self._controller.note_outcomes(k, outcomes)
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
         """The smallest bucket for the batch, with the K that the controller chooses of those that have room.
@@ -509,11 +566,11 @@ class Scheduler:
         buckets = self._fit_buckets(len(batch.by_slot), batch.length_bound + 1)
         if not buckets:
             raise LengthBoundTooLoose
-        available = self.kv.pool.available
-        if self._count_missing_pages(batch, buckets[-1].k) > available:
+        if self._list_lacking(batch, buckets[-1].k + 1):  # else there are pages even for the largest K
+            available = self.kv.pool.available
             buckets = [bucket for bucket in buckets if self._count_missing_pages(batch, bucket.k) <= available]
-        if not buckets:
-            raise PoolFull
+            if not buckets:
+                raise PoolFull
         return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
 
     def _fit_buckets(self, rows: int, positions: int) -> Sequence[Bucket]:
@@ -527,29 +584,42 @@ class Scheduler:
 
     def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
         """Pages that the requests lack for `k` + 1 tokens more: those of a round that verifies `k` drafted tokens."""
-        return sum(self.kv.count_missing(running.table, running.length_bound + k + 1) for running in batch.requests)
+        lacking = self._list_lacking(batch, k + 1)
+        return sum(self.kv.count_missing(running.table, running.length_bound + k + 1) for running in lacking)
+
+    def _take_pages(self, batch: RoundBatch, tokens: int) -> None:
+        """Takes the pages that the requests lack for so many tokens more."""
+        for running in self._list_lacking(batch, tokens):
+            self.kv.grow(running.table, running.length_bound + tokens)
+
+    def _list_lacking(self, batch: RoundBatch, tokens: int) -> list[RunningRequest]:
+        """The requests whose pages do not hold so many tokens more."""
+        page = self.kv.page
+        return [
+            running
+            for running in batch.requests
+            if running.length + running.in_flight_tokens + tokens > len(running.table.pages) * page
+        ]
 
     def _runs_multi_round(self, batch: RoundBatch) -> bool:
         """Whether a multi-round step runs the batch: not while prompts are prefilled, in chunks between the rounds."""
         if self._grid.rounds == 1 or batch.needs_host:
             return False
-        return all(running.is_prefilled for running in self.slots)
+        return not self.slots.list_prefilling()
 
-    def _count_rounds(self, plan: RoundPlan) -> int:
+    def _count_rounds(self, plan: RoundPlan, wanted: int) -> int:
         """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K.
 
-        Takes the pages that they may need.
+        Takes the pages that they may need. wanted: the most tokens that a request wants.
         """
         previous, self._previous_k = self._previous_k, plan.bucket.k
         if plan.bucket.k != previous:
             return 1
         batch, bucket, width = plan.batch, plan.bucket, plan.bucket.k + 1
-        wanted = max(running.tokens_outstanding for running in batch.requests)
         room = min(wanted, (bucket.length - batch.length_bound) // width)
         rounds, available = self._burst.choose((bucket, batch.mode), room), self.kv.pool.available
         while rounds > 1 and self._count_missing_pages(batch, rounds * width - 1) > available:
             rounds -= 1
-        for running in batch.requests:
-            self.kv.grow(running.table, running.length_bound + rounds * width)
+        self._take_pages(batch, rounds * width)
         self._controller.repeat_choice(rounds - 1)
         return rounds

@@ -84,6 +84,10 @@ class AdaptiveK(SpeculationController):
     def start_request(self) -> AcceptanceEstimate:
         return AcceptanceEstimate(self._engine_acceptance.rate)
 
+    def note_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
+        for acceptance, accepted in outcomes:
+            self.note_outcome(acceptance, k, accepted)
+
     def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
         acceptance.update(k, accepted)
         if not k:

@@ -85,8 +85,8 @@ class SpeculationController:
         """The acceptance estimate that a new request starts with."""
         return AcceptanceEstimate()
 
-    def note_outcome(self, acceptance: AcceptanceEstimate, k: int, accepted: int) -> None:
-        """In one round of one request, `accepted` of `k` drafted tokens were accepted."""
+    def note_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
+        """Of rounds with the same K: the request's estimate, and how many of `k` drafted tokens were accepted."""
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """A round that ran back to back with the previous one took `seconds`. resumed: see `RoundPlan.resumes`."""
@@ -115,7 +115,7 @@ class FixedK(SpeculationController):
         self._k = k
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
-        return find_bucket(buckets, max(self._k if one.requested_k is None else one.requested_k for one in members))
+        return find_bucket(buckets, max([self._k if one.requested_k is None else one.requested_k for one in members]))
 
 
 class KByBatchSize(SpeculationController):
@@ -132,4 +132,7 @@ class KByBatchSize(SpeculationController):
 
 def find_bucket(buckets: Sequence[Bucket], k: int) -> Bucket:
     """The bucket of `k`, or of the largest K below it."""
-    return next(bucket for bucket in reversed(buckets) if bucket.k <= k)
+    for bucket in reversed(buckets):
+        if bucket.k <= k:
+            return bucket
+    raise AssertionError("every list of buckets begins with K = 0")

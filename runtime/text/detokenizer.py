@@ -1,5 +1,6 @@
 """Incremental detokenizer: streamed token ids to text, in whole characters, cut before the first stop string."""
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 from dflash_aot.cache.errors import BadInput
@@ -21,6 +22,8 @@ class Detokenizer:
 
     Attributes:
         can_stop: whether there are stop strings.
+        finished: whether a stop was found; then `push` must not be called any more.
+        tokens_kept: how many of the pushed tokens belong to the output: all up to the token that completed a stop.
     """
 
     def __init__(
@@ -39,29 +42,26 @@ class Detokenizer:
         self._stop_tokens = tokenizer.find_special_tokens(stops)
         self.can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
-        self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
-        self._kept, self._min_tokens = 0, min_tokens
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stop was found; then `push` must not be called any more."""
-        return self._finder.found
-
-    @property
-    def tokens_kept(self) -> int:
-        """How many of the pushed tokens belong to the output: all up to the token that completed a stop."""
-        return self._kept
+        self._decoder: ByteLevelDecoder | IncrementalDecoder
+        if tokenizer.text_bytes is None:
+            self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
+        else:
+            self._decoder = ByteLevelDecoder(tokenizer.text_bytes, context)
+        self.finished, self.tokens_kept, self._min_tokens = False, 0, min_tokens
 
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
         assert not self.finished
         if not self.can_stop:
-            self._kept += len(ids)
-            return self._decoder.push([one for one in ids if not self._tokenizer.is_skipped(one)])
+            self.tokens_kept += len(ids)
+            if self._tokenizer.text_bytes is None:
+                ids = [one for one in ids if not self._tokenizer.is_skipped(one)]
+            return self._decoder.push(ids)
         shown = []
         for token_id in ids:
-            self._kept += 1
+            self.tokens_kept += 1
             shown.append(self._push(token_id))
+            self.finished = self._finder.found
             if self.finished:
                 break
         return "".join(shown)
@@ -73,10 +73,12 @@ class Detokenizer:
         """
         if self.finished:
             return ""
-        return self._finder.push(self._decoder.flush()) + self._finder.flush()
+        text = self._finder.push(self._decoder.flush()) + self._finder.flush()
+        self.finished = self._finder.found
+        return text
 
     def _push(self, token_id: int) -> str:
-        if self._kept <= self._min_tokens:
+        if self.tokens_kept <= self._min_tokens:
             return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push([token_id])
         if token_id in self._stop_tokens:
             text = self.flush()
@@ -125,6 +127,30 @@ def _overlap_chars(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
+class ByteLevelDecoder:
+    """`IncrementalDecoder` of a tokenizer whose texts are the bytes of its tokens: decodes every token once."""
+
+    def __init__(self, text_bytes: Mapping[int, bytes], context: Sequence[int]):
+        """text_bytes: of every token id, see `Tokenizer`. context: as of `IncrementalDecoder`."""
+        self._bytes, self._held = text_bytes, b""  # held: of a character that is not complete
+        self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
+        self.push(context)
+        self._replaced = len(self._held.decode(errors="replace"))
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        """As `IncrementalDecoder.push`. final: nothing is held back."""
+        data = self._held + b"".join([self._bytes[one] for one in ids])
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._held = data[used:]
+        if self._replaced and text:
+            text, self._replaced = _drop_replaced(text, self._replaced), 0
+        return text
+
+    def flush(self) -> str:
+        """As `IncrementalDecoder.flush`."""
+        return self.push([], final=True)
+
+
 class IncrementalDecoder:
     """The text that token ids add to a context, in whole characters only.
 
@@ -152,9 +178,13 @@ class IncrementalDecoder:
     def _drop_known(self, text: str) -> str:
         if not (text and self._replaced):
             return text
-        known = min(self._replaced, len(text) - len(text.lstrip(REPLACEMENT)))
-        self._replaced = 0
-        return text[known:]
+        text, self._replaced = _drop_replaced(text, self._replaced), 0
+        return text
+
+
+def _drop_replaced(text: str, count: int) -> str:
+    """The text without up to `count` U+FFFD at its beginning."""
+    return text[min(count, len(text) - len(text.lstrip(REPLACEMENT))) :]
 
 
 class _DecodeWindow:

@@ -1,6 +1,6 @@
 """Tokenizer of a checkpoint: encodes prompts, decodes token ids. Streamed text: see the detokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +18,8 @@ class Tokenizer:
 
     Attributes:
         byte_values: token id -> byte of byte-fallback tokens; empty for a vocabulary without byte fallback.
+        text_bytes: token id -> the bytes that it adds to a text, where a text is the bytes of its tokens one after the
+            other, as byte-level BPE decodes them; b"" for tokens that `decode` skips. None for other decoders.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path = Path(TOKENIZER_FILE)) -> None:
@@ -29,6 +31,8 @@ class Tokenizer:
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
         self._with_text: set[int] = set()  # token ids known to have text
         self.byte_values = read_fallback_tokens(backend)
+        is_plain = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.text_bytes: Mapping[int, bytes] | None = _TextBytes(self._find_text_bytes) if is_plain else None
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
@@ -115,9 +119,7 @@ class Tokenizer:
         if (token := self._backend.id_to_token(token_id)) is None:
             return b""
         if self._byte_level:
-            if BYTE_LEVEL_LETTERS.keys() >= set(token):
-                return bytes(BYTE_LEVEL_LETTERS[character] for character in token)
-            return token.encode()  # as the decoder reads a token of other letters
+            return _read_byte_level(token)
         # Decoders strip leading spaces of the first token, so take what a second token adds to the first.
         return self.decode_joined([token_id] * 2)[len(self.decode_joined([token_id])) :].encode()
 
@@ -130,6 +132,11 @@ class Tokenizer:
         self._with_text.add(token_id)
         return False
 
+    def _find_text_bytes(self, token_id: int) -> bytes:
+        """What a byte-level decoder makes of one token."""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None or token_id in self._special else _read_byte_level(token)
+
     def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the special tokens whose written form is one of `texts`."""
         return frozenset(token_id for token_id, content in self._special.items() if content in texts)
@@ -138,6 +145,24 @@ class Tokenizer:
         """Returns the last `count` tokens of `ids` that `decode` does not skip, in order."""
         with_text = (token_id for token_id in reversed(ids) if not self.is_skipped(token_id))
         return list(islice(with_text, count))[::-1]
+
+
+class _TextBytes(dict[int, bytes]):
+    """`Tokenizer.text_bytes`: each token is looked up in the tokenizer once."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = found = self._find(token_id)
+        return found
+
+
+def _read_byte_level(token: str) -> bytes:
+    """The bytes of a token in GPT-2's letters; of a token with other letters, its own encoding, as decoders read it."""
+    if BYTE_LEVEL_LETTERS.keys() >= set(token):
+        return bytes(BYTE_LEVEL_LETTERS[character] for character in token)
+    return token.encode()
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -19,10 +19,10 @@ def counters() -> Counters:
     """Ten rounds, 4 · 4 + 5 · 2 + 1 = 27 rows, of which 4 + 5 = 9 were unused."""
     counters = Counters()
     for _ in range(4):
-        counters.note_round(Bucket(4, 64, 7), False, 3)
+        counters.note_rounds(Bucket(4, 64, 7), False, [3])
     for sampled in (False, True, False, True, True):
-        counters.note_round(Bucket(2, 64, 0), sampled, 1)
-    counters.note_round(Bucket(1, 256, 7), True, 1)
+        counters.note_rounds(Bucket(2, 64, 0), sampled, [1])
+    counters.note_rounds(Bucket(1, 256, 7), True, [1])
     return counters
 
 
@@ -42,7 +42,7 @@ def test_text_report_shows_rounds_and_padding(counters):
 
 def test_text_report_of_greedy_rounds_omits_sampling():
     counters = Counters()
-    counters.note_round(Bucket(1, 64, 7), False, 1)
+    counters.note_rounds(Bucket(1, 64, 7), False, [1])
     report = "\n".join(format_report(finish(counters)))
     assert "1 of K = 7\n" in report and "sampled" not in report and "0.0% of the rows" in report
 

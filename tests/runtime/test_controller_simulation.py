@@ -97,10 +97,10 @@ def simulate(
         share = rows[0].share
         k = depth.choose_bucket(buckets, rows, "greedy").k
         spent[share] = spent.get(share, 0.0) + times[k]
-        verdicts = [(row.acceptance, k, row.verify(k, rng)) for row in rows]
-        for verdict in unread:
-            depth.note_outcome(*verdict)
-        unread, rows = verdicts, [row for row in rows if not row.ended]
+        outcomes = [(row.acceptance, row.verify(k, rng)) for row in rows]
+        for verified, read in unread:
+            depth.note_outcomes(verified, read)
+        unread, rows = [(k, outcomes)], [row for row in rows if not row.ended]
     return spent
 
 

@@ -123,9 +123,9 @@ def test_character_of_several_tokens_is_returned_whole():
     assert [stream.push([i]) for i in list_byte_tokens("a🎉é".encode())] == ["a", "", "", "", "🎉", "", "é"]
 
 
-def test_invalid_byte_is_returned_once_later_bytes_prove_it_invalid():
+def test_invalid_byte_is_returned_once_no_later_byte_can_complete_it():
     stream = Detokenizer(TOKENIZER, [])
-    assert [stream.push([i]) for i in list_byte_tokens(b"a\xffb")] == ["a", "", "\ufffdb"]
+    assert [stream.push([i]) for i in list_byte_tokens(b"a\xffb\xc3c")] == ["a", "\ufffd", "b", "", "\ufffdc"]
 
 
 def test_incomplete_character_is_returned_by_flush():

@@ -315,7 +315,7 @@ def test_completion_of_an_answer_gets_no_key_for_the_kv_of_the_tokens_it_replace
     running.length = 8  # the kv of 1, 2, 3, 4 and 5, 6, 7, 10
     request.take([5, 6, 7, 10, 11])
     assert request.token_ids == [5, 6, 8, 9, 9, 9]
-    scheduler.note_tokens(running)
+    scheduler.note_tokens([running])
     first = extend_key(start_key(None), [1, 2, 3, 4])
     pool = scheduler.kv.pool
     assert (pool.find(first), pool.find(extend_key(first, [5, 6, 8, 9]))) == (running.table.pages[0], None)

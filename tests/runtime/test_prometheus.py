@@ -282,7 +282,7 @@ def test_concurrent_scrapes_are_consistent():
 
     def serve() -> None:
         for number in range(rows):
-            live.note_round(Bucket(1 + number % 4, 64, 3), False, 1)
+            live.note_rounds(Bucket(1 + number % 4, 64, 3), False, [1])
             live.note_rows(3, [number % 4])
             live.latency.observe(number / 1000)
             published[0] = live.copy()

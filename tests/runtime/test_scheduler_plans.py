@@ -237,3 +237,17 @@ def test_length_bound_of_a_batch_is_that_of_its_longest_request():
     plan = start(scheduler)
     assert [type(running) for running in plan.batch.by_slot] == [RunningRequest, RunningRequest]
     assert (plan.bucket.batch, plan.batch.length_bound) == (2, 9 + 4)
+
+
+def test_rounds_of_the_same_requests_share_a_batch():
+    scheduler, queue = make_scheduler()
+    ask(queue, 3)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    first, second = start(scheduler), start(scheduler)
+    assert second.batch is first.batch
+    ask(queue, 3)
+    scheduler.fill_slots()
+    prefill(scheduler)
+    third = start(scheduler)
+    assert third.batch.requests == list(scheduler.slots) and len(third.batch.requests) == 2

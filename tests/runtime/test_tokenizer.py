@@ -148,3 +148,13 @@ def test_token_bytes_are_those_in_the_middle_of_a_text(backend):
     (end,) = tokenizer.encode(END, add_special_tokens=False)
     assert tokenizer.token_bytes(end) == END.encode()
     assert tokenizer.token_bytes(10_000) == b""
+
+
+@given(st.lists(st.integers(0, BACKEND.get_vocab_size() + 3), max_size=30))
+def test_bytes_of_a_byte_level_text_are_those_of_its_tokens(ids):
+    assert b"".join(TOKENIZER.text_bytes[one] for one in ids).decode(errors="replace") == TOKENIZER.decode(ids)
+
+
+def test_only_byte_level_decoders_have_bytes_of_every_token():
+    with_bytes = [make.__name__ for make in KINDS if Tokenizer(make()).text_bytes is not None]
+    assert "byte_level" in with_bytes and "byte_fallback" not in with_bytes
