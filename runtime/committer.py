@@ -193,9 +193,10 @@ class Committer:
         return delta.rounds
 
     def _count_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
-        """outcomes: see `SpeculationController.note_outcomes`."""
+        """outcomes: the request's estimate, and how many of `k` drafted tokens were accepted, of each round."""
         self.counters.note_rows(k, [accepted for _, accepted in outcomes])
-        self._scheduler.note_outcomes(k, outcomes)
+        for acceptance, accepted in outcomes:
+            acceptance.update(k, accepted)
         if not k:
             return
         verified = self.counters.verified_at[0]

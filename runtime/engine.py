@@ -216,7 +216,7 @@ class Engine:
 
     def decisions(self) -> tuple[Decision, ...]:
         """The latest changes of K and their reasons, oldest first; none unless `k` is "auto"."""
-        return self._controller.decisions
+        return tuple(self._controller.decisions)
 
     def metrics(self, model_name: str | None = None) -> "CollectorRegistry":
         """A registry of Prometheus metrics, read from the engine at each scrape.

@@ -29,7 +29,8 @@ from dflash_aot.runtime.executables.loaded_bundle import (
 from dflash_aot.runtime.requests.grid_refusals import refuse_ks
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
-from dflash_aot.runtime.speculation.round_timing import RoundTimes, estimate_rounds, time_rounds
+from dflash_aot.runtime.speculation.cost_model import RoundTimes
+from dflash_aot.runtime.speculation.round_timing import estimate_rounds, time_rounds
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 

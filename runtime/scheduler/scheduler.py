@@ -18,7 +18,7 @@ from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
 from dflash_aot.runtime.scheduler.page_pool import PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, SpeculationController
-from dflash_aot.runtime.speculation.cost_model import BurstLength
+from dflash_aot.runtime.speculation.cost_model import CostModel
 
 
 @dataclass(eq=False)
@@ -344,7 +344,7 @@ class Scheduler:
         self._ks = tuple(one for one in grid.k if one <= k)
         self._borders = sorted({length - k for length in grid.length for k in self._ks})
         self._buckets: dict[tuple[int, int], list[Bucket]] = {}
-        self._burst = BurstLength(grid.rounds)
+        self._costs = CostModel()  # of served rounds: how many fit into one dispatch
         self._previous_k = self._last_k = -1
         self._plan: RoundPlan | None = None  # the latest one
 
@@ -542,7 +542,7 @@ class Scheduler:
         shape = plan.bucket, plan.batch.mode
         self._controller.note_round_time(shape, seconds, plan.resumes)
         if self._grid.rounds > 1:
-            self._burst.note_round_time(shape, seconds)
+            self._costs.note_served(shape, seconds)
 
     def note_tokens(self, committed: Sequence[RunningRequest]) -> None:
         """Tokens were committed to these requests: full pages of those that have a slot are kept for others."""
@@ -553,10 +553,6 @@ class Scheduler:
                 # The kv behind `tokens_of_model` is of tokens that a completion replaced.
                 length = min(running.length, len(request.prompt) + request.tokens_of_model)
                 self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
-
-    def note_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
-        """As `SpeculationController.note_outcomes`."""
-        self._controller.note_outcomes(k, outcomes)
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
         """The smallest bucket for the batch, with the K that the controller chooses of those that have room.
@@ -617,7 +613,8 @@ class Scheduler:
             return 1
         batch, bucket, width = plan.batch, plan.bucket, plan.bucket.k + 1
         room = min(wanted, (bucket.length - batch.length_bound) // width)
-        rounds, available = self._burst.choose((bucket, batch.mode), room), self.kv.pool.available
+        rounds = max(1, min(self._grid.rounds, room, self._costs.count_burst_rounds((bucket, batch.mode))))
+        available = self.kv.pool.available
         while rounds > 1 and self._count_missing_pages(batch, rounds * width - 1) > available:
             rounds -= 1
         self._take_pages(batch, rounds * width)

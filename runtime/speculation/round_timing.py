@@ -15,8 +15,8 @@ from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
+from dflash_aot.runtime.speculation.cost_model import RoundTimes
 
-RoundTimes = Mapping[RoundShape, float]  # seconds
 MAX_PASSES = 5
 PASS_SECONDS = 1.0  # after which no further pass begins
 TIMED_STATE = ("lengths", "anchors")

@@ -6,56 +6,57 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.controller import LEAST_WEIGHT, PRIOR, AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import KEEP, PRIOR, PRIOR_WEIGHT, AcceptanceEstimate
 
 outcomes = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
 
-def test_new_request_expects_the_optimistic_prior():
+def test_first_request_expects_the_prior():
     assert AcceptanceEstimate().expected_tokens(2) == pytest.approx([1, 1 + PRIOR, 1 + PRIOR + PRIOR**2])
 
 
 def test_one_outcome_by_hand():
     """One of three drafted tokens accepted: the first one was, the second one was not, the third one tells nothing."""
-    acceptance = AcceptanceEstimate(0.5)
+    acceptance = AcceptanceEstimate()
     acceptance.update(3, 1)
-    rate = (0.5 * LEAST_WEIGHT + 1) / (LEAST_WEIGHT + 2)
+    rate = (PRIOR * PRIOR_WEIGHT + 1) / (PRIOR_WEIGHT + 2)
     assert acceptance.rate == rate
     assert acceptance.expected_tokens(2) == pytest.approx([1, 1 + rate, 1 + rate + rate**2])
 
 
-def test_rounds_without_drafts_change_no_rate():
-    acceptance = AcceptanceEstimate(0.25)
+def test_requests_without_outcomes_expect_what_all_others_show():
+    of_all = AcceptanceEstimate()
+    seen, new = AcceptanceEstimate(of_all), AcceptanceEstimate(of_all)
+    for _ in range(200):
+        seen.update(1, 0)
+    assert seen.rate < new.rate == of_all.rate < 0.1
+
+
+def test_rounds_without_drafts_return_a_rate_to_that_of_all():
+    """They tell nothing about the other requests."""
+    of_all = AcceptanceEstimate()
+    acceptance = AcceptanceEstimate(of_all)
+    for _ in range(20):
+        acceptance.update(3, 3)
+    easy = of_all.rate
+    for _ in range(100):
+        AcceptanceEstimate(of_all).update(3, 0)
+    hard = of_all.rate
+    assert acceptance.rate > 0.9 * easy > 2 * hard
     for _ in range(1000):
         acceptance.update(0, 0)
-    assert acceptance.rate == pytest.approx(0.25)
-    assert acceptance.expected_tokens(1)[1] == pytest.approx(1.25)
+    assert acceptance.rate == pytest.approx(hard) and of_all.rate == hard
 
 
-def test_old_outcomes_are_overturned_sooner():
-    acceptance = AcceptanceEstimate(0.5)
-    for _ in range(100):
-        acceptance.update(1, 0)
-    before = acceptance.rate
-    acceptance.update(1, 1)
-    assert acceptance.rate - before < 0.05
-    for _ in range(200):
-        acceptance.update(0, 0)
-    before = acceptance.rate
-    acceptance.update(1, 1)
-    assert acceptance.rate - before == pytest.approx((1 - before) / (LEAST_WEIGHT + 1))
-
-
-@given(st.lists(outcomes.filter(lambda one: one[0] > 0), max_size=60), st.floats(0, 1))
-def test_rate_is_the_weighted_share_of_accepted_tokens(verdicts, rate):
-    """Where no outcome is so old that the least weight counts: the weight of an outcome is a power of its age."""
-    acceptance, keep = AcceptanceEstimate(rate, window=1e9), 1 - 1e-9
+@given(st.lists(outcomes, max_size=60))
+def test_rate_is_the_weighted_share_of_accepted_tokens(verdicts):
+    """The weight of an outcome is a power of its age in rounds."""
+    acceptance, weight, accepted = AcceptanceEstimate(), PRIOR_WEIGHT, PRIOR * PRIOR_WEIGHT
     for verdict in verdicts:
         acceptance.update(*verdict)
-    weight, accepted = LEAST_WEIGHT * keep ** len(verdicts), rate * LEAST_WEIGHT * keep ** len(verdicts)
     for age, (k, one) in enumerate(reversed(verdicts)):
-        weight += keep**age * min(one + 1, k)
-        accepted += keep**age * one
+        weight += KEEP**age * min(one + 1, k)
+        accepted += KEEP**age * one
     assert acceptance.rate == pytest.approx(accepted / weight)
     assert acceptance.expected_tokens(7)[7] <= 8 + 1e-9
 

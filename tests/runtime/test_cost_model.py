@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.cost_model import CostModel
+from dflash_aot.runtime.speculation.cost_model import BURST_SECONDS, CostModel
 
 PLAIN, DEEP = (Bucket(1, 64, 0), "greedy"), (Bucket(1, 64, 7), "greedy")
 
@@ -50,15 +50,34 @@ def test_single_outlier_changes_little(seconds):
 
 
 def test_rounds_that_resume_drafting_change_the_time_of_resuming_only():
-    """By batch: the first one counts whole, later ones by a quarter."""
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
-    times.note_resumed(DEEP, 3.8)
-    assert times.estimate_resume(1) == pytest.approx(0.8) and times.estimate_resume(8) == 0
-    times.note_resumed(DEEP, 3.4)
-    assert times.estimate_resume(1) == pytest.approx(0.8 + 0.25 * (0.4 - 0.8))
+    times.note_served(DEEP, 3.8, resumed=True)
+    assert times.resume == {1: pytest.approx(0.8)}
+    times.note_served(DEEP, 99.0, resumed=True)
+    assert times.resume == {1: pytest.approx(3.0)}, "at most a round's own time"
     assert (times[PLAIN], times[DEEP]) == pytest.approx((1.0, 3.0))
-    times.note_resumed(DEEP, 2.0)  # shorter than a round that resumes nothing: that time was wrong
+    times.note_served(DEEP, 2.0, resumed=True)  # shorter than a round that resumes nothing: that time was wrong
     assert times[DEEP] < 3.0
+
+
+def test_shortest_measured_time_counts_until_a_round_is_served():
+    times = CostModel()
+    for seconds, expected in ((3.0, 3.0), (2.0, 2.0), (4.0, 2.0)):
+        times.set_measured(DEEP, seconds)
+        assert times[DEEP] == pytest.approx(expected)
+    times.note_served(DEEP, 2.0)
+    times.set_measured(DEEP, 1.0)
+    assert times[DEEP] == pytest.approx(2.0)
+
+
+def test_burst_holds_as_many_rounds_as_fit_into_its_seconds():
+    times = CostModel()
+    assert times.count_burst_rounds(PLAIN) == 1, "no time is known yet"
+    times.note_served(PLAIN, 0.19 * BURST_SECONDS)
+    assert (times.count_burst_rounds(PLAIN), times.count_burst_rounds(DEEP)) == (5, 1)
+    for _ in range(40):
+        times.note_served(PLAIN, 4 * BURST_SECONDS)
+    assert times.count_burst_rounds(PLAIN) == 1
 
 
 def test_noise_is_averaged():
@@ -72,12 +91,12 @@ def test_noise_is_averaged():
     assert max(ratios[500:]) < 2.2
 
 
-def test_shape_without_times_raises():
-    times = CostModel({PLAIN: 1.0})
-    with pytest.raises(KeyError):
-        times.note_served(DEEP, 1.0)
+def test_shape_without_times_raises_until_it_was_served():
+    times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
     with pytest.raises(KeyError):
         times[DEEP]
+    times.note_served(DEEP, 1.0)
+    assert times[DEEP] == pytest.approx(1.0)
 
 
 # -- estimates
@@ -115,10 +134,3 @@ def test_measured_time_accounts_for_the_machine_speed_once():
     assert times[SHORT] == pytest.approx(3.2)
     times.set_measured(SHORT, 99.0)
     assert times[SHORT] == pytest.approx(3.2)
-
-
-def test_shape_without_estimate_raises():
-    times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
-    for ask in (lambda: times[DEEP], lambda: times.note_served(DEEP, 1.0)):
-        with pytest.raises(KeyError):
-            ask()

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.requests.request import Stream
-from dflash_aot.runtime.scheduler import scheduler
-from dflash_aot.runtime.speculation.cost_model import BurstLength
+from dflash_aot.runtime.speculation import cost_model
 from tests.runtime.toy import (
     BLOCK,
     SAMPLED,
@@ -31,7 +29,7 @@ PROMPT = [3, 1, 4, 1, 5]
 @pytest.fixture(autouse=True)
 def _long_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multi-round steps of as many rounds as the grid has, however slow the machine is."""
-    monkeypatch.setattr(scheduler, "BurstLength", partial(BurstLength, burst_seconds=600.0))
+    monkeypatch.setattr(cost_model, "BURST_SECONDS", 600.0)
 
 
 def serve(buckets: str, prompt: Sequence[int], tokens: int, **asked: Any) -> tuple[ToyEngine, Any]:
@@ -198,20 +196,6 @@ def test_random_multi_round_schedules_give_each_its_own_text(batches: str):
         engine.run()
         for request in engine.requests:
             engine.check(request)
-
-
-def test_burst_length_follows_round_times():
-    bucket = ToyEngine(BURSTS).grid.fit(1, 8, 3)
-    pace, greedy, sampled = BurstLength(max_rounds=8, burst_seconds=0.05), (bucket, "greedy"), (bucket, "sample")
-    assert pace.choose(greedy, room=9) == 1, "no time is known yet"
-    pace.note_round_time(greedy, 0.01)
-    assert pace.choose(greedy, room=9) == 5 and pace.choose(sampled, room=9) == 1
-    assert pace.choose(greedy, room=2) == 2
-    pace.note_round_time(greedy, 0.03)  # the mean is 0.015 now
-    assert pace.choose(greedy, room=9) == 3
-    for _ in range(40):
-        pace.note_round_time(greedy, 0.2)
-    assert pace.choose(greedy, room=9) == 1
 
 
 def read_all(streams: Sequence[Stream]) -> tuple[list[Result], int]:

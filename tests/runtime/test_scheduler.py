@@ -46,9 +46,6 @@ class AnyK:
     def start_request(self) -> AcceptanceEstimate:
         return AcceptanceEstimate()
 
-    def note_outcomes(self, k: int, outcomes: Sequence[tuple[AcceptanceEstimate, int]]) -> None:
-        """Ignored."""
-
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """Ignored."""
 
