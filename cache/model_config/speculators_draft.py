@@ -1,7 +1,5 @@
 """The draft dialect of vLLM's speculators library, version 0.9.0 and current: `speculators_config`."""
 
-from typing import Any
-
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile
@@ -14,27 +12,9 @@ from dflash_aot.cache.model_config.dflash2 import (
     read_selector,
     refuse_unknown_keys,
 )
-from dflash_aot.cache.model_config.zlab_draft import read_layer_types
+from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
-LAYERS_KEY = "transformer_layer_config"
-# `transformer_layer_config` holds the differences from transformers' Qwen3Config(). A test checks this table.
-QWEN3_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "rope_theta": 10000.0,
-}
+LAYERS_KEY = "transformer_layer_config"  # holds the differences from transformers' Qwen3Config()
 # Defaults of the library's configs.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
 DEFAULT_KERNEL, DEFAULT_GROUP, DEFAULT_RANK, DEFAULT_CANDIDATES = 2, 16, 256, 16
@@ -122,19 +102,14 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
 
 
 def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bool) -> tuple[SlidingWindow | None, ...]:
-    """Returns the window of each layer, from `layer_types`, or from `max_window_layers` as Qwen3Config does.
+    """Returns the window of each layer.
 
     Sliding layers are causal inside the block by default, and not causal in DFlash2 drafts (`second`).
     """
-    windowed = layers.optional("use_sliding_window", bool)
-    if layers.has("layer_types"):
-        sliding = read_layer_types(layers, count)
-    else:
-        first = layers.integer("max_window_layers") if windowed and layers.has("sliding_window") else count
-        sliding = [index >= first for index in range(count)]
+    sliding = read_sliding_layers(layers, count)
     if not any(sliding):
         return (None,) * count
-    if not windowed:
+    if not layers.optional("use_sliding_window", bool):
         raise layers.refusal(
             "layer_types", layers.values["layer_types"], "use_sliding_window is false, so that no layer has a window"
         )
