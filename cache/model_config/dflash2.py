@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import BlockConvolution, CandidateSelector, DraftScaling
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.rope import ROPE_KEYS
 
 ARCHITECTURE = "DFlash2DraftModel"
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -80,6 +81,13 @@ def refuse_unknown_keys(place: ConfigFile, known: Collection[str]) -> None:
     for key in sorted(set(place.values) - NEUTRAL_KEYS - set(known)):
         if place.has(key) and not key.startswith("_"):
             raise place.refusal(key, place.values[key], "unknown in a DFlash2 config; it may change the computation")
+
+
+def refuse_unknown_layer_keys(layers: ConfigFile, known: Collection[str] = ()) -> None:
+    """As `refuse_unknown_keys`, for an object with the keys of a decoder's layers and those in `known`."""
+    refuse_unknown_keys(layers, {*LAYER_KEYS, *known})
+    for section in ("rope_parameters", "rope_scaling"):
+        refuse_unknown_keys(layers.section(section), ROPE_KEYS)
 
 
 def find_place(places: Sequence[ConfigFile], key: str) -> ConfigFile:

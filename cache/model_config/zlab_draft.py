@@ -13,7 +13,6 @@ from dflash_aot.cache.model_config.architecture import (
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.dflash2 import (
     CONVOLUTION_KEYS,
-    LAYER_KEYS,
     SCALING_KEYS,
     SELECTOR_KEYS,
     find_place,
@@ -22,6 +21,7 @@ from dflash_aot.cache.model_config.dflash2 import (
     read_scaling,
     read_selector,
     refuse_unknown_keys,
+    refuse_unknown_layer_keys,
 )
 from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
@@ -35,8 +35,8 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
     inner = config.section("dflash_config")
     if second := is_dflash2(config):
         refuse_unknown_keys(inner, {*OWN_KEYS, "causal", "projector_type"})
-        refuse_unknown_keys(
-            config, {*OWN_KEYS, *LAYER_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
+        refuse_unknown_layer_keys(
+            config, {*OWN_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
         )
     decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
     places = (inner, config)
