@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
+from dflash_aot.bin.model_description import describe_decoder, describe_draft, describe_target
 from dflash_aot.bin.time_estimates import ExecutableTime, list_times, report_executable, tabulate_times
 from dflash_aot.cache.bundle.export_window import ExportWindow
 from dflash_aot.cache.bundle.manifest import (
@@ -25,7 +26,6 @@ from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.model_config.architecture import Decoder, Target
 from dflash_aot.cache.signing.manifest_signature import Signers, list_signers
 from dflash_aot.cache.units import format_bytes
 
@@ -219,8 +219,9 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
     memory, devices = inspection.memory_per_device, inspection.environment.device_count
     target, draft = inspection.target, inspection.draft
     facts = {
-        "target": f"{target.reference} ({_format_target(target.facts)})",
-        "draft": f"{draft.reference} ({draft.facts.dialect} format, {_format_decoder(draft.facts.decoder)})",
+        "target": f"{target.reference} ({describe_target(target.facts)})",
+        "draft": f"{draft.reference} ({describe_decoder(draft.facts.decoder)})",
+        "drafting": describe_draft(draft.facts),
         "grid": inspection.grid,
         "dtype": inspection.dtype,
         "sampling": ", ".join(inspection.sampling),
@@ -282,18 +283,6 @@ def format_signers(signers: Signers | None) -> str:
 def _count_bytes(blobs: Iterable[Blob]) -> int:
     """Size of the blobs' files; a file that several entries share counts once."""
     return sum({blob.sha256: blob.bytes for blob in blobs}.values())
-
-
-def _format_target(target: Target) -> str:
-    if target.recurrent is None:
-        return _format_decoder(target.decoder)
-    heads = f"{target.recurrent.value_heads} heads"
-    return f"{_format_decoder(target.decoder)}; Gated DeltaNet in {len(target.recurrent.layers)} layers, {heads}"
-
-
-def _format_decoder(decoder: Decoder) -> str:
-    heads = f"{decoder.attention.heads} heads, {decoder.attention.kv_heads} kv heads"
-    return f"{decoder.layers} layers, hidden size {decoder.hidden}, {heads}, vocabulary {decoder.vocab}"
 
 
 def _join_words(value: object) -> str:

@@ -8,9 +8,9 @@ import msgspec
 from tqdm import tqdm
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
+from dflash_aot.bin.model_description import describe_draft
 from dflash_aot.bin.time_estimates import TIME_HEADER, TIME_NOTE, format_time_cells
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.units import format_bytes
@@ -39,8 +39,7 @@ class TerminalObserver(BuildObserver):
         self._bar: tqdm | None = None
 
     def on_plan(self, deployment: Deployment) -> None:
-        draft = deployment.draft
-        print_lines(f"{draft.generation} draft in {draft.dialect} format: {describe_draft(draft)}", file=sys.stderr)
+        print_lines(describe_draft(deployment.draft), file=sys.stderr)
 
     def on_phase(self, phase: BuildPhase, total: int) -> None:
         """A bar with count, elapsed and remaining time; while compiling also with the last executable begun."""
@@ -64,22 +63,6 @@ class TerminalObserver(BuildObserver):
 
     def on_warning(self, message: str) -> None:
         print_lines(f"WARNING: {message}", file=sys.stderr)
-
-
-def describe_draft(draft: Draft) -> str:
-    """What was read from the draft's config, for people."""
-    sliding = sum(window is not None and window.slides for window in draft.windows)
-    parts = [
-        f"{draft.decoder.layers} layers" + (f", {sliding} of them with a sliding window" if sliding else ""),
-        f"blocks of {draft.block}",
-        f"target_layer_ids {', '.join(map(str, draft.target_layer_ids))}",
-    ]
-    if draft.vocab is not None:
-        parts.append(f"its own head over {draft.vocab} of {draft.decoder.vocab} tokens")
-    if draft.convolution and draft.selector:
-        parts.append(f"convolutions over {draft.convolution.kernel} rows in groups of {draft.convolution.group}")
-        parts.append(f"a path through {draft.selector.candidates} candidates of rank {draft.selector.rank}")
-    return ", ".join(parts)
 
 
 # -- the plan

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import BlockConvolution, CandidateSelector, DraftScaling
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
+from dflash_aot.cache.model_config.rope import ROPE_KEYS
 
 ARCHITECTURE = "DFlash2DraftModel"
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -30,7 +31,6 @@ NEUTRAL_KEYS = frozenset(
         "initializer_range",
         "is_encoder_decoder",
         "label2id",
-        "max_window_layers",
         "model_type",
         "output_attentions",
         "output_hidden_states",
@@ -53,6 +53,7 @@ LAYER_KEYS = frozenset(
         "intermediate_size",
         "layer_types",
         "max_position_embeddings",
+        "max_window_layers",
         "num_attention_heads",
         "num_hidden_layers",
         "num_key_value_heads",
@@ -80,6 +81,13 @@ def refuse_unknown_keys(place: ConfigFile, known: Collection[str]) -> None:
     for key in sorted(set(place.values) - NEUTRAL_KEYS - set(known)):
         if place.has(key) and not key.startswith("_"):
             raise place.refusal(key, place.values[key], "unknown in a DFlash2 config; it may change the computation")
+
+
+def refuse_unknown_layer_keys(layers: ConfigFile, known: Collection[str] = ()) -> None:
+    """As `refuse_unknown_keys`, for an object with the keys of a decoder's layers and those in `known`."""
+    refuse_unknown_keys(layers, {*LAYER_KEYS, *known})
+    for section in ("rope_parameters", "rope_scaling"):
+        refuse_unknown_keys(layers.section(section), ROPE_KEYS)
 
 
 def find_place(places: Sequence[ConfigFile], key: str) -> ConfigFile:

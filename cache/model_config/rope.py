@@ -15,6 +15,25 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
+# Keys of `rope_parameters` and `rope_scaling` that are read.
+ROPE_KEYS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        ORIGINAL_POSITIONS,
+        PARTIAL,
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
 VALUE_RANGE = (1e-9, 1e15)  # far beyond any model; frequencies stay within float32
 # For powers and logarithms that are the same on every machine, because programs and bundles hold them: those of the C
 # library differ in the last bit between processors with and without FMA.

@@ -1,40 +1,20 @@
 """The draft dialect of vLLM's speculators library, version 0.9.0 and current: `speculators_config`."""
 
-from typing import Any
-
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.dflash2 import (
     CONVOLUTION_KEYS,
-    LAYER_KEYS,
     SELECTOR_KEYS,
     is_dflash2,
     read_convolution,
     read_selector,
     refuse_unknown_keys,
+    refuse_unknown_layer_keys,
 )
-from dflash_aot.cache.model_config.zlab_draft import read_layer_types
+from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
-LAYERS_KEY = "transformer_layer_config"
-# `transformer_layer_config` holds the differences from transformers' Qwen3Config(). A test checks this table.
-QWEN3_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "rope_theta": 10000.0,
-}
+LAYERS_KEY = "transformer_layer_config"  # holds the differences from transformers' Qwen3Config()
 # Defaults of the library's configs.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
 DEFAULT_KERNEL, DEFAULT_GROUP, DEFAULT_RANK, DEFAULT_CANDIDATES = 2, 16, 256, 16
@@ -55,6 +35,10 @@ OWN_KEYS = (
     *CONVOLUTION_KEYS,
     *SELECTOR_KEYS,
 )
+# Keys of `speculators_config`, which says how the draft was made and is to be used, and of the objects inside.
+METHOD_KEYS = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
+PROPOSAL_KEYS = ("accept_tolerance", "proposal_type", "speculative_tokens", "verifier_accept_k")
+VERIFIER_KEYS = ("architectures", "name_or_path")
 
 
 def read_speculators(config: ConfigFile) -> Draft:
@@ -68,7 +52,8 @@ def read_speculators(config: ConfigFile) -> Draft:
     layers = _fill_defaults(config)
     if second:
         refuse_unknown_keys(config, OWN_KEYS)
-        refuse_unknown_keys(layers, LAYER_KEYS)
+        refuse_unknown_layer_keys(layers)
+        _refuse_unknown_method_keys(config)
     decoder = read_decoder(layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim"))
     layer_ids = config.optional_integers("aux_hidden_state_layer_ids")
     if layer_ids is None:
@@ -122,19 +107,14 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
 
 
 def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bool) -> tuple[SlidingWindow | None, ...]:
-    """Returns the window of each layer, from `layer_types`, or from `max_window_layers` as Qwen3Config does.
+    """Returns the window of each layer.
 
     Sliding layers are causal inside the block by default, and not causal in DFlash2 drafts (`second`).
     """
-    windowed = layers.optional("use_sliding_window", bool)
-    if layers.has("layer_types"):
-        sliding = read_layer_types(layers, count)
-    else:
-        first = layers.integer("max_window_layers") if windowed and layers.has("sliding_window") else count
-        sliding = [index >= first for index in range(count)]
+    sliding = read_sliding_layers(layers, count)
     if not any(sliding):
         return (None,) * count
-    if not windowed:
+    if not layers.optional("use_sliding_window", bool):
         raise layers.refusal(
             "layer_types", layers.values["layer_types"], "use_sliding_window is false, so that no layer has a window"
         )
@@ -144,13 +124,25 @@ def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bo
     return tuple(window if slides else None for slides in sliding)
 
 
+def _refuse_unknown_method_keys(config: ConfigFile) -> None:
+    """Raises BadCheckpoint for unknown keys of `speculators_config`."""
+    section = config.section("speculators_config")
+    refuse_unknown_keys(section, METHOD_KEYS)
+    refuse_unknown_keys(section.section("verifier"), VERIFIER_KEYS)
+    for method in _list_methods(config):
+        refuse_unknown_keys(method, PROPOSAL_KEYS)
+
+
 def _read_k(config: ConfigFile, block: int) -> int:
     """Returns K of the first proposal method. Older files hold the block size, which is one too many."""
-    methods = config.section("speculators_config").optional("proposal_methods", list)
-    if not methods:
-        return block - 1
-    first = methods[0]
-    if not isinstance(first, dict):
-        raise config.refusal("speculators_config.proposal_methods", methods, "expected a list of objects")
-    method = ConfigFile(config.path, first, "speculators_config.proposal_methods[0].")
-    return min(method.positive("speculative_tokens", default=block - 1), block - 1)
+    methods = _list_methods(config)
+    return min(methods[0].positive("speculative_tokens", default=block - 1), block - 1) if methods else block - 1
+
+
+def _list_methods(config: ConfigFile) -> list[ConfigFile]:
+    """Returns the proposal methods. Raises BadCheckpoint if one is not an object."""
+    key = "speculators_config.proposal_methods"
+    methods = config.section("speculators_config").optional("proposal_methods", list) or []
+    if not all(isinstance(method, dict) for method in methods):
+        raise config.refusal(key, methods, "expected a list of objects")
+    return [ConfigFile(config.path, method, f"{key}[{index}].") for index, method in enumerate(methods)]

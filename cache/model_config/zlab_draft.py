@@ -13,7 +13,6 @@ from dflash_aot.cache.model_config.architecture import (
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.dflash2 import (
     CONVOLUTION_KEYS,
-    LAYER_KEYS,
     SCALING_KEYS,
     SELECTOR_KEYS,
     find_place,
@@ -22,8 +21,11 @@ from dflash_aot.cache.model_config.dflash2 import (
     read_scaling,
     read_selector,
     refuse_unknown_keys,
+    refuse_unknown_layer_keys,
 )
+from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
+WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
 # Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.
 OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", *CONVOLUTION_KEYS, *SELECTOR_KEYS, *SCALING_KEYS)
 
@@ -33,8 +35,8 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
     inner = config.section("dflash_config")
     if second := is_dflash2(config):
         refuse_unknown_keys(inner, {*OWN_KEYS, "causal", "projector_type"})
-        refuse_unknown_keys(
-            config, {*OWN_KEYS, *LAYER_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
+        refuse_unknown_layer_keys(
+            config, {*OWN_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
         )
     decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
     places = (inner, config)
@@ -71,27 +73,17 @@ def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int, second: bo
     A sliding layer is causal inside the block unless `is_causal` is false; without that key `dflash_config.causal`
     decides, which vLLM reads. `is_causal: true` makes full layers causal inside the block too. By transformers'
     Qwen3Config no layer has a window without `use_sliding_window`: DFlash2 configs (`second`) that contradict
-    themselves so are refused.
+    themselves so are refused. With it, absent keys have the defaults of that class.
     """
-    sliding = read_layer_types(config, layers)
+    if windowed := config.optional("use_sliding_window", bool):
+        config = ConfigFile(config.path, {**WINDOW_DEFAULTS, **config.values})
+    sliding = read_sliding_layers(config, layers)
     flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
     causal = next((flag for flag in flags if flag is not None), True)
     full = SlidingWindow(UNLIMITED_WINDOW, causal=True) if flags[0] else None
     if not any(sliding):
         return (full,) * layers
-    if second and not config.optional("use_sliding_window", bool):
-        raise config.refusal(
-            "use_sliding_window", config.values.get("use_sliding_window"), "but layer_types has sliding_attention"
-        )
+    if second and not windowed:
+        raise config.refusal("use_sliding_window", windowed, "but layer_types has sliding_attention")
     window = SlidingWindow(config.positive("sliding_window"), causal)
     return tuple(window if slides else full for slides in sliding)
-
-
-def read_layer_types(config: ConfigFile, layers: int) -> list[bool]:
-    """Returns whether each layer has a sliding window; no layer has one if the key is absent."""
-    kinds = config.optional("layer_types", list)
-    if kinds is None:
-        return [False] * layers
-    if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
-        raise config.refusal("layer_types", kinds, f"expected {layers} items, full_attention or sliding_attention")
-    return [kind == "sliding_attention" for kind in kinds]

@@ -34,19 +34,17 @@ def find_largest_values(values: jax.Array, count: int) -> Found:
     return _search_tiles(searched.reshape(len(chosen), -1), chosen)
 
 
-def find_largest_in_tiles(tiles: jax.Array, shape: tuple[int, int], taken: slice, count: int) -> Found:
-    """As `find_largest_values`, for the positions `taken` of B blocks of T positions: each [B · taken, count].
+def find_largest_in_tiles(tiles: jax.Array, rows: int, count: int) -> Found:
+    """As `find_largest_values`, of the first rows: each [rows, count].
 
-    Values [V / width, at least B · T, width] lie in tiles of neighbours, `shape` is (B, T).
+    Values [V / width, at least rows, width] lie in tiles of neighbours.
     """
-    total = math.prod(shape)
-    rows = np.arange(total).reshape(shape)[:, taken].ravel()
-    largest = tiles.max(axis=-1)[:, :total].reshape(-1, *shape)[:, :, taken].reshape(len(tiles), -1)
+    largest = tiles.max(axis=-1)[:, :rows]
     # Without the constraints the small arrays that follow stay transposed, and each is copied on v5p.
     _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
     chosen = _sort_few(chosen)  # as in `find_largest_values`
-    searched = tiles.at[chosen, rows[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    return _search_tiles(with_layout_constraint(searched.reshape(len(rows), -1), Layout((0, 1))), chosen)
+    searched = tiles.at[chosen, np.arange(rows)[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return _search_tiles(with_layout_constraint(searched.reshape(rows, -1), Layout((0, 1))), chosen)
 
 
 def _sort_few(numbers: jax.Array) -> jax.Array:

@@ -19,7 +19,8 @@ from dflash_aot.cache.signature import FLOAT, ArraySpec, Signature
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
 WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
-CODE = 0.5  # of a codebook, so that transitions between tokens weigh as much as logits
+# Of a codebook of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
+CODE = 2.45
 SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
 STRIDE = 7919  # between consecutive tokens
 MAX_POOL_PAGES = 1 << 30
@@ -36,9 +37,12 @@ def make_weight(array: ArraySpec) -> np.ndarray:
         return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(np.int8)
     if array.name.endswith(SCALE_SUFFIX):
         return np.full(array.shape, WEIGHT / 127, np.float32)
-    scale = CODE if array.name.endswith("_codebook") else NORM if "norm" in array.name else WEIGHT
-    values = _fill_with_noise(array, scale)
-    return values + values.dtype.type(1) if "norm" in array.name else values
+    if array.name.endswith("_codebook"):
+        return _fill_with_noise(array, CODE / math.sqrt(math.sqrt(array.shape[-1])))
+    if "norm" in array.name or array.name.endswith("base_kernel"):
+        values = _fill_with_noise(array, NORM)
+        return values + values.dtype.type(1)
+    return _fill_with_noise(array, WEIGHT)
 
 
 def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:

@@ -106,6 +106,13 @@ def test_inspect_shows_what_the_manifest_says(manage, copy):
     assert "signed    no" in done.out
 
 
+def test_inspect_describes_the_embedded_draft(manage, bundle):
+    text = manage("inspect", bundle("one row")).out
+    (line,) = (line for line in text.splitlines() if line.startswith("drafting"))
+    assert line.startswith("drafting  DFlash2 draft in z-lab format: 1 layer, blocks of 16, target_layer_ids 1, 4, 8,")
+    assert line.endswith("convolutions over 2 rows in groups of 16, a path through 16 candidates of rank 64")
+
+
 @pytest.mark.parametrize("days", [0, 300])
 def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(manage, copy, monkeypatch, days):
     manifest = read_manifest(copy)

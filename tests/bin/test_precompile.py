@@ -167,8 +167,14 @@ def test_draft_of_muse_glimmer_is_planned_and_its_target_refused(command, tmp_pa
     config = {**json.loads(path.read_text()), **sizes}
     path.write_text(json.dumps(config))
     grid = "batch=1 length=1024 k=0,15 prefill=256"
-    plan = json.loads(command(precompile, *pair, f"--buckets={grid}", "--plan", "--json").out)
+    done = command(precompile, *pair, f"--buckets={grid}", "--plan", "--json")
+    plan = json.loads(done.out)
     assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 10)
+    assert (
+        "DFlash2 draft in z-lab format: 5 layers (5 of them with a sliding window of 2048, none of them causal inside "
+        "the block), blocks of 16, target_layer_ids 1, 13, 25, 37, 49, convolutions over 2 rows in groups of 16, "
+        "a path through 16 candidates of rank 256, logits times 0.196116, logits capped at 20\n"
+    ) in done.err
     path.write_text(json.dumps({**config, "architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer"}))
     done = command(precompile, *pair, f"--buckets={grid}", "--plan")
     assert done.code == 2 and "Llama-3.1-8B/config.json: architectures is ['MuseGlimmerForCausalLM']" in done.err

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from transformers import Qwen3Config
+from transformers.modeling_rope_utils import RopeParameters
 
 from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
@@ -15,6 +16,7 @@ from dflash_aot.cache.model_config.architecture import (
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.dflash2 import LAYER_KEYS, NEUTRAL_KEYS
 from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.rope import ROPE_KEYS
 
 NAME = "Qwen3-8B-DFlash2-b16"
 FILE = "dflash-b16/config.json: "
@@ -109,6 +111,12 @@ def test_each_name_of_the_speculators_library_selects_dflash2(read_changed_golde
     assert read_changed_golden(**changes).generation == "DFlash2"
 
 
+def test_every_key_of_a_rotary_embedding_is_accepted(read_changed):
+    """Of those that transformers knows, all but the keys of longrope and of multimodal models."""
+    assert set(RopeParameters.__annotations__) - ROPE_KEYS <= {"short_factor", "long_factor", "mrope_section"}
+    assert read_changed(rope_parameters=dict.fromkeys(ROPE_KEYS) | {"rope_theta": 1e6}) == read_changed()
+
+
 def test_every_key_that_transformers_writes_is_accepted():
     """Also `_name_or_path`, by its underscore."""
     written = {key for key in Qwen3Config().to_dict() if not key.startswith("_")}
@@ -137,6 +145,8 @@ def test_every_key_that_transformers_writes_is_accepted():
         ({"selector_temperature": 2.0}, {}, f"{INNER}selector_temperature is 2.0: {UNKNOWN}"),
         ({"swa_window_size": 64}, {}, f"{INNER}swa_window_size is 64: {UNKNOWN}"),
         ({}, {"conv_bias": True}, f"{FILE}conv_bias is True: {UNKNOWN}"),
+        ({}, {"rope_parameters": {"weird": 2.0}}, f"{FILE}rope_parameters.weird is 2.0: {UNKNOWN}"),
+        ({}, {"rope_scaling": {"short_factor": [1]}}, f"{FILE}rope_scaling.short_factor is [1]: {UNKNOWN}"),
         ({}, {"use_sliding_window": False}, f"{FILE}use_sliding_window is False: but layer_types has"),
         ({"mask_token_id": None}, {}, f"{FILE}mask_token_id is missing"),
         ({"projector_type": "domino"}, {}, f"{INNER}projector_type is 'domino': this is Domino"),
@@ -159,6 +169,18 @@ def test_invalid_zlab_config_is_refused_with_place_key_and_value(read_changed, r
         ({}, {"sample_from_anchor": True}, "sample_from_anchor is True: this is a draft that samples its anchor"),
         ({}, {"output_multiplier": 2.0}, f"output_multiplier is 2.0: {UNKNOWN}"),
         ({"use_cross_attention": True}, {}, f"transformer_layer_config.use_cross_attention is True: {UNKNOWN}"),
+        ({"rope_parameters": {"weird": 1}}, {}, f"transformer_layer_config.rope_parameters.weird is 1: {UNKNOWN}"),
+        ({}, {"speculators_config": {"anything": 1}}, f"speculators_config.anything is 1: {UNKNOWN}"),
+        (
+            {},
+            {"speculators_config": {"verifier": {"lora": "a"}}},
+            f"speculators_config.verifier.lora is 'a': {UNKNOWN}",
+        ),
+        (
+            {},
+            {"speculators_config": {"proposal_methods": [{}, {"temperature": 2}]}},
+            f"speculators_config.proposal_methods[1].temperature is 2: {UNKNOWN}",
+        ),
         ({}, {"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash': another key of this config"),
         ({}, {"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm is 'dflash': another key"),
     ],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 from dflash_aot.cache.model_config.architecture import (
     UNLIMITED_WINDOW,
@@ -193,6 +194,31 @@ def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
     assert read_changed_draft(sliding_window=4096, layer_types=None).windows == (None,) * 5
 
 
+@pytest.mark.parametrize("name", ["Qwen3-8B-DFlash-b16", "Qwen3-8B-DFlash2-b16"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
+        {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 64},
+        {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 5},
+        {"use_sliding_window": True, "layer_types": SLIDING},
+        {"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 64},
+    ],
+    ids=str,
+)
+def test_layers_slide_as_in_transformers(published, read_published_target, name, given):
+    keys = ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types")
+    config = {key: value for key, value in published(name).items() if key not in keys}
+    draft = read_draft(ConfigFile(PATH, {**config, **given}), read_published_target("Qwen3-8B"))
+    theirs = Qwen3Config(num_hidden_layers=5, **given)
+    window = theirs.sliding_window and SlidingWindow(theirs.sliding_window, causal="is_causal" not in config)
+    assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
+
+
 @pytest.mark.parametrize(
     ("inner", "changes", "words"),
     [
@@ -206,6 +232,11 @@ def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
         ({"target_layer_ids": 3}, {}, "dflash_config.target_layer_ids is 3: expected a list"),
         ({}, {"head_dim": None}, "head_dim is missing; expected a whole number"),
         ({}, {"attention_bias": "no"}, "attention_bias is 'no': expected true or false"),
+        (
+            {},
+            {"layer_types": None, "use_sliding_window": True, "max_window_layers": None, "sliding_window": 64},
+            "max_window_layers is missing; expected a whole number",
+        ),
         ({}, {"layer_types": SLIDING}, "sliding_window is missing; expected a whole number"),
         ({}, {"layer_types": SLIDING, "sliding_window": 0}, "sliding_window is 0: expected a positive number"),
         ({}, {"layer_types": SLIDING[:4]}, f"layer_types is {SLIDING[:4]}: expected {LAYER_TYPES}"),

@@ -31,7 +31,7 @@ from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
-BUCKETS = "batch=1,8 length=1024 k=0,15 prefill=64 rounds=4"
+BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
 SHARED = "verify batch=1 length=1024 k=0"
 WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
 WITH_INT8_EXPERTS = "v6e:1x1"  # holds the same target in int8
@@ -41,6 +41,7 @@ BUILDS = {
         (
             "prefill prefill=64 length=1024",
             "draft batch=1 length=1024 k=15",
+            "draft batch=8 length=1024 k=3",  # outputs of all 128 rows, instead of 24, would take 156 MB
             "verify batch=1 length=1024 k=15",
             "sampled_verify batch=1 length=1024 k=0",
             "sampled_verify batch=8 length=1024 k=15",

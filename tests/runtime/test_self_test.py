@@ -4,15 +4,22 @@ import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
+from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.self_test import INPUTS_VERSION, is_comparable
 from dflash_aot.cache.signature import ArraySpec
+from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
-from dflash_aot.runtime.self_test.self_test import find_deviations
+from dflash_aot.runtime.self_test.self_test import AGREEING_TOKENS, find_deviations
 
 NOISE_ELSEWHERE = """
 import json
@@ -89,6 +96,45 @@ def test_rows_of_a_large_matrix_are_all_different():
 def test_norm_weights_are_around_one_and_vocabulary_maps_are_zero():
     assert np.isclose(make_weight(ArraySpec("target.model.norm.weight", (10_000,), "float32")).mean(), 1, atol=0.01)
     assert not make_weight(ArraySpec("draft.d2t", (7,), "int32")).any()
+
+
+@pytest.fixture(scope="module", params=["embedded", "dflash2_sliding"])
+def draft_call(request, runs):
+    """Test inputs of a DFlash2 draft program by name, and a call with some of them replaced: changes → tokens."""
+    run = runs.get(request.param)
+    paths = (run.target, run.draft) if run else (locate_checkpoint(EMBEDDED, role) for role in ("target", "draft"))
+    target_config, draft_config = map(read_config, paths)
+    target = read_target(target_config)
+    programs = Programs(target, read_draft(draft_config, target), "float32")
+    grid = parse_grid("batch=2 length=192 k=7 prefill=64", programs.pair.block)
+    (signature,) = (one for one in programs.list_signatures(grid) if one.program == "draft")
+    known, vocab = programs.arrays_by_name(grid), target.decoder.vocab
+    arrays = {name: make_weight(known[name]) for name in signature.weights}
+    arrays |= {name: make_state(known[name], signature, vocab) for name in signature.state}
+    pool = known["target_k"].shape[1] - 1
+    arrays |= {one.name: make_argument(one, signature, vocab, pool) for one in signature.arguments}
+    draft = jax.jit(programs.function(signature))
+    return arrays, lambda changes: np.asarray(draft({**arrays, **changes})["block"])[:, 1:]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "attention_conv.base_kernel",
+        "attention_conv.kernel_projection.weight",
+        "mlp_conv.base_kernel",
+        "mlp_conv.kernel_projection.weight",
+        "candidate_selector.hidden_projection.weight",
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+    ],
+)
+def test_every_part_of_a_dflash2_draft_changes_most_tokens(draft_call, part):
+    """Most, because half of the tokens may differ in bfloat16."""
+    arrays, draft = draft_call
+    zeros = {name: np.zeros_like(values) for name, values in arrays.items() if name.endswith(part)}
+    assert zeros
+    assert (draft(zeros) != draft({})).mean() > 1 - AGREEING_TOKENS["bfloat16"]
 
 
 FLOATS = SelfTestOutput("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
