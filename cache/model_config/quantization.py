@@ -153,7 +153,8 @@ def _refuse_other_files(config: ConfigFile) -> None:
 def _read_fp8(section: ConfigFile) -> Quantization:
     lists = ("modules_to_not_convert", "ignored_layers")
     fixed = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8", "activation_scheme": "dynamic"}
-    empty = ("modules_to_convert", "kv_cache_scheme")
+    # Qwen3.5's configs say that scales are not per tensor. `weight_block_size` says it too.
+    empty = ("modules_to_convert", "kv_cache_scheme", "weight_per_tensor", "act_per_tensor")
     _check_keys(section, "quant_method", "weight_block_size", *lists, *fixed, *empty, *FP8_NOTES)
     for key, value in fixed.items():
         _expect(section, key, None, value)

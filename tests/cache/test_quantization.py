@@ -60,6 +60,7 @@ def change(section, path, value):
         ("Qwen3-8B", None, None, None),
         ("Qwen3-8B-FP8", "fp8-blocks", (128, 128), False),
         ("Qwen3-30B-A3B-FP8", "fp8-blocks", (128, 128), False),
+        ("Qwen3.5-27B-FP8", "fp8-blocks", (128, 128), False),
         ("Llama-3.1-8B-Instruct-quantized.w8a8", "int8-channels", None, True),
         ("Llama-3.1-8B-Instruct-quantized.w8a16", "int8-channels-packed", None, True),
     ],
@@ -78,6 +79,7 @@ def test_published_format_is_read(published, name, encoding, block, exact):
     [
         ("Qwen3-8B-FP8", "Qwen3-8B"),
         ("Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B"),
+        ("Qwen3.5-27B-FP8", "Qwen3.5-27B"),
         ("Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B-Instruct"),
     ],
 )
@@ -88,6 +90,13 @@ def test_facts_do_not_depend_on_the_format(read_published_target, name, same):
 def test_fp8_list_of_a_published_mixture_of_experts_names_its_routers(published):
     found = read_quantization(ConfigFile(PATH, published("Qwen3-30B-A3B-FP8")))
     assert found.unquantized.select(MODULES) == {"lm_head", f"{LAYER}.mlp.gate"}
+
+
+def test_fp8_list_of_a_published_hybrid_names_the_decays_of_its_recurrent_layers(published):
+    found = read_quantization(ConfigFile(PATH, published("Qwen3.5-27B-FP8")))
+    layer = "model.language_model.layers.2"
+    floats = {f"{layer}.linear_attn.in_proj_a", f"{layer}.linear_attn.in_proj_b", "lm_head"}
+    assert found.unquantized.select({*floats, f"{layer}.linear_attn.in_proj_qkv", f"{layer}.mlp.up_proj"}) == floats
 
 
 # -- refusals
@@ -122,6 +131,8 @@ def test_other_method_is_refused_with_what_is_supported(read_section, refusal, s
         ("expert_dtype", "fp4", "expert_dtype is 'fp4': supported: 'fp8'"),
         ("modules_to_convert", ["model.embed_tokens"], "modules_to_convert is ['model.embed_tokens']: not supported"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
+        ("weight_per_tensor", True, "weight_per_tensor is True: not supported"),
+        ("act_per_tensor", True, "act_per_tensor is True: not supported"),
         ("modules_to_not_convert", ["model.*"], "modules_to_not_convert is 'model.*': expected names of modules"),
         ("modules_to_not_convert", [3], "modules_to_not_convert is 3: expected names of modules"),
         ("weight_scale_fmt", "x", "weight_scale_fmt is 'x': this key is not supported"),
