@@ -106,6 +106,14 @@ def test_build_of_another_dtype_replaces_the_bundle_and_says_so(command, pair, c
     assert done.code == 0 and "the bundle's 7 executables are replaced: they are for another dtype, float32" in done.err
 
 
+def test_build_of_other_weights_replaces_the_bundle_and_says_so(command, pair, copy):
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--weights=int8", "--plan")
+    words = (
+        "the bundle's 7 executables are replaced: they are for other weights: plain in the target, plain in the draft"
+    )
+    assert done.code == 0 and words in done.err
+
+
 def test_plan_of_a_complete_bundle_says_that_nothing_is_missing(command, pair, copy):
     plan = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan"]
     done = command(precompile, *plan)
