@@ -107,10 +107,13 @@ def test_fp8_list_of_a_published_hybrid_names_the_decays_of_its_recurrent_layers
     [
         ({"quant_method": "awq", "bits": 4}, f"quant_method is 'awq': AWQ is not supported; {SUPPORTED}"),
         ({"quant_method": "gptq", "bits": 4}, f"quant_method is 'gptq': GPTQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "awq_marlin"}, f"quant_method is 'awq_marlin': AWQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "gptq_marlin"}, f"quant_method is 'gptq_marlin': GPTQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "auto-round"}, f"quant_method is 'auto-round': AutoRound is not supported; {SUPPORTED}"),
         ({"quant_method": "mxfp4"}, f"quant_method is 'mxfp4': MXFP4 is not supported; {SUPPORTED}"),
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes': bitsandbytes is not supported"),
         ({"quant_method": "modelopt"}, "quant_method is 'modelopt': ModelOpt (NVFP4 or FP8 per tensor) is not"),
-        ({"quant_method": "exl3"}, f"quant_method is 'exl3': {SUPPORTED}"),
+        ({"quant_method": "exl3"}, f"quant_method is 'exl3': the method is not supported; {SUPPORTED}"),
         ({}, "quant_method is missing; expected a text"),
     ],
 )
@@ -139,13 +142,15 @@ def test_other_method_is_refused_with_what_is_supported(read_section, refusal, s
     ],
 )
 def test_other_fp8_is_refused_with_key_and_value(read_section, refusal, path, value, words):
-    assert (FILE + words) in refusal(read_section, change(FP8, path, value))
+    message = refusal(read_section, change(FP8, path, value))
+    assert (FILE + words) in message and SUPPORTED in message
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("weights.num_bits", 4, "weights.num_bits is 4: supported: 8"),
+        ("weights.num_bits", 4, "weights.num_bits is 4: int4 (W4A16) is not supported"),
+        ("weights.num_bits", 2, "weights.num_bits is 2: supported: 8"),
         ("weights.num_bits", {"mlp.experts": 4}, "weights.num_bits is {'mlp.experts': 4}: supported: 8"),
         ("weights.type", "float", "weights.type is 'float': supported: 'int'"),
         ("weights.strategy", "group", "weights.strategy is 'group': supported: 'channel'"),
@@ -159,12 +164,15 @@ def test_other_fp8_is_refused_with_key_and_value(read_section, refusal, path, va
         ("input_activations.strategy", "tensor", "input_activations.strategy is 'tensor': supported: 'token'"),
         ("output_activations", {"num_bits": 8}, "output_activations is {'num_bits': 8}: not supported"),
         ("targets", ["re:.*proj"], "targets is ['re:.*proj']: only ['Linear'] is supported"),
-        ("format", "float-quantized", "format is 'float-quantized': supported: 'int-quantized'"),
+        ("format", "float-quantized", "format is 'float-quantized': FP8 per channel or per tensor is not supported"),
+        ("format", "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized': NVFP4 is not supported"),
+        ("format", "dense", "format is 'dense': supported: 'int-quantized'"),
     ],
 )
 def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
     section = change(COMPRESSED, f"config_groups.group_0.{path}", value)
-    assert (f"{FILE}config_groups.group_0.{words}") in refusal(read_section, section)
+    message = refusal(read_section, section)
+    assert (f"{FILE}config_groups.group_0.{words}") in message and SUPPORTED in message
 
 
 @pytest.mark.parametrize(
@@ -175,6 +183,10 @@ def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_se
         ("config_groups", {"W8A8": ["Linear"]}, "config_groups.W8A8 is ['Linear']: expected an object"),
         ("format", "dense", "format is 'dense': supported: 'int-quantized', 'naive-quantized', 'pack-quantized'"),
         ("format", None, "format is missing; supported: 'int-quantized'"),
+        ("format", "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized': NVFP4 is not supported"),
+        ("format", "mxfp4-pack-quantized", "format is 'mxfp4-pack-quantized': MXFP4 is not supported"),
+        ("format", "mixed-precision", "format is 'mixed-precision': a mixture of formats is not supported"),
+        ("format", ["dense"], "format is ['dense']: supported: 'int-quantized'"),
         ("quantization_status", "calibration", "quantization_status is 'calibration': supported: 'compressed'"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
@@ -195,7 +207,7 @@ def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_se
 def test_other_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
     message = refusal(read_section, change(COMPRESSED, path, value))
     assert message.startswith(FILE)
-    assert words in message
+    assert words in message and SUPPORTED in message
 
 
 def test_unsupported_format_is_refused_with_the_facts(read_changed_target, read_changed_draft, refusal):
