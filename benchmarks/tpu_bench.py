@@ -5,7 +5,7 @@ Needs the two configs and the TPU compiler, no weights and no TPU. The estimates
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from dflash_aot.benchmarks.estimates import choose, group_by
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormats
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.grid import check_positions, parse_grid
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.topology import Topology, parse_topology
@@ -46,7 +48,11 @@ class Settings:
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
     buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
-    weights: str | None = setting(None, "of linear layers; default: --dtype", choices=WEIGHTS)
+    weights: str | None = setting(
+        None,
+        "of linear layers; default: int8 where the config has a quantization_config, else --dtype",
+        choices=WEIGHTS,
+    )
     draft_weights: str | None = setting(None, "the draft's; default: --weights", choices=WEIGHTS)
     sampling: str = setting("greedy", "what is built, as --sampling of dflash-precompile")
     executable: str | None = setting(
@@ -62,16 +68,26 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     """
     topologies = [parse_topology(name) for name in settings.topologies.split(",")]
     sampling = check_sampling_kinds(settings.sampling.split(","), f"--sampling {settings.sampling}")
-    target = read_target(read_model_config(settings.target, "target"))
-    draft = read_draft(read_model_config(settings.draft, "draft"), target)
+    configs: dict[CheckpointRole, ConfigFile] = {
+        "target": read_model_config(settings.target, "target"),
+        "draft": read_model_config(settings.draft, "draft"),
+    }
+    target = read_target(configs["target"])
+    draft = read_draft(configs["draft"], target)
     grid = parse_grid(settings.buckets, draft.block)
     check_positions(grid, min(target.decoder.positions, draft.decoder.positions))
-    formats = choose_formats(settings.weights, settings.draft_weights, settings.dtype)
+    formats = choose_pair_formats(configs, settings)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:
         deployment = plan_deployment(target, draft, grid, settings.dtype, sampling, topology, formats)
         for entry in compile_entries(deployment, topology, settings, scratch, note):
             yield from list_samples(topology, entry)
+
+
+def choose_pair_formats(configs: Mapping[CheckpointRole, ConfigFile], settings: Settings) -> WeightFormats:
+    """The formats of linear layers that dflash-precompile would choose. Raises BadInput, BadCheckpoint."""
+    quantized = [role for role, config in configs.items() if read_quantization(config)]
+    return choose_formats(settings.weights, settings.draft_weights, quantized, settings.dtype)
 
 
 def read_model_config(reference: str, role: str) -> ConfigFile:

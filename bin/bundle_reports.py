@@ -24,6 +24,7 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.cache.signing.manifest_signature import Signers, list_signers
@@ -107,7 +108,8 @@ class BundleInspection(msgspec.Struct, frozen=True):
         target: reference and facts of the target.
         draft: reference and facts of the draft.
         grid: the grid, as --buckets takes it.
-        dtype: dtype of weights and arithmetic.
+        dtype: dtype of arithmetic, and of weights that are plain.
+        weight_formats: the format of each model's linear layers.
         sampling: kinds of verification that were built.
         programs: a summary for each program.
         executables: how many executables there are.
@@ -127,6 +129,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
     draft: DraftModel
     grid: str
     dtype: str
+    weight_formats: WeightFormats
     sampling: tuple[str, ...]
     programs: tuple[ProgramSummary, ...]
     executables: int
@@ -173,6 +176,7 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         draft=manifest.draft,
         grid=str(manifest.grid),
         dtype=manifest.dtype,
+        weight_formats=manifest.weight_formats,
         sampling=manifest.sampling,
         programs=programs,
         executables=sum(program.executables for program in programs),
@@ -224,6 +228,7 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
         "drafting": describe_draft(draft.facts),
         "grid": inspection.grid,
         "dtype": inspection.dtype,
+        "weights": format_weights(inspection.weight_formats, inspection.dtype),
         "sampling": ", ".join(inspection.sampling),
         "memory": f"on each of {devices} device{'s' * (devices > 1)}: {format_bytes(memory.weights)} weights, "
         f"{format_bytes(memory.state)} state, up to {format_bytes(memory.temporaries)} temporaries",
@@ -245,6 +250,12 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
         format_compatibility(inspection.compatibility),
     )
     return [line for lines in sections for line in lines]
+
+
+def format_weights(formats: WeightFormats, dtype: str) -> str:
+    """The formats of linear layers: "int8", or "int8 (draft: bfloat16)" where the draft has another one."""
+    target, draft = (dtype if one == "plain" else one for one in (formats.target, formats.draft))
+    return target if target == draft else f"{target} (draft: {draft})"
 
 
 def format_compatibility(compatibility: Compatibility) -> list[str]:

@@ -55,7 +55,8 @@ class ManifestDiff(msgspec.Struct, frozen=True):
 
 def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
     """Returns the differences of two manifests, in the order of the manifest's fields."""
-    fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
+    # Names as in the file: "weight_formats" is also the property that has a value where the file has none.
+    fields = [name for name in Manifest.__struct_encode_fields__ if name not in ("schema", "entries", "digest")]
     changes = [
         change
         for name in fields

@@ -24,7 +24,10 @@ SUPPORTED = (
 # Methods that users are likely to try, with a name that they know.
 UNSUPPORTED_METHODS = {
     "awq": "AWQ",
+    "awq_marlin": "AWQ",
     "gptq": "GPTQ",
+    "gptq_marlin": "GPTQ",
+    "auto-round": "AutoRound",
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "MXFP4",
     "mxfp8": "MXFP8",
@@ -42,6 +45,15 @@ FORMATS: dict[str, Encoding] = {
     "int-quantized": "int8-channels",
     "naive-quantized": "int8-channels",
     "pack-quantized": "int8-channels-packed",
+}
+# Formats of compressed-tensors that users are likely to try.
+UNSUPPORTED_FORMATS = {
+    "nvfp4-pack-quantized": "NVFP4",
+    "mxfp4-pack-quantized": "MXFP4",
+    "mxfp8-quantized": "MXFP8",
+    "float-quantized": "FP8 per channel or per tensor",
+    "marlin-24": "Marlin with 2:4 sparsity",
+    "mixed-precision": "a mixture of formats",
 }
 # Keys that say how the scales were found, or what nothing depends on.
 FP8_NOTES = ("dequantize",)
@@ -133,13 +145,19 @@ def read_quantization(config: ConfigFile) -> Quantization | None:
     place, key = found[0]
     place.require(key, dict)
     section = place.section(key)
+    try:
+        return _read_section(section)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{error}; {SUPPORTED}") from error
+
+
+def _read_section(section: ConfigFile) -> Quantization:
     match method := section.require("quant_method", str):
         case "fp8":
             return _read_fp8(section)
         case "compressed-tensors":
             return _read_compressed(section)
-    name = UNSUPPORTED_METHODS.get(method)
-    raise section.refusal("quant_method", method, f"{name} is not supported; {SUPPORTED}" if name else SUPPORTED)
+    raise section.refusal("quant_method", method, f"{UNSUPPORTED_METHODS.get(method, 'the method')} is not supported")
 
 
 def _refuse_other_files(config: ConfigFile) -> None:
@@ -153,13 +171,14 @@ def _refuse_other_files(config: ConfigFile) -> None:
 def _read_fp8(section: ConfigFile) -> Quantization:
     lists = ("modules_to_not_convert", "ignored_layers")
     fixed = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8", "activation_scheme": "dynamic"}
-    empty = ("modules_to_convert", "kv_cache_scheme")
+    # Qwen3.5's configs say that scales are not per tensor. `weight_block_size` says it too.
+    empty = ("modules_to_convert", "kv_cache_scheme", "weight_per_tensor", "act_per_tensor")
     _check_keys(section, "quant_method", "weight_block_size", *lists, *fixed, *empty, *FP8_NOTES)
     for key, value in fixed.items():
         _expect(section, key, None, value)
     _expect_nothing(section, *empty)
     if not section.has("weight_block_size"):
-        raise section.refusal("weight_block_size", None, f"FP8 with a scale per tensor is not supported; {SUPPORTED}")
+        raise section.refusal("weight_block_size", None, "FP8 with a scale per tensor is not supported")
     block = section.optional_integers("weight_block_size") or ()
     if len(block) != 2 or not all(1 <= size <= MAX_BLOCK for size in block):
         raise section.refusal("weight_block_size", list(block), f"expected two numbers of 1 to {MAX_BLOCK}")
@@ -172,6 +191,7 @@ def _read_fp8(section: ConfigFile) -> Quantization:
 
 def _read_compressed(section: ConfigFile) -> Quantization:
     """Reads compressed-tensors' `QuantizationConfig` with one group."""
+    _refuse_other_formats(section)
     empty = ("kv_cache_scheme", "transform_config")
     _check_keys(
         section,
@@ -195,10 +215,25 @@ def _read_compressed(section: ConfigFile) -> Quantization:
     return Quantization(encoding, compile_patterns(section, "ignore", _read_names(section, "ignore"), parts=False))
 
 
+def _refuse_other_formats(section: ConfigFile) -> None:
+    """Raises BadCheckpoint for a format that users know by name, before the keys that differ with it are read.
+
+    The format of a group precedes that of the section.
+    """
+    groups = section.optional("config_groups", dict) or {}
+    inner = [section.section("config_groups").section(name) for name in groups if isinstance(groups[name], dict)]
+    for place in [group for group in inner if group.has("format")] or [section]:
+        form = place.values.get("format")
+        if name := UNSUPPORTED_FORMATS.get(form) if isinstance(form, str) else None:
+            raise place.refusal("format", form, f"{name} is not supported")
+
+
 def _check_weights(group: ConfigFile) -> None:
     """Raises BadCheckpoint for anything but int8 per channel without zero points."""
     group.require("weights", dict)
     weights = group.section("weights")
+    if weights.values.get("num_bits") == 4 and weights.values.get("type", "int") == "int":
+        raise weights.refusal("num_bits", 4, "int4 (W4A16) is not supported")
     empty = ("block_structure",)
     _check_keys(
         weights,

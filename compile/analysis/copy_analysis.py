@@ -6,6 +6,9 @@ is copied to VMEM as a whole before its product takes the time of the copy and o
 fusion write no memory, so only the fusion's result counts. Verified on Qwen3-4B for v5e: if a layer's dot needs another
 order of dimensions than the kv arrays have, XLA carries a copy through the loop over layers. The analysis finds the
 copies before and after it.
+
+Scales are the one calculation that is followed: an int8 weight that is converted and multiplied by its scales is still
+the weight, in two or four times its bytes.
 """
 
 from collections.abc import Sequence
@@ -27,6 +30,9 @@ MOVING_OPCODES = frozenset(
 )
 # Opcodes whose result is their operand.
 ALIASING_OPCODES = frozenset({"parameter", "bitcast", "optimization-barrier"})
+INT8 = "s8"
+# Opcodes that are followed only for int8 weights: the number of elements stays, or grows.
+SCALING_OPCODES = frozenset({"multiply", "broadcast"})
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,12 @@ class Origin:
 
     Attributes:
         argument: name of the argument.
+        int8: whether the argument is an int8 weight.
         moved: whether the current instruction moves the elements.
     """
 
     argument: str
+    int8: bool = False
     moved: bool = False
 
 
@@ -51,7 +59,9 @@ def find_argument_copies(module: HloModule, inputs: Sequence[str]) -> tuple[Larg
     `inputs` are the names of the arguments in order.
     """
     arguments = [
-        Origin(name) if isinstance(one.type, Buffer) and one.type.bytes >= LARGE_COPY_BYTES else None
+        Origin(name, one.type.dtype == INT8)
+        if isinstance(one.type, Buffer) and one.type.bytes >= LARGE_COPY_BYTES
+        else None
         for name, one in zip(inputs, module.entry.parameters, strict=True)
     ]
     tracer = _OriginTracker(module)
@@ -105,6 +115,8 @@ class _OriginTracker:
                 return _first_known(inputs)
             case moves if moves in MOVING_OPCODES:
                 return _mark_moved(_first_known(inputs))
+            case scales if scales in SCALING_OPCODES:
+                return _mark_moved(_first_known([one for one in inputs if isinstance(one, Origin) and one.int8]))
         return None
 
     def _interpret_async(self, one: Instruction, inputs: Sequence[Value]) -> Value:

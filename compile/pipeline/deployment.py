@@ -1,8 +1,10 @@
 """Deployment: a checkpoint pair with its grid, for devices of one kind, and estimates of its memory and round times."""
 
+from collections.abc import Collection
+
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormat, WeightFormats
+from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole, WeightFormat, WeightFormats
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
@@ -124,19 +126,22 @@ def choose_dtype(build_target: BuildTarget) -> str:
     return "float32" if name_platform(build_target) == "cpu" else "bfloat16"
 
 
-def choose_formats(weights: str | None, draft_weights: str | None, dtype: str) -> WeightFormats:
+def choose_formats(
+    weights: str | None, draft_weights: str | None, quantized: Collection[CheckpointRole], dtype: str
+) -> WeightFormats:
     """The formats that --weights and --draft_weights name; without the latter, the draft's is the target's.
 
+    Without flags, the layers of a checkpoint that is `quantized` are int8, those of another one have `dtype`.
     Raises BadInput for another name than "int8" and `dtype`.
     """
 
-    def choose(flag: str, name: str | None) -> WeightFormat:
+    def choose(role: CheckpointRole, flag: str, name: str | None) -> WeightFormat:
         if name not in (None, "int8", dtype):
             raise BadInput(f"--{flag} {name}: weights are int8, or have the dtype of the arithmetic, --dtype {dtype}")
-        return "int8" if name == "int8" else "plain"
+        return "int8" if name == "int8" or (name is None and role in quantized) else "plain"
 
-    target = choose("weights", weights)
-    return WeightFormats(target, target if draft_weights is None else choose("draft_weights", draft_weights))
+    target = choose("target", "weights", weights)
+    return WeightFormats(target, choose("draft", "draft_weights", draft_weights or weights))
 
 
 def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:

@@ -283,7 +283,7 @@ def _prepare_build(
     build_target = choose_build_target(platform, topology, tensor_parallel)
     dtype = dtype or choose_dtype(build_target)
     stored = read_stored_formats(target, draft)
-    formats = choose_formats(*_choose_weights(weights, draft_weights, stored, dtype), dtype)
+    formats = choose_formats(weights, draft_weights, stored, dtype)
     deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target, formats)
     if exact:
         message = describe_loss(bundle, deployment)
@@ -353,14 +353,6 @@ def read_stored_formats(target: str, draft: str) -> dict[CheckpointRole, Quantiz
         "draft": read_quantization(read_config(locate_checkpoint(draft, "draft"))),
     }
     return {role: quantization for role, quantization in found.items() if quantization is not None}
-
-
-def _choose_weights(
-    weights: str | None, draft_weights: str | None, stored: Mapping[CheckpointRole, Quantization], dtype: str
-) -> tuple[str, str]:
-    """The formats that the flags ask for. Without flags, a quantized checkpoint gets int8, another one `dtype`."""
-    default = {role: "int8" if role in stored else dtype for role in ("target", "draft")}
-    return weights or default["target"], draft_weights or weights or default["draft"]
 
 
 def _check_unquantized(stored: Mapping[CheckpointRole, Quantization], programs: Programs) -> None:

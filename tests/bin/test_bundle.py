@@ -10,15 +10,18 @@ from datetime import date, timedelta
 
 import pytest
 from msgspec import convert, structs
+from msgspec.json import encode
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
+from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
 from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.signing.ed25519 import read_public_key
@@ -111,6 +114,29 @@ def test_inspect_describes_the_embedded_draft(manage, bundle):
     (line,) = (line for line in text.splitlines() if line.startswith("drafting"))
     assert line.startswith("drafting  DFlash2 draft in z-lab format: 1 layer, blocks of 16, target_layer_ids 1, 4, 8,")
     assert line.endswith("convolutions over 2 rows in groups of 16, a path through 16 candidates of rank 64")
+
+
+@pytest.mark.parametrize(
+    ("formats", "text"),
+    [
+        (WeightFormats(), "float32"),
+        (WeightFormats("int8", "int8"), "int8"),
+        (WeightFormats(target="int8"), "int8 (draft: float32)"),
+        (WeightFormats(draft="int8"), "float32 (draft: int8)"),
+    ],
+)
+def test_inspect_names_the_weight_formats(bundle, tmp_path, formats, text):
+    """Manifests of a plain bundle, with other formats."""
+    manifest = structs.replace(read_manifest(bundle("tiny")), formats=formats)
+    inspection = inspect_bundle(tmp_path, manifest, None)
+    assert f"weights   {text}" in format_inspection(inspection)
+    assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
+
+
+def test_inspect_of_an_int8_bundle_says_so(manage, report, bundle):
+    path = bundle("int8 untied")
+    assert "weights   int8\n" in manage("inspect", path).out
+    assert report("inspect", path)[0]["weight_formats"] == {"target": "int8", "draft": "int8"}
 
 
 @pytest.mark.parametrize("days", [0, 300])
@@ -370,6 +396,19 @@ def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     assert f"- {last}: only in a" in done.out
     told, code = report("diff", bundle("tiny"), copy)
     assert code == 1 and told["changes"] == [{"field": "dtype", "a": "float32", "b": "bfloat16"}]
+
+
+def test_diff_of_a_plain_and_an_int8_bundle_names_formats_arguments_and_keys(report, bundle):
+    plain, int8 = bundle("untied"), bundle("int8 untied")
+    told, code = report("diff", plain, int8)
+    changes = {one["field"]: (one["a"], one["b"]) for one in told["changes"]}
+    assert code == 1
+    assert [changes[f"weight_formats.{role}"] for role in ("target", "draft")] == [("plain", "int8")] * 2
+    assert changes["weights.draft.fc.weight.dtype"] == ("float32", "int8")
+    keys = [{one.signature.label: one.key for one in read_manifest(path).entries} for path in (plain, int8)]
+    labels = [label for label in keys[0] if label.startswith(("verify", "draft"))]
+    assert len(labels) == 3
+    assert [label for label in labels if keys[0][label] == keys[1][label]] == []
 
 
 # -- gc

@@ -106,6 +106,14 @@ def test_build_of_another_dtype_replaces_the_bundle_and_says_so(command, pair, c
     assert done.code == 0 and "the bundle's 7 executables are replaced: they are for another dtype, float32" in done.err
 
 
+def test_build_of_other_weights_replaces_the_bundle_and_says_so(command, pair, copy):
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--weights=int8", "--plan")
+    words = (
+        "the bundle's 7 executables are replaced: they are for other weights: plain in the target, plain in the draft"
+    )
+    assert done.code == 0 and words in done.err
+
+
 def test_plan_of_a_complete_bundle_says_that_nothing_is_missing(command, pair, copy):
     plan = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan"]
     done = command(precompile, *plan)
@@ -249,12 +257,39 @@ def test_quantized_pair_in_float_weights_is_built_so_by_every_command_that_the_b
     assert [plan["stored_weights"][role]["weights"] for role in made] == ["int8", "int8"]
 
 
-def test_unsupported_quantization_is_refused_before_anything_is_compiled(command, tmp_path):
+# Sections as published, shortened: activations, ignored modules and calibration are left out.
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+UNSUPPORTED = {
+    "quant_method is 'awq': AWQ is not supported": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "quant_method is 'gptq': GPTQ is not supported": {"quant_method": "gptq", "bits": 8, "sym": True},
+    "format is 'nvfp4-pack-quantized': NVFP4 is not supported": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4}},
+    },
+    "quant_method is 'modelopt_fp4': NVFP4 is not supported": {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"},
+    "quant_method is 'mxfp4': MXFP4 is not supported": {"quant_method": "mxfp4"},
+    "quant_method is 'bitsandbytes': bitsandbytes is not supported": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+    },
+    "config_groups.group_0.weights.num_bits is 4: int4 (W4A16) is not supported": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+    },
+    "activation_scheme is 'static': supported: 'dynamic'": {"quant_method": "fp8", "activation_scheme": "static"},
+}
+
+
+@pytest.mark.parametrize("words", UNSUPPORTED)
+def test_unsupported_quantization_is_refused_before_anything_is_compiled(command, tmp_path, words):
     pair = copy_configs(tmp_path, target="Qwen3-8B", draft="Qwen3-8B-DFlash-b16")
     path = tmp_path / "Qwen3-8B" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": UNSUPPORTED[words]}))
     done = command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}")
-    assert done.code == 2 and "quantization_config.quant_method is 'awq': AWQ is not supported; supported" in done.err
+    assert done.code == 2 and f"quantization_config.{words}; supported are 'fp8' with weight_block_size" in done.err
     assert not (tmp_path / "bundle").exists()
 
 

@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import CorruptBundle
 
 
@@ -57,3 +58,8 @@ def test_invalid_or_missing_rounds_are_refused(manifest):
         check(manifest, rounds=0)
     with pytest.raises(CorruptBundle, match="no entry for rounds batch=1"):
         check(manifest, rounds=4)
+
+
+def test_weight_formats_that_contradict_the_weights_are_refused(manifest):
+    with pytest.raises(CorruptBundle, match="weights: those of the draft contradict weight_formats"):
+        check_consistent(Path("b"), structs.replace(manifest, formats=WeightFormats(draft="int8")))

@@ -9,6 +9,7 @@ from dflash_aot.cache.bundle.manifest_diff import (
     compare_manifests,
     compare_values,
 )
+from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.grid import parse_grid
 
 KEY, SHA = "0" * 64, "1" * 64
@@ -36,6 +37,10 @@ def test_compile_time_and_digest_are_not_compared(manifest):
     ("change", "expected"),
     [
         (lambda m: structs.replace(m, dtype="float32"), FieldChange("dtype", "bfloat16", "float32")),
+        (
+            lambda m: structs.replace(m, formats=WeightFormats(draft="int8")),
+            FieldChange("weight_formats.draft", "plain", "int8"),
+        ),
         (lambda m: structs.replace(m, sampling=("sample",)), FieldChange("sampling", ["greedy"], ["sample"])),
         (
             lambda m: structs.replace(m, environment=structs.replace(m.environment, jax="0.10.3")),

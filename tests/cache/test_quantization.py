@@ -60,6 +60,7 @@ def change(section, path, value):
         ("Qwen3-8B", None, None, None),
         ("Qwen3-8B-FP8", "fp8-blocks", (128, 128), False),
         ("Qwen3-30B-A3B-FP8", "fp8-blocks", (128, 128), False),
+        ("Qwen3.5-27B-FP8", "fp8-blocks", (128, 128), False),
         ("Llama-3.1-8B-Instruct-quantized.w8a8", "int8-channels", None, True),
         ("Llama-3.1-8B-Instruct-quantized.w8a16", "int8-channels-packed", None, True),
     ],
@@ -78,6 +79,7 @@ def test_published_format_is_read(published, name, encoding, block, exact):
     [
         ("Qwen3-8B-FP8", "Qwen3-8B"),
         ("Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B"),
+        ("Qwen3.5-27B-FP8", "Qwen3.5-27B"),
         ("Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B-Instruct"),
     ],
 )
@@ -90,6 +92,13 @@ def test_fp8_list_of_a_published_mixture_of_experts_names_its_routers(published)
     assert found.unquantized.select(MODULES) == {"lm_head", f"{LAYER}.mlp.gate"}
 
 
+def test_fp8_list_of_a_published_hybrid_names_the_decays_of_its_recurrent_layers(published):
+    found = read_quantization(ConfigFile(PATH, published("Qwen3.5-27B-FP8")))
+    layer = "model.language_model.layers.2"
+    floats = {f"{layer}.linear_attn.in_proj_a", f"{layer}.linear_attn.in_proj_b", "lm_head"}
+    assert found.unquantized.select({*floats, f"{layer}.linear_attn.in_proj_qkv", f"{layer}.mlp.up_proj"}) == floats
+
+
 # -- refusals
 
 
@@ -98,10 +107,13 @@ def test_fp8_list_of_a_published_mixture_of_experts_names_its_routers(published)
     [
         ({"quant_method": "awq", "bits": 4}, f"quant_method is 'awq': AWQ is not supported; {SUPPORTED}"),
         ({"quant_method": "gptq", "bits": 4}, f"quant_method is 'gptq': GPTQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "awq_marlin"}, f"quant_method is 'awq_marlin': AWQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "gptq_marlin"}, f"quant_method is 'gptq_marlin': GPTQ is not supported; {SUPPORTED}"),
+        ({"quant_method": "auto-round"}, f"quant_method is 'auto-round': AutoRound is not supported; {SUPPORTED}"),
         ({"quant_method": "mxfp4"}, f"quant_method is 'mxfp4': MXFP4 is not supported; {SUPPORTED}"),
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes': bitsandbytes is not supported"),
         ({"quant_method": "modelopt"}, "quant_method is 'modelopt': ModelOpt (NVFP4 or FP8 per tensor) is not"),
-        ({"quant_method": "exl3"}, f"quant_method is 'exl3': {SUPPORTED}"),
+        ({"quant_method": "exl3"}, f"quant_method is 'exl3': the method is not supported; {SUPPORTED}"),
         ({}, "quant_method is missing; expected a text"),
     ],
 )
@@ -122,19 +134,23 @@ def test_other_method_is_refused_with_what_is_supported(read_section, refusal, s
         ("expert_dtype", "fp4", "expert_dtype is 'fp4': supported: 'fp8'"),
         ("modules_to_convert", ["model.embed_tokens"], "modules_to_convert is ['model.embed_tokens']: not supported"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
+        ("weight_per_tensor", True, "weight_per_tensor is True: not supported"),
+        ("act_per_tensor", True, "act_per_tensor is True: not supported"),
         ("modules_to_not_convert", ["model.*"], "modules_to_not_convert is 'model.*': expected names of modules"),
         ("modules_to_not_convert", [3], "modules_to_not_convert is 3: expected names of modules"),
         ("weight_scale_fmt", "x", "weight_scale_fmt is 'x': this key is not supported"),
     ],
 )
 def test_other_fp8_is_refused_with_key_and_value(read_section, refusal, path, value, words):
-    assert (FILE + words) in refusal(read_section, change(FP8, path, value))
+    message = refusal(read_section, change(FP8, path, value))
+    assert (FILE + words) in message and SUPPORTED in message
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("weights.num_bits", 4, "weights.num_bits is 4: supported: 8"),
+        ("weights.num_bits", 4, "weights.num_bits is 4: int4 (W4A16) is not supported"),
+        ("weights.num_bits", 2, "weights.num_bits is 2: supported: 8"),
         ("weights.num_bits", {"mlp.experts": 4}, "weights.num_bits is {'mlp.experts': 4}: supported: 8"),
         ("weights.type", "float", "weights.type is 'float': supported: 'int'"),
         ("weights.strategy", "group", "weights.strategy is 'group': supported: 'channel'"),
@@ -148,12 +164,15 @@ def test_other_fp8_is_refused_with_key_and_value(read_section, refusal, path, va
         ("input_activations.strategy", "tensor", "input_activations.strategy is 'tensor': supported: 'token'"),
         ("output_activations", {"num_bits": 8}, "output_activations is {'num_bits': 8}: not supported"),
         ("targets", ["re:.*proj"], "targets is ['re:.*proj']: only ['Linear'] is supported"),
-        ("format", "float-quantized", "format is 'float-quantized': supported: 'int-quantized'"),
+        ("format", "float-quantized", "format is 'float-quantized': FP8 per channel or per tensor is not supported"),
+        ("format", "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized': NVFP4 is not supported"),
+        ("format", "dense", "format is 'dense': supported: 'int-quantized'"),
     ],
 )
 def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
     section = change(COMPRESSED, f"config_groups.group_0.{path}", value)
-    assert (f"{FILE}config_groups.group_0.{words}") in refusal(read_section, section)
+    message = refusal(read_section, section)
+    assert (f"{FILE}config_groups.group_0.{words}") in message and SUPPORTED in message
 
 
 @pytest.mark.parametrize(
@@ -164,6 +183,10 @@ def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_se
         ("config_groups", {"W8A8": ["Linear"]}, "config_groups.W8A8 is ['Linear']: expected an object"),
         ("format", "dense", "format is 'dense': supported: 'int-quantized', 'naive-quantized', 'pack-quantized'"),
         ("format", None, "format is missing; supported: 'int-quantized'"),
+        ("format", "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized': NVFP4 is not supported"),
+        ("format", "mxfp4-pack-quantized", "format is 'mxfp4-pack-quantized': MXFP4 is not supported"),
+        ("format", "mixed-precision", "format is 'mixed-precision': a mixture of formats is not supported"),
+        ("format", ["dense"], "format is ['dense']: supported: 'int-quantized'"),
         ("quantization_status", "calibration", "quantization_status is 'calibration': supported: 'compressed'"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
@@ -184,7 +207,7 @@ def test_other_group_of_compressed_tensors_is_refused_with_key_and_value(read_se
 def test_other_compressed_tensors_is_refused_with_key_and_value(read_section, refusal, path, value, words):
     message = refusal(read_section, change(COMPRESSED, path, value))
     assert message.startswith(FILE)
-    assert words in message
+    assert words in message and SUPPORTED in message
 
 
 def test_unsupported_format_is_refused_with_the_facts(read_changed_target, read_changed_draft, refusal):

@@ -105,6 +105,43 @@ def test_weight_that_is_converted_outside_of_its_product_is_a_copy():
     assert copies(fused(wide, f"ROOT %s = {wide} convert(%f.0)")) == [("made", "kv", 4 * 4 * 8 * 1024 * 128)]
 
 
+INT8, WIDE = "s8[1024,2048]{1,0:T(8,128)(4,1)}", "bf16[1024,2048]{1,0:T(8,128)(2,1)}"
+SCALED = f"""%c = {WIDE} convert(%f.0)
+%b = {WIDE} broadcast(%f.1), dimensions={{0}}
+%m = {WIDE} multiply(%b, %c)"""
+
+
+@pytest.mark.parametrize(
+    ("inner", "result", "found"),
+    [
+        (f"ROOT %c = {WIDE} convert(%f.0)", WIDE, [("made", "w", 2 * 2**21)]),
+        (f"{SCALED}\nROOT %n = {WIDE} negate(%m)", WIDE, []),
+        (SCALED.replace("%m", "ROOT %m"), WIDE, [("made", "w", 2 * 2**21)]),
+        (
+            f"{SCALED}\n%e = {LAYER} broadcast(%m), dimensions={{1,2}}\nROOT %r = {WIDE} reshape(%e)",
+            WIDE,
+            [("made", "w", 2 * 2**21)],
+        ),
+        (f"{SCALED}\nROOT %d = {ROWS} reduce(%m, %m), dimensions={{1}}, to_apply=%add", ROWS, []),
+    ],
+    ids=["converted", "computed", "scaled", "broadcast and reshaped", "summed"],
+)
+def test_int8_weight_that_is_converted_and_scaled_is_a_copy(inner, result, found):
+    """Unless the same instruction reduces it, as a product in the vector unit does."""
+    parameters = f"%f.0 = {INT8} parameter(0)\n%f.1 = bf16[1024]{{0}} parameter(1)\n"
+    body = f"""%p.0 = {INT8} parameter(0)
+%p.1 = bf16[1024]{{0}} parameter(1)
+%made = {result} fusion(%p.0, %p.1), kind=kLoop, calls=%inside
+ROOT %r = ({result}) tuple(%made)"""
+    text = program(body, computation("inside", parameters + inner))
+    analysis = inspect_hlo(text, ["w", "scale"], ["new"])
+    assert [(one.instruction, one.buffer, one.bytes) for one in analysis.copies] == found
+
+
+def test_scaled_float_weight_is_computed():
+    assert copies(fused(KV, f"ROOT %m = {KV} multiply(%f.0, %f.0)")) == []
+
+
 def test_prefetch_counts_only_to_main_memory():
     def prefetch(space: str) -> str:
         there = KV.replace("}", f"{space}}}")

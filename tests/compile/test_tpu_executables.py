@@ -60,7 +60,8 @@ BUILDS = {
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": ((SHARED,), 4),  # all weights were copied to another layout here
 }
-# Bad programs: a layer loop over position-major kv, a scan over kv, and a rewrite under a mask.
+# Bad programs: a layer loop over position-major kv, a scan over kv, a rewrite under a mask, and an int8 weight that is
+# multiplied by its scales before its product.
 BAD = """
 import json
 import jax, jax.numpy as jnp
@@ -98,11 +99,16 @@ def masked(kv, q, rows, starts):
     written = jnp.arange(POSITIONS)[None] == starts[:, None]
     return jnp.where(written[None, :, None, :, None], rows[None, :, :, :1], kv), q
 
+def scaled(w, scale, x):
+    wide = jax.lax.optimization_barrier(w.astype(x.dtype) * scale[:, None])
+    return jnp.matmul(x, wide.T, preferred_element_type=jnp.float32)
+
 def text(program, kv, rows):
     q, starts = spec(ROWS, TOKENS, HEADS, WIDTH), spec(ROWS, dtype="int32")
     traced = jax.jit(program, donate_argnums=0, keep_unused=True).trace(kv, q, rows, starts)
     return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
+weight = spec(2048, 1024, dtype="int8"), spec(2048), spec(TOKENS, 1024)
 head_major, heads = spec(LAYERS, ROWS, HEADS, POSITIONS, WIDTH), spec(ROWS, HEADS, TOKENS, WIDTH)
 print(json.dumps({
     "position_major": text(
@@ -110,6 +116,7 @@ print(json.dumps({
     ),
     "scanned": text(scanned, head_major, heads),
     "masked": text(masked, head_major, heads),
+    "scaled": jax.jit(scaled).trace(*weight).lower(lowering_platforms=("tpu",)).compile().as_text(),
 }))
 """
 
@@ -220,3 +227,8 @@ def test_copies_of_kv_are_found_in_bad_programs(bad, program):
     kv_bytes = 2 * 4 * 4 * 8 * 1024 * 128
     assert {one.buffer for one in copies} == {"kv"}
     assert max(one.bytes for one in copies) == kv_bytes
+
+
+def test_float_copy_of_an_int8_weight_is_found_in_a_bad_program(bad):
+    (copy,) = inspect_hlo(bad["scaled"], ["w", "scale", "x"], ["product"]).copies
+    assert (copy.buffer, copy.bytes) == ("w", 2 * 2048 * 1024)
