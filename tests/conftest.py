@@ -181,6 +181,7 @@ GRIDS = {
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
     "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=16 kv_positions=224",  # tied; the pool is crowded
     "sampled_small": SMALLEST,  # of the tied pair, with sampled executables
+    "sampled_dflash2": SMALLEST,
     "one row": SMALLEST,  # of the embedded pair
     "bursts": "batch=1,8 length=208 k=0,7 prefill=64 rounds=4",  # of the tied pair, with sampled executables
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
@@ -210,6 +211,7 @@ PAIRS = {
     **{name: RUNS[run] for name, run in INT8.items()},
     **dict.fromkeys(("tiny", "sampled", "sampled_small", "bursts"), RUNS["tied"]),
     "bfloat16": COMPUTED_IN_BFLOAT16,
+    "sampled_dflash2": RUNS["dflash2"],
 }
 
 
@@ -218,6 +220,7 @@ SAMPLED = {
     "sampled": ("greedy", "sample"),
     "bursts": ("greedy", "sample"),
     "sampled_small": ("greedy", "sample", "prompt_logprobs"),
+    "sampled_dflash2": ("sample",),
 }
 SAMPLED["served"] = ("greedy", "sample", "constrain", "prompt_logprobs")
 SAMPLED |= dict.fromkeys(("int8 tied", "int8 untied"), ("greedy", "sample"))

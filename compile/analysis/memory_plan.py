@@ -21,6 +21,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, round_up
+from dflash_aot.compile.models.largest_values import MIN_TILE
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.sampling import SCORED_ROWS
 
@@ -300,7 +301,7 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
     chunk = count_kv_bytes(pair, sizes.get("prefill", 0)) // devices
     match signature.program:
         case "draft":
-            return 4 * sizes["batch"] * sizes["k"] * vocab // devices
+            return estimate_draft_logits(signature, vocab // devices)
         case "verify" | "rounds":
             return (4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "prefill":
@@ -313,6 +314,18 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
             return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
         case "kv_write" | "move" | "admit":
             return 0
+
+
+def estimate_draft_logits(signature: Signature, vocab: int) -> int:
+    """Bytes of the float32 logits of drafted positions, over the `vocab` tokens of a device.
+
+    A search for candidates (of a selector, or to draw among) reads them as tiles, and a tile narrower than a register's
+    lanes is padded to them: on v5e:2x2, with tiles of 32 of Qwen3's tokens, a draft takes four times as much.
+    """
+    draws = any(array.name == "sampled" for array in signature.arguments)
+    selects = any("candidate_selector" in name for name in signature.weights)
+    tile = max(MIN_TILE, math.gcd(vocab, LANES)) if draws or selects else LANES
+    return 4 * signature.bucket["batch"] * signature.bucket["k"] * vocab * LANES // tile
 
 
 def count_kv_bytes(pair: PairShapes, tokens: int) -> int:

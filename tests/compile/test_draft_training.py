@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec import structs
 
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import (
@@ -17,7 +18,13 @@ from dflash_aot.cache.model_config.architecture import (
     Draft,
     Target,
 )
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.parameters import AbstractModel
 from tests.compile.conftest import Models, Rig, draft_parameters, target_parameters
 
 TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"
@@ -28,17 +35,18 @@ KINDS = {
 }
 
 
-def make_models(**parts):
-    """A pair with random weights and several kv heads."""
+def make_models(tied=False, **parts):
+    """A pair with random weights and several kv heads; the target has a layer more than the draft."""
     attention = AttentionShape(heads=4, kv_heads=2, head_dim=8)
     decoder = Decoder(2, 32, DenseMlp(48), attention, Rope(10_000.0, 8), 1e-6, vocab=64, positions=64)
+    target = Target(structs.replace(decoder, layers=3), tied)
     draft = Draft(decoder, BLOCK, 63, (0, 1), 32, (None, None), **parts)
     rng, weights = np.random.default_rng(5), {}
-    both = {"target": target_parameters(Target(decoder, tied=False)), "draft": draft_parameters(draft)}
+    both = {"target": target_parameters(target), "draft": draft_parameters(draft)}
     for role, parameters in both.items():
         for name, spec in parameters.shapes().items():
             weights[f"{role}.{name}"] = jnp.asarray(rng.standard_normal(spec.shape, np.float32))
-    return Models(Target(decoder, tied=False), weights, draft)
+    return Models(target, weights, draft)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,3 +74,28 @@ def test_blocks_in_training_draft_the_tokens_of_the_draft_program(monkeypatch, k
         assert np.asarray(found["block"])[0].tolist() == path, (row, block)
         paths.add(tuple(path[1:]))
     assert len(paths) > 4  # contexts decide
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_lower_the_loss_and_the_saved_draft_is_read_as_its_kind(monkeypatch, tmp_path, kind):
+    monkeypatch.syspath_prepend(str(TRAINING))
+    training, optimize, checkpoint = map(importlib.import_module, ("draft_training", "optimize", "checkpoint"))
+    models, float32 = make_models(tied=True, **KINDS[kind]), WeightKind("float32")
+    pair = (
+        AbstractModel(lambda: CausalLM(models.target, float32)),
+        AbstractModel(lambda: DFlash(models.draft, float32)),
+    )
+    fixed = {name.removeprefix("target."): leaf for name, leaf in models.weights.items() if name.startswith("target.")}
+    ids = np.random.default_rng(1).integers(0, 60, (64, training.WIDTH))
+    outputs = training.run_target(pair[0], fixed, ids, models.draft.target_layer_ids)
+    phase = training.Phase(block=BLOCK, anchors=4, decay=4.0, sharpness=1.0, learning_rate=(1e-2, 1e-3), steps=20)
+    before = optimize.init_weights(pair[1].shapes(), models.draft.decoder.layers, seed=1)
+    after = training.train_phase(pair, fixed, before, ids, lambda: outputs, phase, 3, tmp_path / "state", 100)
+    held_out = next(training.batches(phase, ids, *outputs, seed=4))
+    first, last = (float(training.block_loss(pair, phase, weights, fixed, held_out)) for weights in (before, after))
+    assert last < first - 0.2
+    assert all((after[name] != before[name]).any() for name in after)
+
+    checkpoint.save_draft(tmp_path / "draft", models.draft, 3, after, pair[1].recipes("draft"))
+    read = read_draft(read_config(tmp_path / "draft"), models.target)
+    assert (read, read.generation) == (models.draft, kind)

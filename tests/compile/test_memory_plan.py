@@ -87,6 +87,16 @@ def test_sampling_adds_its_state_and_two_arrays_of_logits():
     assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
 
 
+@pytest.mark.parametrize(("sampling", "padding"), [("greedy", 1), ("sample", 4)])
+def test_draft_that_searches_its_vocabulary_pads_narrow_tiles(sampling, padding):
+    """608 tokens have tiles of 32, a quarter of a register's lanes."""
+    pair = (structs.replace(model, decoder=structs.replace(model.decoder, vocab=608)) for model in (TARGET, DRAFT))
+    programs = Programs(*pair, "bfloat16", stacked=True, sampling=(sampling,))
+    (draft,) = (one for one in programs.list_signatures(GRID) if one.label == "draft batch=4 length=1024 k=3")
+    known = programs.arrays_by_name(GRID)
+    assert MemoryPlanner(programs, 1, tiled=True).estimate(draft, known).temporaries == padding * 4 * 4 * 3 * 608
+
+
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     """The argument `counts` of a prefill is one number, the state `counts` is a table."""
     programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.model_config.architecture import AttentionShape
+from dflash_aot.cache.model_config.architecture import AttentionShape, BlockConvolution, CandidateSelector
 from tests.compile.quick import QUICK
 
 DEVICES = 4
+# What each kind of draft has, besides the layers.
+PARTS = {
+    "DFlash": {},
+    "DFlash2": {"convolution": BlockConvolution(kernel=2, group=4), "selector": CandidateSelector(8, candidates=6)},
+}
 # Run in a process of its own: the number of CPU devices is set before JAX starts.
 SERVE = """
 import json, sys
@@ -109,11 +114,12 @@ print(json.dumps({devices: serve(devices) for devices in (1, 2, 4)}))
 """
 
 
-@pytest.fixture(scope="module")
-def served(small_pair):
-    """By number of devices: the verdict of each round, and the final state."""
+@pytest.fixture(scope="module", params=PARTS)
+def served(request, small_pair):
+    """For each kind of draft, by number of devices: the verdict of each round, and the final state."""
     wide = {"attention": AttentionShape(heads=8, kv_heads=4, head_dim=8)}
-    pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
+    target, draft = (structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair)
+    pair = target, structs.replace(draft, **PARTS[request.param])
     flags = {"xla_force_host_platform_device_count": DEVICES, **QUICK}
     done = subprocess.run(
         [sys.executable, "-c", SERVE],

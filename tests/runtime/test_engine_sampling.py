@@ -55,6 +55,13 @@ def optimized_engine(bundle):
 
 
 @pytest.fixture(scope="module")
+def dflash2_engine(bundle):
+    with Engine.open(bundle("sampled_dflash2")) as engine:
+        yield engine
+        assert engine.stats().failures == 0
+
+
+@pytest.fixture(scope="module")
 def logits(tied) -> Logits:
     """Token ids → the target's logits behind each, float64 [T, V], computed by transformers in one pass."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32).eval()
@@ -92,6 +99,15 @@ def test_seeded_text_is_the_same_for_every_k(engine, cases, asked, name):
 def test_seeded_text_of_optimized_executables_is_the_same_for_every_k(optimized_engine, cases, asked):
     texts = [optimized_engine.generate(cases["len30"].prompt, sample(k=k, **asked)).token_ids for k in (0, 7, None)]
     assert len(texts[0]) == 30 and texts == texts[:1] * 3
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_seeded_text_with_a_dflash2_draft_is_the_same_for_every_k(dflash2_engine, runs, asked):
+    prompts = {prompt["name"]: prompt["prompt_ids"] for prompt in runs["dflash2"].facts["prompts"]}
+    for name, seed in (("len5", 1), ("len30", 2)):
+        results = [dflash2_engine.generate(prompts[name], sample(k=k, seed=seed, **asked)) for k in (0, 7, None)]
+        texts = [result.token_ids for result in results]
+        assert len(texts[0]) == 30 and texts == texts[:1] * 3
 
 
 def test_seeded_text_is_the_same_beside_others_and_in_any_slot(engine, cases):
