@@ -201,7 +201,10 @@ INT8_RUNS = ["tied", "untied", "llama", "llama3rope", "pruned", "converted", "df
 INT8_RUNS += ["swa", "flash", "unwindowed", "anchored", "anchored_noncausal"]
 INT8_RUNS += ["softcap", "dflash2_sliding", "hybrid_text", "hybrid_sliding"]
 INT8 = {f"int8 {run}": run for run in INT8_RUNS}
-GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | {"int8 tied": "batch=1,3 length=208 k=0,7 prefill=64"}
+BATCHES = "batch=1,3 length=208 k=0,7 prefill=64"
+GRIDS |= {name: GRIDS[run] for name, run in INT8.items()} | dict.fromkeys(("int8 tied", "int8 dflash2"), BATCHES)
+# Int8 weights with activations in bfloat16; and in the target only.
+GRIDS |= {"int8 bfloat16": GRIDS["bfloat16"], "int8 target": GRIDS["untied"]}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
@@ -210,7 +213,8 @@ PAIRS = {
     **RUNS,
     **{name: RUNS[run] for name, run in INT8.items()},
     **dict.fromkeys(("tiny", "sampled", "sampled_small", "bursts"), RUNS["tied"]),
-    "bfloat16": COMPUTED_IN_BFLOAT16,
+    **dict.fromkeys(("bfloat16", "int8 bfloat16"), COMPUTED_IN_BFLOAT16),
+    "int8 target": RUNS["untied"],
     "sampled_dflash2": RUNS["dflash2"],
 }
 
@@ -263,8 +267,9 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         grid=GRIDS[name],
                         exact=True,  # the cache may hold an earlier grid
                         platform="cpu",
-                        dtype="bfloat16" if name == "bfloat16" else "float32",
-                        weights="int8" if name in INT8 else None,
+                        dtype="bfloat16" if name.endswith("bfloat16") else "float32",
+                        weights="int8" if name.startswith("int8") else None,
+                        draft_weights="float32" if name == "int8 target" else None,
                         sampling=SAMPLED.get(name, ("greedy",)),
                         self_test=name in SELF_TESTED,
                         store=str(folder / "store"),  # bundles share executables

@@ -4,6 +4,8 @@ The module is small on purpose: it imports no layer, so layers, tensor paralleli
 can all use it.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,7 +13,8 @@ from jax.typing import DTypeLike
 from dflash_aot.compile.models.rounding import round_to
 
 SUBLANES = 8  # rows of a TPU's float32 vector register
-TILE_OUTPUTS = 1280  # at most so many rows of an int8 weight are converted at a time on a CPU
+# At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.
+TILE_OUTPUTS, TILE_BYTES = 1280, 5 * 2**20
 
 
 def matmul(
@@ -80,11 +83,26 @@ def _multiply_tiles(weight: jax.Array, rows: jax.Array) -> jax.Array:
 
     XLA for CPU converts a whole weight before its product, which takes four to six times as long.
     """
-    outputs = weight.shape[0]
-    size = max(size for size in range(1, min(outputs, TILE_OUTPUTS) + 1) if outputs % size == 0)
+    outputs, width = weight.shape
+    size = choose_tile(outputs, width * rows.dtype.itemsize)
+    even = outputs // size * size
 
     def multiply(tile: jax.Array) -> jax.Array:
         wide = tile.astype(rows.dtype)
         return jax.lax.dot_general(wide, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    return jax.lax.map(multiply, weight.reshape(-1, size, weight.shape[1])).reshape(outputs, -1)
+    def multiply_from(start: jax.Array) -> jax.Array:
+        return multiply(jax.lax.dynamic_slice_in_dim(weight, start, size))
+
+    columns = jax.lax.map(multiply_from, jnp.arange(0, even, size)).reshape(even, -1)
+    return columns if even == outputs else jnp.concatenate([columns, multiply(weight[even:])])
+
+
+def choose_tile(outputs: int, row_bytes: int) -> int:
+    """How many rows of an int8 weight are converted at a time: `outputs` rows, each `row_bytes` as floats.
+
+    A divisor of `outputs`, unless all are less than half of what is allowed: then the last tile is smaller.
+    """
+    most = max(1, min(outputs, TILE_OUTPUTS, TILE_BYTES // row_bytes))
+    even = max(size for size in range(1, most + 1) if outputs % size == 0)
+    return even if 2 * even >= most else math.ceil(outputs / math.ceil(outputs / most))

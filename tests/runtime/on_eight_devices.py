@@ -191,7 +191,7 @@ def build(make_up, pytestconfig):
         weights = "int8" if kind.endswith("int8") else "float32"
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
         named |= pair.places
-        if count != 2 or kind == "hybrid":  # sampled executables are covered on two devices
+        if count != 2 or kind.startswith("hybrid"):  # sampled executables are covered on two devices
             named["sampling"] = "greedy"
         saved = flagsaver.save_flag_values(precompile.FLAGS)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
@@ -228,6 +228,7 @@ def answer(build):
         ("experts int8", 4),
         ("hybrid", 2),
         ("hybrid", 4),
+        ("hybrid int8", 2),
         ("dflash2", 2),
         ("dflash2", 4),
     ],

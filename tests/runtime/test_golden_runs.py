@@ -6,10 +6,13 @@ from dflash_aot.runtime import Engine, Result, SamplingParams
 
 
 def generate(engine, prompt: dict) -> Result:
-    params = SamplingParams(
+    return engine.generate(prompt["prompt_ids"], make_params(prompt))
+
+
+def make_params(prompt: dict) -> SamplingParams:
+    return SamplingParams(
         max_tokens=prompt["max_new_tokens"], stop_token_ids=prompt["stop_token_ids"] or (), trace=True
     )
-    return engine.generate(prompt["prompt_ids"], params)
 
 
 def needed(prompt: dict) -> list[dict]:

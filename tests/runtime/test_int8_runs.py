@@ -16,7 +16,7 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from tests.conftest import INT8, RUNS, Golden
-from tests.runtime.test_golden_runs import generate
+from tests.runtime.test_golden_runs import generate, make_params
 
 # Their drafts have heads of their own, and the tied target chooses the same tokens if its head is not rounded.
 SAME_CHOICES = ("int8 pruned", "int8 anchored")
@@ -130,6 +130,48 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
         for prompt, found in zip(run.facts["prompts"], results[k], strict=True):
             expected = generate(engine, prompt)
             assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
+
+
+@pytest.mark.parametrize("rounded", ["int8 tied", "int8 dflash2"], indirect=True)
+def test_prompts_together_give_the_tokens_of_each_alone(rounded, results, bundle):
+    run = RUNS[INT8[rounded[0]]]
+    assert read_manifest(bundle(rounded[0])).grid.batch == (1, 3)
+    prompts = [prompt["prompt_ids"] for prompt in run.facts["prompts"]]
+    params = [make_params(prompt) for prompt in run.facts["prompts"]]
+    for k, alone in results.items():
+        with Engine.open(bundle(rounded[0]), k=k, target=run.target, draft=run.draft) as engine:
+            together = engine.generate_all(prompts, params)
+        for one, other in zip(together, alone, strict=True):
+            assert (one.token_ids, one.drafted, one.accepted) == (other.token_ids, other.drafted, other.accepted)
+
+
+@pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
+def test_draft_in_floats_changes_the_blocks_and_not_the_text(rounded, results, bundle):
+    run, k, drafted = RUNS["untied"], max(results), []
+    formats = read_manifest(bundle("int8 target")).weight_formats
+    assert (formats.target, formats.draft) == ("int8", "plain")
+    with Engine.open(bundle("int8 target"), k=k) as engine:
+        for prompt, expected in zip(run.facts["prompts"], results[k], strict=True):
+            found = generate(engine, prompt)
+            assert found.token_ids == expected.token_ids
+            drafted.append(found.drafted == expected.drafted)
+    assert not all(drafted)
+
+
+@pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
+def test_activations_in_bfloat16_choose_nearly_the_tokens_of_rounded_weights(rounded_run, rounded, logits, bundle):
+    """Each token is compared behind the same text: the first that differs does not change what follows."""
+    gaps, accepted, rounds = [], 0, 0
+    with Engine.open(bundle("int8 bfloat16"), k=15) as engine:
+        for prompt in rounded_run.facts["prompts"]:
+            found = generate(engine, prompt)
+            rows = logits(prompt["prompt_ids"] + found.token_ids)[len(prompt["prompt_ids"]) - 1 : -1]
+            chosen = rows[range(len(rows)), found.token_ids]
+            gaps += (rows.max(-1).values - chosen).tolist()
+            accepted, rounds = accepted + sum(found.accepted), rounds + len(found.accepted)
+        assert engine.stats().compile_events == 0
+    assert sum(gap > 0 for gap in gaps) <= len(gaps) / 50 and max(gaps) < 0.25
+    assert abs(accepted / rounds - 5.4) < 0.5
 
 
 @pytest.mark.parametrize("rounded", ["int8 tied", "int8 untied"], indirect=True)

@@ -1,0 +1,35 @@
+"""Products with int8 weights on a CPU: equal to those of floats, and converted in tiles of bounded size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_aot.compile.models.matmul import TILE_BYTES, choose_tile, matmul
+
+
+@pytest.mark.parametrize(
+    ("outputs", "width", "size"),
+    [
+        (3072, 1024, 1024),
+        (1280, 1024, 1280),
+        (1024, 3072, 256),  # 426 rows are allowed
+        (50257, 768, 1257),  # 29 is its largest divisor: 39 equal tiles, and one of 1234
+        (151936, 2560, 512),
+        (7, 1024, 7),
+        (3, 2**24, 1),
+    ],
+)
+def test_tile_is_a_divisor_or_leaves_a_smaller_last_tile(outputs, width, size):
+    assert choose_tile(outputs, 4 * width) == size
+    assert size == 1 or size * 4 * width <= TILE_BYTES
+
+
+@pytest.mark.parametrize("shape", [(1024, 3072), (4099, 1024)], ids=["divided", "with a last tile"])
+def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a_tile(shape):
+    rng = np.random.default_rng(0)
+    weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
+    scale = rng.random(shape[0], np.float32)
+    compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * TILE_BYTES
+    np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
