@@ -101,7 +101,8 @@ class ChosenExperts:
         numbers: the chosen experts of the layer in ascending order, int32 [E]; behind them anything below E.
         count: of chosen experts, int32 scalar.
         shares: float32 [n, E], the weight of each expert in each token's output; 0 for those that it did not choose.
-        gate_up_scale: of int8 matrices, a float32 scale for each row [2X, M]: gate and up of each expert in turn.
+        gate_up_scale: of int8 matrices, a float32 scale for each row [2X, M]: gate and up of each expert in turn. Or
+            [X, 2, M]: a TPU lays out both forms differently, and would copy one that is made of the other.
         down_scale: of the same [X, H].
     """
 

@@ -181,23 +181,14 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
         return (first[0] + numbers[step], *((at, 0) if facts.turned else (0, at)))
 
     down_tile = pl.BlockSpec((None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down)
-    pairs, wholes = SCALE_ROWS // 2, SCALE_ROWS
-    scale_tiles = [
-        pl.BlockSpec(
-            (SCALE_ROWS, facts.tile),
-            lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, core * share + tile),
-        ),
-        pl.BlockSpec(
-            (SCALE_ROWS, H), lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // wholes, 0)
-        ),
-    ]
+    scale_tiles = [_place_gate_up_scale(facts, share, scales[0].ndim), _place_down_scale(H)] if scales else []
     call = pl.pallas_call(
         partial(_add_expert, facts),
         out_shape=jax.ShapeDtypeStruct((facts.cores, n, H), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(facts.cores, count, share),
-            in_specs=[*whole, gate, up, down_tile, *(scale_tiles if scales else ())],
+            in_specs=[*whole, gate, up, down_tile, *scale_tiles],
             out_specs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -214,6 +205,27 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
         metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
     )
     return call(*operands[1:])
+
+
+def _place_gate_up_scale(facts: "_ExpertFacts", share: int, rank: int) -> pl.BlockSpec:
+    """Where a grid step finds the scales of gate and up: [2X, M], or [X, 2, M] of dense layers."""
+    if rank == 3:
+        return pl.BlockSpec(
+            (None, 2, facts.tile),
+            lambda core, step, tile, first, numbers: (first[0] + numbers[step], 0, core * share + tile),
+        )
+    pairs = SCALE_ROWS // 2
+    return pl.BlockSpec(
+        (SCALE_ROWS, facts.tile),
+        lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, core * share + tile),
+    )
+
+
+def _place_down_scale(hidden: int) -> pl.BlockSpec:
+    """Where a grid step finds the scales of down, [X, H]."""
+    return pl.BlockSpec(
+        (SCALE_ROWS, hidden), lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // SCALE_ROWS, 0)
+    )
 
 
 def _add_expert(
@@ -248,11 +260,11 @@ def _add_expert(
 
 
 def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | None]:
-    """The scales of an expert's gate, up and down [1, out], from blocks of SCALE_ROWS rows; None for plain matrices."""
+    """The scales of an expert's gate, up and down [1, out], from blocks of rows; None for plain matrices."""
     if not scales:
         return [None] * 3
     gate_up, down = scales
-    pair = 2 * (expert % (SCALE_ROWS // 2))
+    pair = 2 * (expert % (gate_up.shape[0] // 2))
     return [gate_up[pl.ds(pair, 1), :], gate_up[pl.ds(pair + 1, 1), :], down[pl.ds(expert % SCALE_ROWS, 1), :]]
 
 

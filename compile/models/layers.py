@@ -183,10 +183,9 @@ class Mlp(nnx.Module):
         """The layer's MLP as an expert that all tokens chose."""
         gate_up, down = self.gate_up[...], self.down_proj.weight[...]
         (H, M), stacked = down.shape[-2:], down.ndim > 2
-        scales = [
-            None if scale is None else scale.reshape(-1, scale.shape[-1])
-            for scale in (read(self.gate_up_scale), read(self.down_proj.weight_scale))
-        ]
+        scales: list[jax.Array] = []
+        if self.gate_up_scale is not None and self.down_proj.weight_scale is not None:
+            scales = [self.gate_up_scale[...].reshape(-1, 2, M), self.down_proj.weight_scale[...].reshape(-1, H)]
         first, numbers, count = jnp.int32(layer if stacked else 0), jnp.zeros(1, jnp.int32), jnp.int32(1)
         shares = jnp.ones((tokens, 1), jnp.float32)
         gate_up, down = gate_up.reshape(-1, 2 * M, H), down.reshape(-1, H, M)

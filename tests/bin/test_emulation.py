@@ -63,18 +63,20 @@ def read_stablehlo(bundle: Path) -> str:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("topology", "kind", "dtype"),
+    ("topology", "kind", "dtype", "weights"),
     [
-        ("v5e:2x2", "experts", "float32"),
-        ("v5e:1x1", "wide", "float32"),
-        ("v5e:1x1", "wide hybrid", "float32"),
-        pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", marks=pytest.mark.slow),
+        ("v5e:2x2", "experts", "float32", None),
+        ("v5e:1x1", "wide", "float32", None),
+        ("v5e:1x1", "wide", "float32", "int8"),
+        ("v5e:1x1", "wide hybrid", "float32", None),
+        pytest.param("tpu7x:1x1x1", "pruned", "bfloat16", None, marks=pytest.mark.slow),
     ],
 )
-def test_executables_compute_what_their_programs_say(make_pair, tmp_path, topology, kind, dtype):
+def test_executables_compute_what_their_programs_say(make_pair, tmp_path, topology, kind, dtype, weights):
     bundle = tmp_path / "bundle"
     grid = "batch=1 length=32 k=0,3 prefill=16"
-    precompile(*make_pair(kind), bundle, grid=grid, topology=topology, dtype=dtype, sampling=["greedy"])
+    built = {"topology": topology, "dtype": dtype, "weights": weights, "sampling": ["greedy"]}
+    precompile(*make_pair(kind), bundle, grid=grid, **built)
     done = verify(bundle, "--execute", "--json")
     assert done.returncode == 0, done.stderr
     program = read_stablehlo(bundle)

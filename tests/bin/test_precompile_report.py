@@ -1,6 +1,7 @@
 """Reports of dflash-precompile: the plan, its estimates of memory and time for a TPU, and the report of a build."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def plan_tpu(command, tmp_path):
         return done
 
     return plan
+
+
+@needs_libtpu
+def test_pair_that_fits_a_chip_only_in_int8_is_planned_so(plan_tpu):
+    grid = "batch=1,4 length=4096 k=0,7,15 prefill=256"
+    done = plan_tpu("Qwen3-8B", "v5e:1x1", grid, "--plan", "--weights=int8")
+    assert done.code == 0
+    assert re.search(r"^fits v5e: weights 9\.87 \+ state 2\.77 .* = 12\.\d\d of 16\.91 GB", done.err, re.MULTILINE)
 
 
 @needs_libtpu

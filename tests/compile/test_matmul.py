@@ -14,8 +14,9 @@ from dflash_aot.compile.models.matmul import TILE_BYTES, choose_tile, matmul
         (3072, 1024, 1024),
         (1280, 1024, 1280),
         (1024, 3072, 256),  # 426 rows are allowed
-        (50257, 768, 1257),  # 29 is its largest divisor: 39 equal tiles, and one of 1234
-        (151936, 2560, 512),
+        (50257, 768, 29),  # a divisor
+        (50261, 768, 1257),  # a prime: 39 equal tiles, and one of 1238
+        (151936, 2560, 128),
         (7, 1024, 7),
         (3, 2**24, 1),
     ],

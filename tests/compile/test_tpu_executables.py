@@ -34,7 +34,8 @@ CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
 SHARED = "verify batch=1 length=1024 k=0"
 WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
-WITH_INT8_EXPERTS = "v6e:1x1"  # holds the same target in int8
+INT8 = " int8"  # behind the topology: both models have int8 weights
+WITH_INT8_EXPERTS = "v6e:1x1" + INT8
 # By topology: the executables that are built, and how many collectives each of them has.
 BUILDS = {
     "v5e:1x1": (
@@ -57,6 +58,7 @@ BUILDS = {
     "v5e:2x2": ((SHARED,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
     "v5p:1x1x1": (("verify batch=1 length=1024 k=15",), 0),  # gate and up were copied here, once as one weight
     WITH_EXPERTS: (("verify batch=1 length=1024 k=15",), 4),
+    "v5e:1x1" + INT8: (("draft batch=1 length=1024 k=15", "verify batch=1 length=1024 k=15"), 0),
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": ((SHARED,), 4),  # all weights were copied to another layout here
 }
@@ -163,11 +165,12 @@ class Executables:
 @pytest.fixture(params=BUILDS, scope="module")
 def built(request, pair, tmp_path_factory) -> Executables:
     """Built once for all tests, because builds take most of the time."""
-    topology, grid, (labels, collectives) = TOPOLOGIES[request.param], parse_grid(BUCKETS, 16), BUILDS[request.param]
+    topology, grid = TOPOLOGIES[request.param.removesuffix(INT8)], parse_grid(BUCKETS, 16)
+    labels, collectives = BUILDS[request.param]
     if request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS):
         pair = read_pair("Qwen3-30B-A3B", hidden_size=2048, num_target_layers=48)
     kernels = choose_kernel_device(topology.chip, *pair)
-    formats = WeightFormats("int8", "int8") if request.param == WITH_INT8_EXPERTS else PLAIN
+    formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
     programs = Programs(*pair, "bfloat16", True, topology.devices, SAMPLING_MODES, kernels, formats)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
