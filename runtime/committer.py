@@ -124,8 +124,8 @@ class Committer:
         counts = [len(rows) for rows in by_slot]
         self._note_time(in_flight, back_to_back, max(counts))
         with self.lock:
-            rows_by_round = [sum([count > number for count in counts]) for number in range(max(counts))]
-            self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", rows_by_round)
+            if rows_by_round := [sum([count > number for count in counts]) for number in range(max(counts))]:
+                self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", rows_by_round)
             self._commit_rows(plan, by_slot)
 
     def _commit_rows(
@@ -160,7 +160,8 @@ class Committer:
                 rounds = [without_drafts[row[0]] for row in rows]
             used = self._add_tokens(running, chosen, logprobs, rounds)
             outcomes_read += [(running.acceptance, one.accepted) for one in used]
-        self._count_outcomes(k, outcomes_read)
+        if outcomes_read:
+            self._count_outcomes(k, outcomes_read)
         self._scheduler.note_tokens(plan.batch.requests)
 
     def _add_tokens(
@@ -177,13 +178,13 @@ class Committer:
         request = running.request
         if request.finish_reason:
             return ()
-        is_first = request.first_token is None
+        is_first, before = request.first_token is None, len(request.token_ids)
         try:
             delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
             delta = _end_without_text(request, failure)
         self._deltas.append((request, delta))
-        self.counters.output_tokens += len(delta.token_ids)
+        self.counters.output_tokens += len(request.token_ids) - before
         if is_first:
             self.counters.note_first_token(request)
         if request.finish_reason:

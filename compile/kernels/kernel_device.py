@@ -19,7 +19,9 @@ from dflash_aot.compile.kernels.tiling import (
     round_up,
 )
 
-KERNEL_VMEM = 30 * 2**20  # of the 32 MiB that every supported TPU has at least
+KERNEL_VMEM = 30 * 2**20  # bytes that the kernel of MLPs may use, where nothing else is said
+LESS_VMEM = {"TPU v4": 14 * 2**20}  # of 16 MiB; other TPUs have at least 64
+MAX_TOKENS = 256  # of a call of that kernel: more of them take longer to multiply than matrices take to be read
 MAX_BLOCK = 32  # tokens of a block of `DeltaKernels`, whose equations are solved token by token
 
 
@@ -31,7 +33,7 @@ class KernelDevice:
         kind: JAX's name, which some lowering rules ask for.
         cores: TensorCores of a device.
         interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
-        vmem_bytes: that the kernel of experts may use.
+        vmem_bytes: that the kernel of MLPs may use.
     """
 
     kind: str
@@ -52,7 +54,8 @@ def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> Ker
     """
     if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
         return None
-    return KernelDevice(chip.device_kind, chip.cores // chip.devices)
+    vmem_bytes = LESS_VMEM.get(chip.device_kind, KERNEL_VMEM)
+    return KernelDevice(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,10 @@ def run_experts(
 
 
 def streams_mlp(device: KernelDevice | None, hidden: int, width: int, dtypes: tuple[str, str]) -> bool:
-    """Whether `run_experts` takes MLPs of these sizes with any number of tokens. `dtypes`: of tokens, of matrices."""
+    """Whether `run_experts` takes MLPs of these sizes with MAX_TOKENS tokens. `dtypes`: of tokens, of matrices."""
     if device is None:
         return False
-    from dflash_aot.compile.kernels.streamed_mlp import MAX_TOKENS, choose_tile  # noqa: PLC0415
+    from dflash_aot.compile.kernels.streamed_mlp import choose_tile  # noqa: PLC0415
 
     tokens, matrices = (jnp.dtype(one).itemsize for one in dtypes)
     return choose_tile(MAX_TOKENS, hidden, width, (tokens, matrices), device) is not None

@@ -8,7 +8,7 @@ converted tile by tile; their products are multiplied by the scales of their row
 E experts · X experts of all layers · M width of an expert · H hidden · n tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
+from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
 from dflash_aot.compile.kernels.tiling import LANES, round_up
 
 NAME = "stream_mlp"
@@ -27,7 +27,6 @@ ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
 SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
 TILE_BYTES = 5 * 2**20  # of the three matrices in a grid step, at most: nothing hides the copy of the first
 VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
-MAX_TOKENS = 256  # of a call: more of them take longer to multiply than an expert takes to be read
 
 
 def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, expected: float) -> jax.Array | None:
@@ -80,7 +79,7 @@ def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], device:
     for calls in range(-(-n // MAX_TOKENS), n + 1):
         rows = round_up(-(-n // calls), ROWS[items[0]])
         if tile := choose_tile(rows, hidden, width, items, device):
-            return ExpertWork(rows, tile, device.cores if width // tile % device.cores == 0 else 1)
+            return ExpertWork(rows, tile, min(device.cores, width // tile))
         if rows == ROWS[items[0]]:
             return None
     return None
@@ -162,14 +161,18 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     count, _, _, tokens, shares, gate_up, _, down, *scales = operands
     (n, H), M = tokens.shape, gate_up.shape[1] // 2
     tiles = M // facts.tile
-    share = tiles // facts.cores  # of a core
+    share = -(-tiles // facts.cores)  # of a core, at most: where tiles are left over, the last core has fewer
+
+    def place(core: Any, tile: Any) -> Any:
+        return jnp.minimum(core * share + tile, tiles - 1)
+
     whole = [pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0)) for array in (tokens, shares)]
     gate, up = (
         pl.BlockSpec(
             (None, facts.tile, H),
             lambda core, step, tile, first, numbers, part=part: (
                 first[0] + numbers[step],
-                part * tiles + core * share + tile,
+                part * tiles + place(core, tile),
                 0,
             ),
         )
@@ -177,13 +180,14 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     )
 
     def place_down(core: Any, step: Any, tile: Any, first: Any, numbers: Any) -> tuple[Any, Any, Any]:
-        at = core * share + tile
+        at = place(core, tile)
         return (first[0] + numbers[step], *((at, 0) if facts.turned else (0, at)))
 
     down_tile = pl.BlockSpec((None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down)
-    scale_tiles = [_place_gate_up_scale(facts, share, scales[0].ndim), _place_down_scale(H)] if scales else []
+    scale_tiles = [_place_gate_up_scale(facts.tile, place, scales[0].ndim), _place_down_scale(H)] if scales else []
+    width = facts.cores * share * facts.tile  # all cores wait for the one that has most
     call = pl.pallas_call(
-        partial(_add_expert, facts),
+        partial(_add_expert, facts, tiles),
         out_shape=jax.ShapeDtypeStruct((facts.cores, n, H), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -195,9 +199,9 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=facts.vmem_bytes + VMEM_MARGIN
         ),
         cost_estimate=pl.CostEstimate(
-            flops=int(facts.expected * 6 * n * M * H),
-            transcendentals=int(facts.expected * n * M),
-            bytes_accessed=3 * H * down.dtype.itemsize * int(facts.expected * M + facts.cores * facts.tile)
+            flops=int(facts.expected * 6 * n * width * H),
+            transcendentals=int(facts.expected * n * width),
+            bytes_accessed=3 * H * down.dtype.itemsize * int(facts.expected * width + facts.cores * facts.tile)
             + facts.cores * n * H * (tokens.dtype.itemsize + 4),
         ),
         interpret=interpret,
@@ -207,17 +211,16 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     return call(*operands[1:])
 
 
-def _place_gate_up_scale(facts: "_ExpertFacts", share: int, rank: int) -> pl.BlockSpec:
+def _place_gate_up_scale(width: int, place: Callable[[Any, Any], Any], rank: int) -> pl.BlockSpec:
     """Where a grid step finds the scales of gate and up: [2X, M], or [X, 2, M] of dense layers."""
     if rank == 3:
         return pl.BlockSpec(
-            (None, 2, facts.tile),
-            lambda core, step, tile, first, numbers: (first[0] + numbers[step], 0, core * share + tile),
+            (None, 2, width), lambda core, step, tile, first, numbers: (first[0] + numbers[step], 0, place(core, tile))
         )
     pairs = SCALE_ROWS // 2
     return pl.BlockSpec(
-        (SCALE_ROWS, facts.tile),
-        lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, core * share + tile),
+        (SCALE_ROWS, width),
+        lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, place(core, tile)),
     )
 
 
@@ -230,6 +233,7 @@ def _place_down_scale(hidden: int) -> pl.BlockSpec:
 
 def _add_expert(
     facts: "_ExpertFacts",
+    tiles: int,
     first: Any,
     numbers: Any,
     tokens: Any,
@@ -241,22 +245,29 @@ def _add_expert(
 ) -> None:
     """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do."""
     *scales, out = scales_and_out
-    step, dtype = pl.program_id(1), tokens.dtype
-    gate_scale, up_scale, down_scale = _pick_scales(scales, first[0] + numbers[step])
+    core, step, tile = (pl.program_id(axis) for axis in range(3))
+    dtype = tokens.dtype
 
-    @pl.when((step == 0) & (pl.program_id(2) == 0))
+    @pl.when((step == 0) & (tile == 0))
     def clear() -> None:
         out[...] = jnp.zeros_like(out)
 
-    gated, raised = (
-        _multiply(tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
-        for part, scale in ((gate, gate_scale), (up, up_scale))
-    )
-    opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
-    output = _multiply((opened * raised).astype(dtype), down[...], down_scale, facts.turned)
-    mine = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == numbers[step]
-    share = jnp.sum(jnp.where(mine, shares[...], 0), axis=1, keepdims=True)
-    out[...] += jnp.where(share > 0, share * output, 0)
+    def add() -> None:
+        gate_scale, up_scale, down_scale = _pick_scales(scales, first[0] + numbers[step])
+        gated, raised = (
+            _multiply(tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
+            for part, scale in ((gate, gate_scale), (up, up_scale))
+        )
+        opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
+        output = _multiply((opened * raised).astype(dtype), down[...], down_scale, facts.turned)
+        mine = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == numbers[step]
+        share = jnp.sum(jnp.where(mine, shares[...], 0), axis=1, keepdims=True)
+        out[...] += jnp.where(share > 0, share * output, 0)
+
+    if tiles % facts.cores:  # the last core has fewer tiles
+        pl.when(core * -(-tiles // facts.cores) + tile < tiles)(add)
+    else:
+        add()
 
 
 def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | None]:

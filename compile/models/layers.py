@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from dflash_aot.cache.bundle.weight_recipe import WeightFormat
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts, streams_mlp
+from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice, run_experts, streams_mlp
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import add, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -169,15 +169,20 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: int | jax.Array = 0) -> jax.Array:
         """[.., H] → [.., H]. `layer` tells which weights of a stack to take; without a stack it is ignored."""
-        weight, scale = self.gate_up[...], read(self.gate_up_scale)
-        if self.kernels is not None:
-            tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.reshape(-1, x.shape[-1])
+        if self.kernels is not None and len(tokens) <= MAX_TOKENS:
             total = run_experts(self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0)
             assert total is not None, "streams_mlp"
             return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
+        weight, scale = (_take_layer(one, rank, layer) for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2)))
+        down = self.down_proj
+        down_weight, down_scale = (
+            _take_layer(one, rank, layer) for one, rank in ((down.weight, 2), (down.weight_scale, 1))
+        )
+        assert weight is not None and down_weight is not None
         # One product with the rows of both, split behind it: a result [.., 2, M] would be laid out anew on TPU.
-        gate, up = jnp.split(matmul(weight.reshape(-1, weight.shape[-1]), x, scale), 2, axis=-1)
-        return self.down_proj(multiply(silu(gate), up))
+        gate, up = jnp.split(matmul(weight.reshape(-1, x.shape[-1]), x, scale), 2, axis=-1)
+        return self.tp.row_parallel_matmul(down_weight, multiply(silu(gate), up), down_scale)
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
         """The layer's MLP as an expert that all tokens chose."""
@@ -190,6 +195,15 @@ class Mlp(nnx.Module):
         shares = jnp.ones((tokens, 1), jnp.float32)
         gate_up, down = gate_up.reshape(-1, 2 * M, H), down.reshape(-1, H, M)
         return ChosenExperts(gate_up, down, first, numbers, count, shares, *scales)
+
+
+def _take_layer(parameter: nnx.Param | None, rank: int, layer: int | jax.Array) -> jax.Array | None:
+    """A layer's array of `rank` dimensions, from a stack as matrices: on TPU a slice that is reshaped is copied."""
+    array = read(parameter)
+    if array is None or array.ndim == rank:
+        return array
+    matrices = array.reshape(len(array), -1, array.shape[-1])
+    return jax.lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
 
 
 class Attention(nnx.Module):

@@ -345,7 +345,7 @@ class Scheduler:
         self._borders = sorted({length - k for length in grid.length for k in self._ks})
         self._buckets: dict[tuple[int, int], list[Bucket]] = {}
         self._costs = CostModel()  # of served rounds: how many fit into one dispatch
-        self._previous_k = self._last_k = -1
+        self._last_k = -1
         self._plan: RoundPlan | None = None  # the latest one
 
     # -- requests
@@ -525,12 +525,15 @@ class Scheduler:
             plan = replace(plan, resumes=True)
         if plan.multi_round:
             outstanding = [running.tokens_outstanding if running else 0 for running in plan.rows]
-            rounds, stop_early = self._count_rounds(plan, max(outstanding)), bool(self._queue)
+            # One round where K differs from the round before: it may be a trial of that K.
+            rounds = self._count_rounds(plan, max(outstanding)) if plan.bucket.k == last_k else 1
+            stop_early = bool(self._queue)
             plan = RoundPlan(plan.batch, plan.bucket, True, rounds, stop_early, outstanding, resumes=plan.resumes)
         elif plan.batch.mode != "greedy" and (new := [one for one in requests if not one.has_sampling_state]):
             plan = replace(plan, new_sampling_states=new)
             for running in new:
                 running.has_sampling_state = True
+        self._controller.note_dispatch(plan.rounds)
         certain_rounds, most_tokens = plan.certain_rounds, plan.most_tokens
         for running in requests:
             running.in_flight_rounds += certain_rounds
@@ -604,13 +607,7 @@ class Scheduler:
         return not self.slots.list_prefilling()
 
     def _count_rounds(self, plan: RoundPlan, wanted: int) -> int:
-        """Rounds of a multi-round step: one where K differs from the round before, which may be a trial of that K.
-
-        Takes the pages that they may need. wanted: the most tokens that a request wants.
-        """
-        previous, self._previous_k = self._previous_k, plan.bucket.k
-        if plan.bucket.k != previous:
-            return 1
+        """Rounds of a multi-round step. Takes the pages that they may need. wanted: the most tokens of a request."""
         batch, bucket, width = plan.batch, plan.bucket, plan.bucket.k + 1
         room = min(wanted, (bucket.length - batch.length_bound) // width)
         rounds = max(1, min(self._grid.rounds, room, self._costs.count_burst_rounds((bucket, batch.mode))))
@@ -618,5 +615,4 @@ class Scheduler:
         while rounds > 1 and self._count_missing_pages(batch, rounds * width - 1) > available:
             rounds -= 1
         self._take_pages(batch, rounds * width)
-        self._controller.repeat_choice(rounds - 1)
         return rounds

@@ -44,6 +44,7 @@ class AdaptiveK(controller.SpeculationController):
         self.costs, self._loaded = CostModel(times, estimates), loaded
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._of_all, self._round = AcceptanceEstimate(), 0
+        self._pending: Sequence[Decision] = ()  # of a bucket that is not dispatched yet
 
     def start_request(self) -> AcceptanceEstimate:
         return AcceptanceEstimate(self._of_all)
@@ -51,20 +52,19 @@ class AdaptiveK(controller.SpeculationController):
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         self.costs.note_served(shape, seconds, resumed)
 
-    def repeat_choice(self, rounds: int) -> None:
+    def note_dispatch(self, rounds: int) -> None:
         self._round += rounds
+        self.decisions.extend(self._pending)
+        self._pending = ()
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         """As `SpeculationController.choose_bucket`. KeyError for a bucket without times."""
-        self._round += 1
         free = [one for one in members if one.requested_k is None]
-        shapes = {bucket.k: (bucket, mode) for bucket in buckets}
-        k, why = self._choose_k(shapes, free) if free else (0, "request")
+        k, why = self._choose_k({bucket.k: (bucket, mode) for bucket in buckets}, free) if free else (0, "request")
         requested = max(one.requested_k or 0 for one in members)
         k, why = (requested, "request") if requested > k else (k, why)
         bucket, before = find_bucket(buckets, k), self.decisions[-1].after if self.decisions else None
-        if bucket.k != before:
-            self.decisions.append(Decision(self._round, bucket.batch, before, bucket.k, why))
+        self._pending = [Decision(self._round + 1, bucket.batch, before, bucket.k, why)] if bucket.k != before else ()
         return bucket
 
     def _choose_k(self, shapes: Mapping[int, RoundShape], members: Sequence[RoundMember]) -> tuple[int, Why]:
@@ -98,5 +98,5 @@ class AdaptiveK(controller.SpeculationController):
         losses = {k: self.costs[loaded[k]] * (1 - seconds[settled] / seconds[k]) for k in tried}
         trial = min(losses, key=losses.__getitem__)
         resume = 0.0 if settled else self.costs.resume.get(loaded[trial][0].batch, 0.0)
-        paid = self.costs[loaded[settled]] * TRIAL_SHARE * (self._round - last.round if last else inf)
+        paid = self.costs[loaded[settled]] * TRIAL_SHARE * (self._round + 1 - last.round if last else inf)
         return trial if losses[trial] + resume <= paid else None

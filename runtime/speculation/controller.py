@@ -99,8 +99,8 @@ class SpeculationController:
         """
         raise NotImplementedError
 
-    def repeat_choice(self, rounds: int) -> None:
-        """The last choice runs for so many rounds more before the next one."""
+    def note_dispatch(self, rounds: int) -> None:
+        """The bucket that was chosen last is dispatched, for so many rounds. Until then it may be chosen anew."""
 
 
 class KByBatchSize(SpeculationController):

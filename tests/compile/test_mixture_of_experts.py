@@ -157,11 +157,18 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(ki
 
 @pytest.mark.parametrize(
     ("kind", "width", "cores", "count"),
-    [(PLAIN, 256, 1, 1), (PLAIN, 512, 2, 20), (PLAIN, 48, 1, 300), (INT8, 4096, 2, 20), (INT8, 96, 1, 5)],
-    ids=["one token", "two cores", "turned, two calls", "int8, two cores, four tiles", "int8, turned"],
+    [
+        (PLAIN, 256, 1, 1),
+        (PLAIN, 1920, 2, 20),
+        (PLAIN, 48, 1, 300),
+        (INT8, 4096, 2, 20),
+        (INT8, 96, 1, 5),
+        (INT8, 256, 1, 300),
+    ],
+    ids=["one token", "uneven on two cores", "turned, no kernel", "int8, two cores", "int8, turned", "int8, no kernel"],
 )
 def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, capfd):
-    """The second layer of three; the others are NaN."""
+    """The second layer of three; the others are NaN. More than 256 tokens are multiplied by XLA."""
     hidden, rng = 128, np.random.default_rng(count)
     device = KernelDevice("", cores, pltpu.InterpretParams(detect_races=True), vmem_bytes=2**21)
 
@@ -203,6 +210,7 @@ def test_mlp_of_sizes_without_whole_memory_tiles_has_no_kernel():
         (600, 768, 2, 1, ExpertWork(208, 256, 1)),  # three calls
         (16, 192, 2, 1, ExpertWork(16, 192, 1)),  # on each of four devices
         (16, 192, 2, 2, ExpertWork(16, 96, 2)),
+        (16, 640, 2, 2, ExpertWork(16, 128, 2)),  # five tiles
         (1, 768, 2, 1, ExpertWork(16, 384, 1)),
         (16, 200, 2, 1, None),  # no whole memory tiles
         (16, 768, 1, 1, ExpertWork(16, 384, 1)),  # int8

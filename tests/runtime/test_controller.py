@@ -47,7 +47,9 @@ def make_times(seconds: Mapping[int, float], batch: int = 1, length: int = 256) 
 
 
 def ask(depth: SpeculationController, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
-    return depth.choose_bucket(make_buckets(ks, batch), rows, "greedy").k
+    k = depth.choose_bucket(make_buckets(ks, batch), rows, "greedy").k
+    depth.note_dispatch(1)
+    return k
 
 
 def ask_often(
@@ -139,6 +141,7 @@ def test_times_depend_on_length_and_sampling():
     times[buckets[1], "sample"] = 10.0
     depth = AdaptiveK(times)
     assert depth.choose_bucket(buckets, [row(FAIR)], "greedy") == buckets[1]
+    depth.note_dispatch(1)
     assert depth.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
 
 
@@ -195,9 +198,24 @@ def test_repeated_rounds_count_towards_the_next_trial():
     while len(spent) < 4000:
         k = ask(depth, [row(HOPELESS)])
         more = 3 if k == 0 else 0
-        depth.repeat_choice(more)
+        depth.note_dispatch(more)
         spent += [k] * (1 + more)
     assert 0.9 * TRIAL_SHARE * 4000 < spent.count(3) * (TIMES[3] - 1.0) <= TRIAL_SHARE * 4000
+
+
+def test_choice_stands_until_it_is_dispatched():
+    """A round is planned anew where outcomes are read first: for a mask of allowed tokens, or where memory is short."""
+    depth, rows, buckets = AdaptiveK(make_times(TIMES)), [row(HOPELESS)], make_buckets((0, 3, 7), 1)
+    ks = []
+    for _ in range(400):
+        chosen = {depth.choose_bucket(buckets, rows, "greedy").k for _ in range(2)}
+        assert len(chosen) == 1
+        depth.note_dispatch(1)
+        ks += chosen
+    alone = AdaptiveK(make_times(TIMES))
+    assert ks == ask_often(alone, rows, 400)
+    assert ks.count(3) > 2
+    assert depth.decisions == alone.decisions
 
 
 def test_many_new_requests_do_not_raise_the_time_share():

@@ -102,6 +102,7 @@ def simulate(
         joining = not together or (joining and len(rows) < batch)
         size = min(one for one in times if one >= len(rows))
         k = depth.choose_bucket([Bucket(size, 256, k) for k in times[size]], rows, "greedy").k
+        depth.note_dispatch(1)
         resumed, share = last_k == 0 < k, rows[0].share
         seconds, last_k = times[size][k] + resumed * resume * times[size][0], k
         spent[share] = spent.get(share, 0.0) + seconds

@@ -49,8 +49,8 @@ class AnyK:
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """Ignored."""
 
-    def repeat_choice(self, rounds: int) -> None:
-        raise AssertionError("nothing runs several rounds here")
+    def note_dispatch(self, rounds: int) -> None:
+        assert rounds == 1
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return buckets[next(self._choices) % len(buckets)]
