@@ -14,6 +14,7 @@ from dflash_aot.cache.model_config.rope import ROPE_KEYS
 ARCHITECTURE = "DFlash2DraftModel"
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
+MROPE_KEYS = ("mrope_interleaved", "mrope_section")  # of images: the positions of text are the same on all axes
 SCALING_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # Far beyond any published draft (16 candidates of rank 256): every candidate takes a step of the selection.
 MAX_CANDIDATES, MAX_RANK = 128, 1 << 14
@@ -87,7 +88,7 @@ def refuse_unknown_layer_keys(layers: ConfigFile, known: Collection[str] = ()) -
     """As `refuse_unknown_keys`, for an object with the keys of a decoder's layers and those in `known`."""
     refuse_unknown_keys(layers, {*LAYER_KEYS, *known})
     for section in ("rope_parameters", "rope_scaling"):
-        refuse_unknown_keys(layers.section(section), ROPE_KEYS)
+        refuse_unknown_keys(layers.section(section), {*ROPE_KEYS, *MROPE_KEYS})
 
 
 def find_place(places: Sequence[ConfigFile], key: str) -> ConfigFile:
