@@ -187,7 +187,7 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     scale_tiles = [_place_gate_up_scale(facts.tile, place, scales[0].ndim), _place_down_scale(H)] if scales else []
     width = facts.cores * share * facts.tile  # all cores wait for the one that has most
     call = pl.pallas_call(
-        partial(_add_expert, facts, tiles),
+        partial(_add_expert, facts, (tiles, share)),
         out_shape=jax.ShapeDtypeStruct((facts.cores, n, H), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -233,7 +233,7 @@ def _place_down_scale(hidden: int) -> pl.BlockSpec:
 
 def _add_expert(
     facts: "_ExpertFacts",
-    tiles: int,
+    division: tuple[int, int],
     first: Any,
     numbers: Any,
     tokens: Any,
@@ -243,8 +243,12 @@ def _add_expert(
     down: Any,
     *scales_and_out: Any,
 ) -> None:
-    """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do."""
+    """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do.
+
+    division: tiles of an expert's width, and how many of them a core takes at most.
+    """
     *scales, out = scales_and_out
+    tiles, most = division
     core, step, tile = (pl.program_id(axis) for axis in range(3))
     dtype = tokens.dtype
 
@@ -265,7 +269,7 @@ def _add_expert(
         out[...] += jnp.where(share > 0, share * output, 0)
 
     if tiles % facts.cores:  # the last core has fewer tiles
-        pl.when(core * -(-tiles // facts.cores) + tile < tiles)(add)
+        pl.when(core * most + tile < tiles)(add)
     else:
         add()
 

@@ -172,7 +172,7 @@ class Mlp(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         if self.kernels is not None and len(tokens) <= MAX_TOKENS:
             total = run_experts(self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0)
-            assert total is not None, "streams_mlp"
+            assert total is not None, "streams_mlp found that the kernel takes these sizes"
             return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
         weight, scale = (_take_layer(one, rank, layer) for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2)))
         down = self.down_proj

@@ -14,7 +14,7 @@ from dflash_aot.compile.models.rounding import round_to
 
 SUBLANES = 8  # rows of a TPU's float32 vector register
 # At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.
-TILE_OUTPUTS, TILE_BYTES = 1280, 5 * 2**20
+CONVERTED_OUTPUTS, CONVERTED_BYTES = 1280, 5 * 2**20
 LEAST_OUTPUTS = 16  # tiles with fewer take up to twice as long at 64 rows
 
 
@@ -85,7 +85,7 @@ def _multiply_tiles(weight: jax.Array, rows: jax.Array) -> jax.Array:
     XLA for CPU converts a whole weight before its product, which takes four to six times as long.
     """
     outputs, width = weight.shape
-    size = choose_tile(outputs, width * rows.dtype.itemsize)
+    size = count_converted_outputs(outputs, width * rows.dtype.itemsize)
     even = outputs // size * size
 
     def multiply(tile: jax.Array) -> jax.Array:
@@ -99,11 +99,11 @@ def _multiply_tiles(weight: jax.Array, rows: jax.Array) -> jax.Array:
     return columns if even == outputs else jnp.concatenate([columns, multiply(weight[even:])])
 
 
-def choose_tile(outputs: int, row_bytes: int) -> int:
+def count_converted_outputs(outputs: int, row_bytes: int) -> int:
     """How many rows of an int8 weight are converted at a time: `outputs` rows, each `row_bytes` as floats.
 
     A divisor of `outputs`, unless all are below LEAST_OUTPUTS: then the last tile is smaller.
     """
-    most = max(1, min(outputs, TILE_OUTPUTS, TILE_BYTES // row_bytes))
+    most = max(1, min(outputs, CONVERTED_OUTPUTS, CONVERTED_BYTES // row_bytes))
     even = max(size for size in range(1, most + 1) if outputs % size == 0)
     return even if even >= min(most, LEAST_OUTPUTS) else math.ceil(outputs / math.ceil(outputs / most))

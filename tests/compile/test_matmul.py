@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.models.matmul import TILE_BYTES, choose_tile, matmul
+from dflash_aot.compile.models.matmul import CONVERTED_BYTES, count_converted_outputs, matmul
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ from dflash_aot.compile.models.matmul import TILE_BYTES, choose_tile, matmul
     ],
 )
 def test_tile_is_a_divisor_or_leaves_a_smaller_last_tile(outputs, width, size):
-    assert choose_tile(outputs, 4 * width) == size
-    assert size == 1 or size * 4 * width <= TILE_BYTES
+    assert count_converted_outputs(outputs, 4 * width) == size
+    assert size == 1 or size * 4 * width <= CONVERTED_BYTES
 
 
 @pytest.mark.parametrize("shape", [(1024, 3072), (4099, 1024)], ids=["divided", "with a last tile"])
@@ -32,5 +32,5 @@ def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a
     weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
     scale = rng.random(shape[0], np.float32)
     compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * TILE_BYTES
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
     np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
