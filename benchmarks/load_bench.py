@@ -50,7 +50,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
     check_settings(settings, grid, longest)
-    ks: tuple[int | Literal["auto"], ...] = (grid.k[-1], contenders.CHOSEN, 0) if grid.k[-1] else (0,)
+    largest, *smaller = reversed(grid.k)
+    ks: list[int | Literal["auto"]] = [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
     entrants = [contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks]
     entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
     with ExitStack() as stack:

@@ -71,31 +71,38 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
 def attend_by_page(
     q: jax.Array, context: KvContext, mask: MaskOfPositions, ends: jax.Array, beside: Sequence[MaskedKeyValues]
 ) -> jax.Array:
-    """`attend` one row and one page at a time, each row up to its own end.
+    """`attend` one page at a time: of all rows as long as half of them have one, then of each row up to its end.
 
     On CPU, where XLA copies what it gathers: 0.2 to 0.6 of the time of `attend` over contiguous positions.
     """
     B, page = q.shape[0], context.page
-    last = -(-context.length // page)
+    pages = jnp.minimum((ends + page - 1) // page, context.pages)
+    shared = jnp.sort(pages)[B // 2] if B > 1 else jnp.int32(0)
+    state = _start_softmax(q)
+    for part in _divide(beside):
+        state = _add_to_softmax(q, state, *part)
 
-    def add_row(row: jax.Array, mixed: jax.Array) -> jax.Array:
+    def look(entry: jax.Array) -> jax.Array:
+        return mask(entry * page + jnp.arange(page))
+
+    def add_shared(entry: jax.Array, state: SoftmaxState) -> SoftmaxState:
+        # A row without this page reads its last one again, all masked: never what another row left behind.
+        own = jnp.minimum(entry, jnp.maximum(pages - 1, 0))
+        return _add_to_softmax(q, state, *context.read_pages(own), look(entry))
+
+    def add_row(row: jax.Array, state: SoftmaxState) -> SoftmaxState:
         def take(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(jnp.broadcast_to(x, (B, *x.shape[1:])), row, 1)
 
-        own = take(q)
-        state = _start_softmax(own)
-        for keys, values, seen in _divide(beside):
-            state = _add_to_softmax(own, state, take(keys), take(values), take(seen))
+        def add_page(entry: jax.Array, own: SoftmaxState) -> SoftmaxState:
+            return _add_to_softmax(take(q), own, *context.read_page(row, entry), take(look(entry)))
 
-        def add_page(entry: jax.Array, state: SoftmaxState) -> SoftmaxState:
-            seen = mask(entry * page + jnp.arange(page))
-            return _add_to_softmax(own, state, *context.read_page(row, entry), take(seen))
+        own = jax.lax.fori_loop(shared, pages[row], add_page, jax.tree.map(take, state))
+        return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, row, 0), state, own)
 
-        pages = jnp.minimum((ends[row] + page - 1) // page, last)
-        state = jax.lax.fori_loop(0, pages, add_page, state)
-        return jax.lax.dynamic_update_slice_in_dim(mixed, _finish_softmax(state, q.dtype), row, 0)
-
-    return jax.lax.fori_loop(0, B, add_row, jnp.zeros_like(q))
+    state = jax.lax.fori_loop(0, shared, add_shared, state)
+    state = jax.lax.fori_loop(0, B, add_row, state)
+    return _finish_softmax(state, q.dtype)
 
 
 def attend_blockwise(

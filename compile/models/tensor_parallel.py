@@ -20,7 +20,7 @@ import numpy as np
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
-from dflash_aot.compile.models.largest_values import LANES, find_largest_in_tiles, find_largest_values
+from dflash_aot.compile.models.largest_values import LANES, find_largest, find_largest_in_tiles, find_largest_values
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile
 from dflash_aot.compile.models.rounding import round_to
 
@@ -101,11 +101,20 @@ class TensorParallel:
 
     def argmax(self, logits: jax.Array) -> jax.Array:
         """float32 [.., V/count] split by tokens → the token of the largest logit, int32 [..]; the lowest of equals."""
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return self.choose_best(self.find_best(logits))
+
+    def find_best(self, logits: jax.Array) -> ValuesAndIndices:
+        """This device's part of `argmax`: float32 [.., V/count] → its largest logit and that token, each [..]."""
+        best = jax.lax.platform_dependent(logits, cpu=find_largest, default=_find_index)
+        values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+        first = 0 if self.count == 1 else jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
+        return values, best + first
+
+    def choose_best(self, found: ValuesAndIndices) -> jax.Array:
+        """The token of the largest of all devices' values, int32 [..], of what `find_best` returned on each."""
+        value, token = found
         if self.count == 1:
-            return best
-        value = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-        token = best + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
+            return token
         # One exchange instead of two. The values travel as integers, because a device may flush a token's small integer
         # to zero when its bits are read as a float32.
         packed = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
@@ -180,6 +189,10 @@ class TensorParallel:
 
 
 ONE_DEVICE = TensorParallel()
+
+
+def _find_index(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def choose_searches(vocab: int, count: int) -> dict[str, Search]:

@@ -67,6 +67,32 @@ def test_attention_of_blocks_and_of_pages_equals_attend(seed, shape, share, besi
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=2e-5)
 
 
+@partial(jit_quickly, static_argnames=())
+def attend_pages_and_whole(q, context, mask, ends, part):
+    context, look = KvContext(*context, 4 * PAGE), lambda at: mask[:, :, at]
+    return attend_by_page(q, context, look, ends, [part]), attend_whole(q, context, mask, part)
+
+
+@given(ends=st.lists(st.integers(0, 4 * PAGE), min_size=5, max_size=5), seed=st.integers(0, 99))
+@settings(max_examples=100)
+def test_rows_of_different_lengths_read_no_page_behind_their_own_end(ends, seed):
+    """What lies in other pages is NaN: multiplied by a weight of zero it would show."""
+    rng, rows, length = np.random.default_rng(seed), len(ends), 4 * PAGE
+    tables = rng.permutation(np.arange(1, 1 + 4 * rows)).reshape(rows, 4)
+    keys, values = rng.standard_normal((2, 1, 1 + 4 * rows, G, PAGE, D), np.float32)
+    part = *rng.standard_normal((2, rows, G, T, D), np.float32), np.ones((rows, T, T), bool)
+    q = rng.standard_normal((rows, G, R, T, D), np.float32)
+    mask = np.broadcast_to(np.arange(length) < np.array(ends)[:, None, None], (rows, T, length))
+    owned = [table[: -(-end // PAGE)] for table, end in zip(tables, ends, strict=True)]
+    spoiled = [pool.copy() for pool in (keys, values)]
+    for pool in spoiled:
+        pool[:, np.setdiff1d(np.arange(1 + 4 * rows), np.concatenate(owned))] = np.nan
+    _, expected = attend_pages_and_whole(q, (keys, values, 0, tables), mask, np.array(ends), part)
+    found, _ = attend_pages_and_whole(q, (*spoiled, 0, tables), mask, np.array(ends), part)
+    read = np.array(ends) > 0  # a row without pages reads the first of its table
+    np.testing.assert_allclose(found[read], expected[read], rtol=2e-5, atol=2e-5)
+
+
 def test_attend_context_goes_blockwise_above_the_score_limit(monkeypatch):
     """Only whole attention reads the NaN behind `end`, and multiplies it by a weight of zero."""
     q, context, mask, _ = make_case(0, 12, 5)

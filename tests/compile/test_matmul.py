@@ -1,11 +1,11 @@
-"""Products with int8 weights on a CPU: equal to those of floats, and converted in tiles of bounded size."""
+"""Products on a CPU: any number of rows, and int8 weights, equal to those of floats, converted in bounded tiles."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.models.matmul import CONVERTED_BYTES, count_converted_outputs, matmul
+from dflash_aot.compile.models.matmul import CONVERTED_BYTES, count_converted_outputs, count_padded_rows, matmul
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,15 @@ def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a
     compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
     np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
+
+
+@pytest.mark.parametrize(
+    ("count", "padded"), [(1, 1), (3, 3), (4, 4), (5, 8), (8, 8), (9, 16), (15, 16), (16, 16), (17, 32), (120, 128)]
+)
+def test_padding_rows_are_multiplied_and_cut_off(count, padded):
+    assert count_padded_rows(count) == padded
+    rng = np.random.default_rng(0)
+    weight, x = rng.integers(-4, 5, (24, 32)).astype(np.float32), rng.integers(-4, 5, (count, 32)).astype(np.float32)
+    lowered = jax.jit(matmul).lower(weight, x)
+    assert f"tensor<24x{padded}xf32>" in lowered.as_text()
+    np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.candidate_selector import choose_path
-from dflash_aot.compile.models.largest_values import find_largest_in_tiles, find_largest_values
+from dflash_aot.compile.models.largest_values import LANES, find_largest, find_largest_in_tiles, find_largest_values
 from dflash_aot.compile.models.matmul import matmul_by_tile
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from dflash_aot.compile.programs.acceptance import accept
@@ -126,6 +126,17 @@ def test_find_largest_values_equals_a_stable_sort(values, count):
     expected = np.argsort(-values, kind="stable")[:count]
     assert places[0].tolist() == expected.tolist()
     assert found[0].tolist() == values[expected].tolist()
+
+
+@pytest.mark.parametrize("length", [7, LANES**2, LANES**2 + 1, 50257], ids=["short", "tiles", "padded", "prime"])
+def test_find_largest_equals_argmax(length):
+    """Of ties the first, in one tile or in two; of a row without a finite value the first; and the first NaN."""
+    values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
+    values[0, 0, [5, length - 1]], values[0, 1], values[0, 2, [length - 1]] = 9, -np.inf, 9
+    values[1, 0, [3, length // 2]], values[1, 1, :] = np.nan, 2
+    found = jit_quickly(find_largest)(values)
+    assert found.dtype == np.int32
+    assert found.tolist() == values.argmax(axis=-1).tolist()
 
 
 @pytest.mark.parametrize("scaled", [False, True])
