@@ -47,7 +47,7 @@ class AdaptiveK(controller.SpeculationController):
         self._pending: Sequence[Decision] = ()  # of a bucket that is not dispatched yet
 
     def start_request(self) -> AcceptanceEstimate:
-        return AcceptanceEstimate(self._of_all)
+        return AcceptanceEstimate(AcceptanceEstimate(self._of_all, controller.OF_REQUEST), controller.RECENT)
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         self.costs.note_served(shape, seconds, resumed)

@@ -13,36 +13,36 @@ from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
-PRIOR_WEIGHT = 4.0  # drafted tokens that the expectation weighs as much as
-KEEP = 0.98  # what an outcome weighs a round later
+# What an outcome weighs a round later, and how many drafted tokens the expectation weighs as much as.
+OF_ALL, OF_REQUEST, RECENT = (0.98, 6.0), (0.99, 24.0), (0.9, 6.0)
 
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
 class AcceptanceEstimate:
-    """Running acceptance of one request, or of all. Older outcomes weigh less with every round, drafted or not.
+    """Running acceptance of all requests, of one, or of its latest rounds. Older outcomes weigh less.
 
-    The fewer recent outcomes a request has, the nearer its rate is to that of all requests: those that start together
-    learn from one another. One rate for all positions: rates of their own chose no better K on recorded texts.
+    The fewer outcomes it has, the nearer its rate is to the expected one: the latest rounds to their request, that to
+    all requests. So those that start together learn from one another. Rates for each position chose no better K.
     """
 
-    def __init__(self, of_all: "AcceptanceEstimate | None" = None):
-        """of_all: the estimate over all requests; without it, PRIOR is expected before the first outcome."""
-        self._of_all = of_all
+    def __init__(self, expected: "AcceptanceEstimate | None" = None, ages: tuple[float, float] = OF_ALL):
+        """expected: is told drafted outcomes too; without it, PRIOR is expected. ages: OF_ALL, OF_REQUEST, RECENT."""
+        self._expected, (self._keep, self._weight) = expected, ages
         self._verified = self._accepted = 0.0  # drafted tokens with a known outcome, weighted by age
 
     @property
     def rate(self) -> float:
         """How often a drafted token is accepted, given that all before it were."""
-        expected = self._of_all.rate if self._of_all else PRIOR
-        return (expected * PRIOR_WEIGHT + self._accepted) / (PRIOR_WEIGHT + self._verified)
+        expected = self._expected.rate if self._expected else PRIOR
+        return (expected * self._weight + self._accepted) / (self._weight + self._verified)
 
     def update(self, k: int, accepted: int) -> None:
         """One round: `accepted` of `k` drafted tokens were accepted. Those behind the first refused tell nothing."""
-        self._accepted = self._accepted * KEEP + accepted
-        self._verified = self._verified * KEEP + min(accepted + 1, k)
-        if k and self._of_all:
-            self._of_all.update(k, accepted)
+        self._accepted = self._accepted * self._keep + accepted
+        self._verified = self._verified * self._keep + min(accepted + 1, k)
+        if k and self._expected:
+            self._expected.update(k, accepted)
 
     def expected_tokens(self, k: int) -> list[float]:
         """Tokens that a round is expected to commit, for each K from 0 to `k`: 1 + Σ_i rate^i."""

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.controller import KEEP, PRIOR, PRIOR_WEIGHT, AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import OF_ALL, OF_REQUEST, PRIOR, RECENT, AcceptanceEstimate
 
+KEEP, PRIOR_WEIGHT = OF_ALL
 outcomes = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
 
@@ -46,6 +47,23 @@ def test_rounds_without_drafts_return_a_rate_to_that_of_all():
     for _ in range(1000):
         acceptance.update(0, 0)
     assert acceptance.rate == pytest.approx(hard) and of_all.rate == hard
+
+
+def test_latest_rounds_fall_back_to_what_their_request_showed():
+    """A long request that was easy is expected to become easy again after a few hard rounds; a hard one is not."""
+    of_all = AcceptanceEstimate()
+    requests = [AcceptanceEstimate(AcceptanceEstimate(of_all, OF_REQUEST), RECENT) for _ in range(2)]
+    for _ in range(60):
+        for request, accepted in zip(requests, (3, 0), strict=True):
+            request.update(3, accepted)
+    for _ in range(4):
+        requests[0].update(3, 0)
+    after_hard_rounds = requests[0].rate
+    for _ in range(60):
+        for request in requests:
+            request.update(0, 0)
+    easy, hard = (request.rate for request in requests)
+    assert after_hard_rounds < 0.9 < easy and hard < 0.3 < of_all.rate
 
 
 @given(st.lists(outcomes, max_size=60))
