@@ -42,7 +42,9 @@ class WarmUp:
             if not executable.called and executable not in self._broken:
                 self._call(executable)
                 return True
-        return self._controller is not None and self._time_round(self._controller)
+        if self._controller is None or not self._bundle.executables.has_ended:
+            return False  # while the loader's thread works, rounds take up to twice as long
+        return self._time_round(self._controller)
 
     def _call(self, executable: Executable) -> None:
         """An error is only logged: a request that needs the executable gets the error."""

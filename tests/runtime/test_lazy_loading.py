@@ -96,6 +96,26 @@ def test_corrupt_executable_fails_only_the_requests_that_need_it(half_executable
         assert engine.stats().compile_events == 0
 
 
+def test_rounds_are_timed_once_the_loader_has_ended(bundle):
+    """While it loads, the other core is busy, and the first shapes that can run would seem the slowest."""
+    parts = load_engine_parts(bundle("tiny"), None, None, k="auto", preload=False)
+    executables = parts.bundle.executables
+    try:
+        wait_until(lambda: executables.has_ended)
+        warm_up = WarmUp(parts.bundle, parts.state, parts.controller, parts.state.reset)
+        executables.has_ended = False
+        while warm_up.step():
+            pass
+        assert all(one.called for one in executables.list_loaded())
+        assert warm_up._untimed and not any(map(parts.controller.costs.is_measured, warm_up._untimed))
+        executables.has_ended = True
+        while warm_up.step():
+            pass
+        assert not warm_up._untimed
+    finally:
+        executables.close()
+
+
 def test_failed_warm_up_call_is_logged_and_the_state_is_reset(bundle, caplog):
     parts = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
     executables = parts.bundle.executables

@@ -52,8 +52,21 @@ def test_timed_rounds_write_kv_to_page_zero_only(bundle):
         opened.bundle.executables.close()
 
 
+def test_rounds_are_timed_at_the_middle_of_their_positions_and_programs_at_the_end(bundle):
+    opened = load_engine_parts(bundle("tiny"), None, None, "auto")
+    timer, grid = RoundTimer(opened.bundle, opened.state), opened.bundle.manifest.grid
+    batch, k = grid.batch[0], grid.k[-1]
+    for shorter, length in zip((0, *grid.length), grid.length, strict=False):
+        bucket = Bucket(batch, length, k)
+        timer.time(bucket, "greedy")
+        middle = (shorter + length) // 2 - k - 1
+        assert (np.asarray(opened.state.read(("lengths",))[0]) == middle).all()
+        timer.time_programs(bucket, "greedy")
+        assert (np.asarray(opened.state.read(("lengths",))[0]) == length - k - 1).all()
+
+
 def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
-    """As after `Engine.open`: all lengths are zero, though the timed rounds ran at full lengths."""
+    """As after `Engine.open`: all lengths are zero, though the timed rounds ran at others."""
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     times = time_rounds(opened.bundle, opened.state)
     assert set(times) == {(bucket, "greedy") for bucket in opened.bundle.manifest.grid.buckets()}
