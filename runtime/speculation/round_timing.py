@@ -17,9 +17,9 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
 from dflash_aot.runtime.speculation.cost_model import RoundTimes
 
-MAX_PASSES = 5
-ROUNDS_IN_A_ROW, ROW_SECONDS = 8, 0.02  # see `RoundTimer.time`
+MIN_PASSES, MAX_PASSES = 2, 5
 PASS_SECONDS = 2.0  # after which no further pass begins
+ROUNDS_IN_A_ROW, ROW_SECONDS = 8, 0.02  # see `RoundTimer.time`
 TIMED_STATE = ("lengths", "anchors")
 # Operations that take as long as one byte of memory: only ratios between Ks matter, until something has run.
 OPERATIONS_PER_BYTE = {"cpu": 8.0}
@@ -28,9 +28,10 @@ BYTES_PER_SECOND = 1e10  # any number: only ratios of estimates count
 
 
 def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
-    """Measures a round of every shape (K = 0: verify alone) in seconds: the shortest of up to MAX_PASSES passes.
+    """Measures a round of every shape (K = 0: verify alone) in seconds: the shortest of 2 to MAX_PASSES passes.
 
-    Every executable must have been called before. Each pass runs through all shapes, so that a moment's disturbance of
+    Every executable must have been called before. Two passes, because on CPU the first run behind the first call takes
+    up to five times as long. Each pass runs through all shapes, so that a moment's disturbance of
     the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written to page 0
     only; at the end `state` has zero lengths and anchors, as in an engine without requests.
     """
@@ -38,7 +39,7 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
     shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
     times = dict.fromkeys(shapes, math.inf)
     began, passes = time.perf_counter(), 0
-    while passes == 0 or (passes < MAX_PASSES and time.perf_counter() - began < PASS_SECONDS):
+    while passes < MIN_PASSES or (passes < MAX_PASSES and time.perf_counter() - began < PASS_SECONDS):
         for one in shapes:
             times[one] = min(times[one], rounds.time(*one))
         passes += 1
@@ -97,43 +98,36 @@ class RoundTimer:
         self._random = np.random.default_rng(0)
 
     def time(self, bucket: Bucket, mode: SamplingMode) -> float:
-        """Seconds of a round: the shorter of two, or the mean of as many as take ROW_SECONDS, at most ROUNDS_IN_A_ROW.
+        """Seconds of a round, at the middle of the lengths for which this bucket is chosen.
 
-        Of two, because on CPU the first run behind an executable's first call takes up to five times as long. In a row,
-        because the engine dispatches a round before the one before has ended: a round that is waited for also takes the
-        time of its dispatch and of waking up, which is nearly the same for each K. At the middle of the positions for
-        which this bucket is chosen. With the embedded pair K = 3 takes 2.2 times as long as K = 0 while
-        serving; timed one by one at the bucket's end it took 1.9 times, so 2.1 times.
+        Short rounds run in a row, as many as take ROW_SECONDS and at most ROUNDS_IN_A_ROW, and the mean counts: while
+        serving, the engine dispatches a round before the last one has ended, so dispatch and wake-up, which take nearly
+        the same time for each K, are hidden. Served rounds of the embedded pair take 2.2 times as long with K = 3 as
+        with K = 0. Timed one by one at the bucket's end the ratio was 1.9; timed so it is 2.1.
         """
         shorter = max((one for one in self._grid.length if one < bucket.length), default=0)
         calls = self._prepare(bucket, mode, (shorter + bucket.length) // 2)
-        seconds = min(self._run(calls, 1), self._run(calls, 1))
+        round_calls = [*calls.values()]
+        seconds = self._run(round_calls)
         rounds = min(int(ROW_SECONDS / seconds), ROUNDS_IN_A_ROW)
-        return self._run(calls, rounds) / rounds if rounds > 1 else seconds
+        return self._run(round_calls * rounds) / rounds if rounds > 1 else seconds
 
-    def _run(self, calls: Mapping[str, Callable[[], None]], rounds: int) -> float:
-        """Seconds of so many rounds in a row."""
+    def _run(self, calls: Sequence[Callable[[], None]]) -> float:
+        """Seconds of all calls together, waited for at the end."""
         began = time.perf_counter()
-        for _ in range(rounds):
-            for call in calls.values():
-                call()
+        for call in calls:
+            call()
         self._state.wait()
         return time.perf_counter() - began
 
     def time_programs(self, bucket: Bucket, mode: SamplingMode) -> dict[str, float]:
         """Seconds of each program of one round at the bucket's end, each waited for."""
-        seconds = {}
-        for program, call in self._prepare(bucket, mode, bucket.length).items():
-            began = time.perf_counter()
-            call()
-            self._state.wait()
-            seconds[program] = time.perf_counter() - began
-        return seconds
+        return {program: self._run([call]) for program, call in self._prepare(bucket, mode, bucket.length).items()}
 
     def _prepare(self, bucket: Bucket, mode: SamplingMode, end: int) -> Mapping[str, Callable[[], None]]:
         """The calls of one round by program. Each needs the result of the one before, so that none of them overlap.
 
-        end: the kv positions of each row behind the round.
+        end: kv positions of each row after the round; K + 1 if that is more.
         """
         bundle, state = self._bundle, self._state
         start = max(end - bucket.k - 1, 0)

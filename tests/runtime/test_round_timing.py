@@ -1,5 +1,7 @@
 """Round times measured when a bundle is opened."""
 
+from itertools import pairwise
+
 import numpy as np
 from msgspec import structs
 
@@ -56,7 +58,7 @@ def test_rounds_are_timed_at_the_middle_of_their_positions_and_programs_at_the_e
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     timer, grid = RoundTimer(opened.bundle, opened.state), opened.bundle.manifest.grid
     batch, k = grid.batch[0], grid.k[-1]
-    for shorter, length in zip((0, *grid.length), grid.length, strict=False):
+    for shorter, length in pairwise((0, *grid.length)):
         bucket = Bucket(batch, length, k)
         timer.time(bucket, "greedy")
         middle = (shorter + length) // 2 - k - 1
