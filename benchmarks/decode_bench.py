@@ -127,7 +127,7 @@ def add_times(sample: Mapping[str, Any]) -> Sample:
 
 
 def compute_tau(samples: Samples) -> float:
-    """Tokens per round, over all rounds."""
+    """1 + accepted drafted tokens per round, over all rounds; a limit that cuts the last round's tokens does not count."""
     accepted = tables.collect(samples, "accepted")
     return 1 + sum(accepted) / len(accepted)
 
@@ -203,7 +203,8 @@ def tabulate_acceptance(runs: Sequence[Samples]) -> tables.Table:
     ]
     title = "Tokens per round (τ), and the share of rounds in which the drafted token at each position stood"
     note = (
-        "τ counts the target's own token. Over rounds: all tokens by all rounds. Mean of prompts: of each prompt's τ."
+        "τ: 1 + accepted drafted tokens per round, also those that the limit cut off. Over rounds: of all rounds. "
+        "Mean of prompts: of each prompt's τ."
     )
     chosen = [note_chosen_k(samples) for samples in runs if samples[0]["k"] is None]
     return tables.make_table("acceptance", title, runs, columns, " ".join((note, *chosen)))

@@ -1,13 +1,14 @@
 """dflash-bench: runs benchmarks, keeps every sample, renders pages. Tables: standard output; progress: standard error.
 
-dflash-bench decode …               tokens per second, τ and the parts of a round at every K, and PyTorch
+dflash-bench decode …               tokens per second and τ at every K, and PyTorch
 dflash-bench load …                 throughput and latency with many callers, in closed and open loops
 dflash-bench startup …              time from process start to first token, and that of jax.jit, cold and cached
-dflash-bench host …                 work of the host per round
+dflash-bench host …                 work of the host per round, and the parts of a round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench quality …              what int8 weights change: next token, KL divergence, τ
 dflash-bench sampling …             accepted draft tokens per position at temperature > 0, and the bound
+dflash-bench structured …           tokens per round and time per token under JSON schemas
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
 dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages

@@ -10,10 +10,9 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle, warm_up_e
 from dflash_aot.runtime.executables.required_executables import list_round_shapes
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
 from dflash_aot.runtime.speculation.controller import SpeculationController
-from dflash_aot.runtime.speculation.round_timing import RoundTimer
+from dflash_aot.runtime.speculation.round_timing import MAX_PASSES, RoundTimer
 
 logger = logging.getLogger(__name__)
-TIMING_PASSES = 5  # the shortest counts
 
 
 class WarmUp:
@@ -31,7 +30,7 @@ class WarmUp:
         shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k)
         untimed = [one for one in shapes if self._controller and not self._controller.costs.is_measured(one)]
         # Pass by pass, so that a moment's disturbance of the machine hits few timings of one shape.
-        self._untimed = untimed * TIMING_PASSES
+        self._untimed = untimed * MAX_PASSES
         self._broken: set[Executable] = set()
 
     def step(self) -> bool:
