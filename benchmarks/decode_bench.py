@@ -127,7 +127,7 @@ def add_times(sample: Mapping[str, Any]) -> Sample:
 
 
 def compute_tau(samples: Samples) -> float:
-    """1 + accepted drafted tokens per round, over all rounds; a limit that cuts the last round's tokens does not count."""
+    """1 + accepted drafted tokens per round, over all rounds, also those that the limit cut off."""
     accepted = tables.collect(samples, "accepted")
     return 1 + sum(accepted) / len(accepted)
 

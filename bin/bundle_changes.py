@@ -130,6 +130,7 @@ def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationRep
     signer = check_signature(bundle, content, options.key) if options.key is not None else None
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
+    signers = list_signers(bundle, content)  # a corrupt signature file is reported before anything is moved or run
     promises, flaws = list_expected_files(bundle, manifest), find_file_flaws(bundle, manifest)
     moved, left = quarantine_flaws(bundle, manifest, flaws) if options.quarantine else ({}, None)
     calls = emulation = golden = None
@@ -146,7 +147,7 @@ def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationRep
         bytes=sum(promise.blob.bytes for promise in promises),
         flaws=tuple(flaws),
         strays=tuple(find_unexpected_files(bundle, manifest)),
-        signers=list_signers(bundle, content),
+        signers=signers,
         verified_key=signer.id if signer else None,
         quarantined={str(path): str(place) for path, place in moved.items()},
         not_quarantined=left,

@@ -8,7 +8,7 @@ from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest, reb
 from dflash_aot.cache.bundle.quarantine import FaultKind
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import quarantine_files
-from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.cache.self_test import SelfTests, set_up_self_tests
 
 
@@ -61,10 +61,16 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
     BuildFailed where the bundle cannot be written.
     """
     store, compared = Store(bundle), 0
-    faults, entries = [], []
+    faults: list[SelfTestFault] = []
+    entries = []
     with SelfTests(set_up_self_tests(bundle, manifest)) as self_tests:
         for entry in manifest.entries:
-            result = self_tests.run(entry)
+            try:
+                result = self_tests.run(entry)
+            except IncompatibleBundle:
+                if not faults:
+                    raise
+                break  # what is wrong so far is reported and set aside
             if result.fault:
                 faults.append(
                     SelfTestFault(entry.signature.label, store.executable_path(entry), result.fault, result.reason)

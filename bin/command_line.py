@@ -31,6 +31,11 @@ from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 from dflash_aot.cache.printable import escape_json, escape_line
 
+# Flags of files, directories, checkpoints and stores: an unset shell variable must not stand for the default.
+PATH_FLAGS = frozenset(
+    {"target", "draft", "bundle", "rebuild", "store", "golden", "record_golden", "emulated", "key"}
+    | {"require_signature", "input", "output", "api_keys", "tls_certificate", "tls_key"}
+)
 QUOTED_BOOL = re.compile(r"\(default: '(true|false)'\)")
 
 
@@ -113,7 +118,10 @@ def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Se
     if "--version" in argv[1:]:
         print(f"dflash-aot {importlib.metadata.version('dflash-aot')}, jaxlib {jaxlib_version()}")
         raise _HelpShown
-    return flag_values(argv)[1:]
+    arguments = flag_values(argv)[1:]
+    if empty := sorted(name for name in PATH_FLAGS.intersection(flag_values) if flag_values[name].value == ""):
+        raise BadInput(f"--{empty[0]} is empty: name something, or leave the flag out. Is a shell variable unset?")
+    return arguments
 
 
 def decode_text(content: bytes, source: str) -> str:

@@ -7,6 +7,7 @@ entries/<key>.json       build records: a killed build continues from them, a bu
 set-aside/               quarantined files, with the reason
 """
 
+import hashlib
 import os
 import stat
 import tempfile
@@ -172,17 +173,6 @@ class Store:
         """Quarantines an executable that fails its self-test, so that no build uses it again; see `quarantine_file`."""
         return quarantine_file(self.bundle, self.executable_path(entry), kind, words)
 
-    def stored_bytes(self, signatures: Iterable[Signature]) -> int:
-        """Returns the bytes that executables and programs of these signatures already take, according to their records.
-
-        Counts one executable for each signature, although the store may hold builds by several compilers. Verifies
-        nothing.
-        """
-        held = dict[Path, Blob]()
-        for entry in self._list_records_of(signatures):
-            held |= self._list_blobs(entry)
-        return sum(blob.bytes for path, blob in held.items() if _has_size(path, blob))
-
     def list_stored(self, signatures: Iterable[Signature]) -> list[Signature]:
         """Returns those of these signatures that have a build record and files of the right sizes."""
         return [
@@ -234,6 +224,13 @@ class Store:
             for entry in manifest.entries:
                 if not (self._entries / f"{entry.key}.json").exists():
                     self.write_record(entry)
+
+    def hash_manifest(self) -> str | None:
+        """The sha256 of the manifest's file, whatever is in it; None where none can be read."""
+        try:
+            return hashlib.sha256(read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES)).hexdigest()
+        except OSError:
+            return None
 
     def publish(self, manifest: Manifest) -> None:
         """Replaces the manifest, and removes signatures over an older one.

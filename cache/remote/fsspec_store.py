@@ -65,9 +65,12 @@ class FsspecStore:
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._ask(0, self._system.info, name)["size"])
+            size = self._ask(0, self._system.info, name)["size"]
         except FileNotFoundError:
             return None
+        if size is None:  # of a web server that sends no Content-Length
+            raise StoreFailed(f"{self.url}/{name}: the server does not tell how large it is")
+        return int(size)
 
     def write(self, name: str, content: bytes) -> None:
         put = self._system.pipe_file if self._puts_whole else self._write_and_rename

@@ -46,6 +46,7 @@ class BuildJob:
         conversions: by model, what the bundle makes of the weights of quantized checkpoints.
         names_formats: the manifest names the weight formats even if all are plain: a quantized checkpoint has another
             default.
+        planned_over: sha256 of the bundle's manifest when the job was planned, see `Store.hash_manifest`.
     """
 
     target: TargetModel
@@ -61,6 +62,7 @@ class BuildJob:
     ray_address: str | None = None
     conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
     names_formats: bool = False
+    planned_over: str | None = None
 
 
 def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
@@ -72,6 +74,7 @@ def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None
         check_ray_target(job.build_target)
     check_memory(job.deployment, observer)
     with job.store.open_for_building():
+        check_unchanged(job)
         check_disk_space(job)
         if job.known:
             job.store.restore_records(job.known)
@@ -95,15 +98,24 @@ def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None
     return msgspec.structs.replace(compilation, entries=entries)
 
 
+def check_unchanged(job: BuildJob) -> None:
+    """Raises BuildFailed where another build published the bundle since this one was planned: it would be lost."""
+    if job.store.hash_manifest() != job.planned_over:
+        raise BuildFailed(
+            f"{job.store.bundle} was published again while this build was planned, maybe with another grid. Try again: "
+            "what it has is kept"
+        )
+
+
 def check_disk_space(job: BuildJob) -> None:
     """Raises BadInput where the disk has less free space than the missing executables are estimated to take."""
-    signatures, pair = job.source.signatures, job.deployment.programs.pair
-    estimate = estimate_build(signatures, pair, job.deployment.platform)
-    missing = estimate.bytes - job.store.stored_bytes(signatures) if estimate else 0
+    stored = {signature.label for signature in job.store.list_stored(job.source.signatures)}
+    missing = [signature for signature in job.source.signatures if signature.label not in stored]
+    estimate = estimate_build(missing, job.deployment.programs.pair, job.deployment.platform)
     free = shutil.disk_usage(job.store.bundle).free
-    if missing > free:
+    if estimate and estimate.bytes > free:
         raise BadInput(
-            f"{job.store.bundle}: {len(signatures)} executables take about {format_bytes(missing)} more on disk, and "
+            f"{job.store.bundle}: {len(missing)} executables take about {format_bytes(estimate.bytes)} on disk, and "
             f"{format_bytes(free)} are free there. Make room, name another directory with --bundle, or a smaller grid"
         )
 

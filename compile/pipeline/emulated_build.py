@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.bundle.manifest import Manifest, rebuild_command
+from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences, jaxlib_version
-from dflash_aot.cache.errors import BadInput, BuildFailed, IncompatibleBundle
+from dflash_aot.cache.errors import BadInput, BuildFailed, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
@@ -67,9 +67,11 @@ def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: Build
 
     What `into` holds already is not compiled for the CPU again.
 
-    Raises BadInput if the bundle is not for TPUs, IncompatibleBundle if another compiler made it, and as `precompile`.
+    Raises BadInput if the bundle is not for TPUs or `into` holds another one, IncompatibleBundle if another compiler
+    made it, and as `precompile`.
     """
     environment, topology = manifest.environment, find_topology(bundle, manifest)
+    check_destination(into, manifest)
     devices = attach_devices("cpu", None, environment.device_count)
     with WorkerPool(topology, into, jobs=1) as pool:
         if found := find_differences(environment, pool.environment):
@@ -80,6 +82,22 @@ def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: Build
             )
         source = EmulatedPrograms(manifest, Store(bundle), pool)
         _build(manifest, source, devices, into, observer)
+
+
+def check_destination(into: Path, manifest: Manifest) -> None:
+    """Raises BadInput if `into` holds a bundle that no emulation of this one made: it would be replaced.
+
+    Only emulated bundles are for CPUs and take the weights of a TPU. Raises CorruptBundle as `read_manifest`.
+    """
+    try:
+        found = read_manifest(into)
+    except MissingBundle:
+        return
+    if found.environment.platform != "cpu" or found.weights != manifest.weights:
+        raise BadInput(
+            f"{into} holds a bundle for {found.environment.device_kind} that is no emulation of this one, and would be "
+            "replaced: name another directory"
+        )
 
 
 def build_plain_bundle(manifest: Manifest, into: Path, observer: BuildObserver | None = None) -> None:
@@ -113,6 +131,7 @@ def _build(
         build_target=devices,
         store=Store(into),
         self_test=False,
+        planned_over=Store(into).hash_manifest(),
     )
     run_build(job, observer or BuildObserver())
 

@@ -42,8 +42,7 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
     except CorruptBundle as error:
         return GridChange(grid, sampling, f"the grid of the bundle is not kept: {error}")
     if other := _find_difference(manifest, requested, build_target):
-        count = len(manifest.entries)
-        return GridChange(grid, sampling, f"the bundle's {count} executables are replaced: they are for {other}")
+        return GridChange(grid, sampling, _describe_replacement(manifest, other))
     try:
         both = grid.united(manifest.grid)
     except BadInput as error:
@@ -63,21 +62,27 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
     return GridChange(both, modes, kept)
 
 
-def describe_loss(bundle: Path, requested: Deployment) -> str:
+def describe_loss(bundle: Path, requested: Deployment, build_target: BuildTarget) -> str:
     """What leaves the bundle where exactly the requested grid is built; "" if nothing does."""
     try:
         manifest = read_manifest(bundle)
     except CorruptBundle:  # nothing can be read, so nothing is lost; MissingBundle is one
         return ""
+    if other := _find_difference(manifest, requested, build_target):
+        return _describe_replacement(manifest, other)
     labels = {signature.label for signature in requested.programs.list_signatures(requested.grid)}
     dropped = [entry.signature for entry in manifest.entries if entry.signature.label not in labels]
     if not dropped:
         return ""
     return (
-        f"--exact: {len(dropped)} of {len(manifest.entries)} executables leave the bundle "
+        f"{len(dropped)} of {len(manifest.entries)} executables leave the bundle "
         f"({_count_programs([signature.program for signature in dropped])}); its grid was '{manifest.grid}', sampling "
         f"{','.join(manifest.sampling)}. dflash-bundle gc removes their files"
     )
+
+
+def _describe_replacement(manifest: Manifest, other: str) -> str:
+    return f"the bundle's {len(manifest.entries)} executables are replaced: they are for {other}"
 
 
 def _count_programs(names: Collection[str]) -> str:

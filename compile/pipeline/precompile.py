@@ -49,6 +49,7 @@ from dflash_aot.compile.pipeline.executable_builder import check_jax_version
 from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
+from dflash_aot.compile.pipeline.reproducibility import check_second_devices
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -135,6 +136,8 @@ def precompile(
         ray_address=ray_address,
     )
     check_tau(tau, job.deployment.grid, job.deployment.chip)
+    if check_reproducible:
+        check_second_devices(job.build_target)
     return _build(job, store, check_reproducible, tau, observer)
 
 
@@ -214,6 +217,7 @@ def rebuild(
     """
     directory = choose_directory(str(bundle), f"Fetch it: dflash-bundle fetch {bundle}")
     own_store = Store(_choose_bundle(into) if into is not None else directory)
+    planned_over = own_store.hash_manifest()
     manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
     check_consistent(directory, manifest)
     observer = observer or BuildObserver()
@@ -236,7 +240,10 @@ def rebuild(
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         ray_address=ray_address,
         names_formats=manifest.formats is not msgspec.UNSET,
+        planned_over=planned_over,
     )
+    if into is not None and (message := describe_loss(own_store.bundle, job.deployment, build_target)):
+        observer.on_info(message)
     return _build(job, store, False, tau, observer)
 
 
@@ -270,6 +277,7 @@ def _prepare_build(
     ray_address: str | None = None,
 ) -> BuildJob:
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
+    planned_over = Store(bundle).hash_manifest()  # before anything is read of it
     kinds = check_sampling_kinds(sampling, f"--sampling '{','.join(sampling)}'")
     target_facts, draft_facts = read_pair(target, draft)
     by_batch_size = num_speculative_tokens_per_batch_size
@@ -286,7 +294,7 @@ def _prepare_build(
     formats = choose_formats(weights, draft_weights, stored, dtype)
     deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target, formats)
     if exact:
-        message = describe_loss(bundle, deployment)
+        message = describe_loss(bundle, deployment, build_target)
     else:
         change = add_to_bundle(bundle, deployment, build_target)
         message, chosen = change.message, change.grid
@@ -306,6 +314,7 @@ def _prepare_build(
         jobs=jobs,
         self_test=self_test,
         ray_address=ray_address,
+        planned_over=planned_over,
     )
 
 

@@ -12,9 +12,9 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
-from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
-from dflash_aot.compile.pipeline.build_target import name_target
+from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_target
 
 SECOND_BUILD = "import json, sys; from dflash_aot.compile import precompile; precompile(**json.load(sys.stdin))"
 
@@ -38,6 +38,15 @@ class Comparison(msgspec.Struct, frozen=True):
     def summary(self) -> str:
         counts = (("keys", self.same_keys), ("programs", self.same_programs), ("executables", self.same_bytes))
         return ", ".join(f"{same} of {self.executables} {what}" for what, same in counts) + " are the same"
+
+
+def check_second_devices(target: BuildTarget) -> None:
+    """Raises BadInput for an attached TPU: this process holds it, and the second build is another process."""
+    if isinstance(target, TargetDevices) and target.environment.platform == "tpu":
+        raise BadInput(
+            "--check_reproducible: only one process can use a TPU, and the second build is another one. Build with "
+            "--topology on a machine without a TPU: that gives the same executables"
+        )
 
 
 def check_reproducible(bundle: Path, jobs: int) -> Comparison:

@@ -354,6 +354,16 @@ def test_manifest_without_a_valid_signature_is_refused_before_parsing(manage, co
         assert done.code == 3 and words in done.err and "manifest.sig.json" in done.err and done.out == ""
 
 
+def test_corrupt_signature_file_is_reported_before_files_are_moved(manage, copy):
+    path = blob(copy)
+    cut(path)
+    (copy / "manifest.sig.json").write_text("{")
+    done = manage("verify", copy)
+    assert done.code == 3 and "manifest.sig.json" in done.err and path.exists()
+    (copy / "manifest.sig.json").unlink()
+    assert manage("verify", copy).code == 3 and not path.exists()
+
+
 def test_inspect_says_that_a_signature_is_of_another_manifest(manage, copy, make_key):
     manage("sign", copy, "--key", make_key("ours")[0])
     rewrite(copy, xla_flags="--xla_other=1")

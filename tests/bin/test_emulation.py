@@ -100,6 +100,10 @@ def test_answers_equal_those_of_the_cpus_programs(tied, tmp_path):
     assert "7 of 7 emulated executables compute what the program says" in done.stdout
     assert "golden, float32 on cpu: 32 of 32 tokens equal" in done.stdout
     assert verify(kept, "--golden", tmp_path / "none.json", *pair).returncode == 2
+    before = (bundle / "manifest.json").read_bytes()
+    own = verify(bundle, "--execute", f"--emulated={bundle}")
+    assert own.returncode == 2 and "that is no emulation of this one, and would be replaced" in own.stderr
+    assert (bundle / "manifest.json").read_bytes() == before
     other = verify(bundle, "--execute", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
     assert other.returncode == 4 and "libtpu_init_args: built with" in other.stderr
 

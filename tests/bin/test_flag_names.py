@@ -2,10 +2,12 @@
 
 import pytest
 
-from dflash_aot.bin import precompile, run, serve
+from dflash_aot.bin import bench, bundle, precompile, run, serve
+from dflash_aot.bin.command_line import PATH_FLAGS
 from dflash_aot.bin.flag_names import FLAG_NAMES, find_unknown_flag
 from tests.bin.test_processes import dflash, finish
 
+ALL = (bench, bundle, precompile, run, serve)
 MODULES = {"dflash-precompile": precompile, "dflash-run": run, "dflash-serve": serve}
 NAMES = {"bundle", "k", "json"}
 
@@ -39,3 +41,24 @@ def test_unknown_flag_is_refused_without_importing_jax(command, monkeypatch):
     code, _, told = finish(dflash(command, "--bundel=x"))
     assert code == 2 and "Unknown command line flag 'bundel'. Did you mean: bundle ?" in told
     assert "import 'absl.flags'" in told and "import 'jax" not in told
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (precompile, ["--store="]),
+        (precompile, ["--target=", "--draft=x"]),
+        (run, ["--prompt=x", "--bundle="]),
+        (serve, ["--api_keys", ""]),
+        (bundle, ["verify", "nowhere", "--golden="]),
+    ],
+)
+def test_empty_path_is_refused(command, module, arguments):
+    """As an unset shell variable leaves it: no default takes its place, and no check is left out."""
+    done = command(module, *arguments)
+    assert done.code == 2 and " is empty: name something, or leave the flag out. Is a shell variable unset?" in done.err
+
+
+def test_flags_that_must_not_be_empty_exist():
+    known = set().union(*(module.FLAGS for module in ALL if hasattr(module, "FLAGS")))
+    assert known >= PATH_FLAGS

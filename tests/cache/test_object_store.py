@@ -227,6 +227,8 @@ def test_endless_response_is_closed():
         thread.start()
         with pytest.raises(CorruptBundle, match="name: more than the limit of 9 bytes"):
             open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY).read("name", 9)
+        with pytest.raises(StoreFailed, match="name: the server does not tell how large it is"):
+            open_object_store(f"http://127.0.0.1:{server.server_port}", HASTY).size("name")
         server.shutdown()
         thread.join()
     assert 0 < EndlessHandler.sent < EndlessHandler.TOTAL

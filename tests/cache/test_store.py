@@ -291,7 +291,7 @@ def test_failed_publish_keeps_the_signature_of_the_old_manifest(store, manifest,
     assert not signatures.exists()
 
 
-# -- stored bytes
+# -- what is stored
 
 
 def cut(path):
@@ -303,28 +303,26 @@ def dangle(path):
     path.symlink_to("nowhere")
 
 
-def test_stored_bytes_counts_executables_with_build_records(store, manifest):
+def test_stored_are_executables_with_build_records(store, manifest):
     wanted = [entry.signature for entry in manifest.entries[:2]]
-    held = sum(entry.bytes + entry.program.bytes for entry in manifest.entries[:2])
-    assert store.stored_bytes(wanted) == held
     (store.bundle / "executables" / ("0" * 64)).write_bytes(b"of nobody")
-    assert store.stored_bytes(wanted) == held
-    assert store.stored_bytes([]) == 0
+    assert store.list_stored(wanted) == wanted
+    assert store.list_stored([]) == []
 
 
-def test_stored_bytes_counts_one_executable_per_signature(store, entry, texts):
+def test_executable_of_several_compilers_is_stored_once(store, entry, texts):
     blob, executable = pack_blob(make_stand_in("made by another compiler"))
     store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack_blob(texts[2])[1])
-    assert store.stored_bytes([entry.signature]) - entry.program.bytes in (entry.bytes, blob.bytes)
+    assert store.list_stored([entry.signature]) == [entry.signature]
 
 
 @pytest.mark.parametrize(
     "damage", [cut, Path.unlink, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere")), dangle]
 )
-def test_stored_bytes_ignores_missing_truncated_and_linked_files(store, entry, blob_path, damage):
+def test_missing_truncated_and_linked_files_are_not_stored(store, entry, blob_path, damage):
     damage(blob_path)
     (store.bundle / "entries" / f"{'0' * 64}.json").write_bytes(b"{")
-    assert store.stored_bytes([entry.signature]) == entry.program.bytes
+    assert store.list_stored([entry.signature]) == []
 
 
 # -- locks and permissions

@@ -3,15 +3,19 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import msgspec
 import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed, MissingBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
+from dflash_aot.compile.pipeline.build_target import attach_devices
+from dflash_aot.compile.pipeline.reproducibility import check_second_devices
 
 GRID = "batch=1 length=16 k=0 prefill=4"
 EFFECTS = """
@@ -75,6 +79,40 @@ def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
     assert rebuild(tmp_path).entries == report.entries
     assert capfd.readouterr() == ("", "")
     assert jax.config.values["jax_enable_compilation_cache"] == cache
+
+
+def test_build_that_was_planned_over_an_older_bundle_is_refused(pair, tmp_path):
+    """Between planning and compiling, another build of the same bundle ends. It stays, and a second try adds to it."""
+    options = {**pair, "bundle": tmp_path, "platform": "cpu", "sampling": ["greedy"], "self_test": False}
+
+    class Meanwhile(BuildObserver):
+        def on_plan(self, deployment):
+            precompile(**options, grid=GRID)
+
+    wider = "batch=1 length=16 k=0,1 prefill=4"
+    with pytest.raises(BuildFailed, match="was published again while this build was planned"):
+        precompile(**options, grid=wider, observer=Meanwhile())
+    assert str(read_manifest(tmp_path).grid) == GRID
+    precompile(**options, grid=wider)
+    assert str(read_manifest(tmp_path).grid) == wider
+
+
+def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
+    observer, options = RecordingObserver(), {**pair, "grid": GRID, "platform": "cpu", "sampling": ["greedy"]}
+    count = len(precompile(**options, bundle=tmp_path / "a", self_test=False).entries)
+    precompile(**options, bundle=tmp_path / "b", dtype="bfloat16", self_test=False)
+    rebuild(tmp_path / "a", into=tmp_path / "b", self_test=False, observer=observer)
+    assert observer.messages == [f"the bundle's {count} executables are replaced: they are for another dtype, bfloat16"]
+
+
+def test_second_build_beside_an_attached_tpu_is_refused():
+    """A TPU belongs to one process. Only the environment says what is attached here."""
+    attached = attach_devices("cpu", None, 1)
+    check_second_devices(attached)
+    with pytest.raises(BadInput, match="only one process can use a TPU"):
+        check_second_devices(
+            replace(attached, environment=msgspec.structs.replace(attached.environment, platform="tpu"))
+        )
 
 
 def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd):
