@@ -75,6 +75,10 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down. Try again later, or another server", "draining", retry=True)
 
 
+def timed_out(limit: float) -> ApiError:
+    return ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
+
+
 def internal_error(request_id: str, code: str) -> ApiError:
     return ApiError(500, f"the server failed at this request. The cause is in its log, under {request_id}", code)
 

@@ -17,6 +17,7 @@ from dflash_aot.server.api_errors import (
     from_validation_errors,
     invalid_json,
     shutting_down,
+    timed_out,
     to_api_error,
 )
 from dflash_aot.server.demo_page import add_demo_page
@@ -26,6 +27,7 @@ from dflash_aot.server.request_parsing import (
     ParsedRequest,
     check_model_name,
     count_choices,
+    name_output_form,
     parse_chat,
     parse_completion,
 )
@@ -137,11 +139,16 @@ async def _respond(
     model, key = state.model, request.state.key
     admission = key_limits.admit(key, count_choices(body))
     parsing = partial(key_limits.parse, key, partial(parse, model, body))
-    starting = start_generation(model.engine, admission, parsing, state.limits.request_seconds)
+    ends = request.state.began + state.limits.request_seconds
+    starting = start_generation(model.engine, admission, parsing, ends)
     try:
         generation = await cancel_on_disconnect(request.receive, starting)
     except ClientDisconnected:
         return Response(status_code=CLIENT_DISCONNECTED)
+    except TimeoutError as error:
+        raise timed_out(state.limits.request_seconds) from error
+    except BadInput as error:
+        raise name_output_form(body, error) from error
     builder = make_builder(
         state=state,
         model=model,

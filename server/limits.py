@@ -101,7 +101,11 @@ class KeyLimits:
         thread. Raises what `parse` raises."""
         turn, loop = self._turns[key], asyncio.get_running_loop()
         await turn.acquire()
-        working = self._executor.submit(parse)
+        try:
+            working = self._executor.submit(parse)
+        except BaseException:  # no thread can be started
+            turn.release()
+            raise
 
         def release(_: Future[T]) -> None:
             with suppress(RuntimeError):  # the loop was closed meanwhile

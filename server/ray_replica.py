@@ -105,8 +105,13 @@ def build(options: Options) -> serve.Application:
             "line, or without_keys=true if the proxy listens to its own machine only"
         )
     keys = make_keys(read_keys(options.api_keys), str(options.api_keys)) if options.api_keys else ApiKeys()
-    limits = ServerLimits(drain_seconds=options.drain_seconds)
-    return make_deployment(options, slots).bind(config, limits, keys)
+    return make_deployment(options, slots).bind(config, choose_limits(options, slots), keys)
+
+
+def choose_limits(options: Options, slots: int) -> ServerLimits:
+    """Limits under which a replica takes all that Ray sends it, also with one key or none."""
+    choices = max(ServerLimits.choices_per_key, slots + options.max_waiting)
+    return ServerLimits(drain_seconds=options.drain_seconds, choices_per_key=choices)
 
 
 def make_deployment(options: Options, slots: int) -> serve.Deployment:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.requests.request_builder import masks_min_tokens
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
 from dflash_aot.runtime.structured_output.json_schema import check_schema
@@ -167,7 +168,8 @@ def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
     if model.tool_family is None and choice in (None, "auto"):
         message = "the chat template of this model knows no tools: force a call by tool_choice, or leave tools out"
         raise ApiError(400, message, "not_built", "tools")
-    return model.tool_family or HERMES
+    family = model.tool_family or HERMES
+    return replace(family, parallel=family.parallel and body.parallel_tool_calls is not False)
 
 
 def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
@@ -182,8 +184,7 @@ def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
     }
     for at, tool in enumerate(tools):
         check_schema(tool.function.parameters or {}, f"tools.{at}.function.parameters")
-    parallel = body.parallel_tool_calls is not False and not isinstance(choice, ChosenTool)
-    return write_call_grammar(family, functions, parallel)
+    return write_call_grammar(family, functions, parallel=not isinstance(choice, ChosenTool))
 
 
 def encode_text(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -305,7 +306,7 @@ def _make_params(
     params = SamplingParams(
         **{"temperature": model.temperature, **given, "max_tokens": max_tokens, "logprobs": logprobs}
     )
-    _check_built(model, params)
+    _check_built(model, params, "tool_choice" if forced else "response_format")
     return params
 
 
@@ -324,8 +325,22 @@ def _read_output_form(body: SampledRequest) -> Mapping[str, Any] | None:
     return form
 
 
-def _check_built(model: ServedModel, params: SamplingParams) -> None:
-    """Raises ApiError for what was not precompiled; clients cannot use the command in the engine's own message."""
+def name_output_form(body: SampledRequest, error: BadInput) -> BadInput | ApiError:
+    """The engine's refusal of a form of the output, by the field that the client gave."""
+    if not (message := str(error)).startswith("structured_outputs"):
+        return error
+    if body.structured_outputs is not None:
+        return ApiError(400, message, "invalid_value", "structured_outputs")
+    kind, field = ("json", "response_format") if body.response_format else ("grammar", "tools")
+    return ApiError(400, message.replace(f"structured_outputs.{kind}", field, 1), "invalid_value", field)
+
+
+def _check_built(model: ServedModel, params: SamplingParams, form: str = "response_format") -> None:
+    """Raises ApiError for what was not precompiled; clients cannot use the command in the engine's own message.
+
+    form: the field that asks for the form of the output. Clients of OpenAI know response_format; structured_outputs is
+    vLLM's word for the same.
+    """
     if params.sampled_fields and not model.can_sample:
         message = f"this server has greedy decoding only; not supported: {', '.join(params.sampled_fields)}"
         raise ApiError(400, message, "not_built", params.sampled_fields[0])
@@ -334,8 +349,7 @@ def _check_built(model: ServedModel, params: SamplingParams) -> None:
         message = "min_tokens needs a bundle built with --sampling greedy,sample,constrain, unless no token is a stop"
         raise ApiError(400, message, "not_built", "min_tokens")
     if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
-        field = "response_format"  # clients of OpenAI know it; structured_outputs is vLLM's word for the same
-        raise ApiError(400, "this server was built without structured output", "not_built", field)
+        raise ApiError(400, "this server was built without structured output", "not_built", form)
     if params.prompt_logprobs is not None and "prompt_logprobs" not in model.engine.manifest.sampling:
         message = (
             "log-probabilities of prompts need a bundle that was built with --sampling greedy,sample,prompt_logprobs"

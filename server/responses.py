@@ -13,7 +13,7 @@ import msgspec
 
 from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 from dflash_aot.runtime.requests.request import Delta
-from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, internal_error, shutting_down, to_api_error
+from dflash_aot.server.api_errors import NOT_ANSWERED, internal_error, shutting_down, timed_out, to_api_error
 from dflash_aot.server.response_formats import ChoiceOutput, JsonFields, ResponseFormat, format_usage
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.server_state import ServerState
@@ -51,8 +51,7 @@ class ResponseBuilder(ABC):
         """Raises ApiError for a choice that was cancelled or failed."""
         self.choices[index].add(delta)
         if delta.finish_reason == "cancelled":
-            limit = self.state.limits.request_seconds
-            raise ApiError(504, f"the request took longer than the limit of {limit:g} s", "timeout")
+            raise timed_out(self.state.limits.request_seconds)
         if delta.finish_reason == "error":
             if self.state.draining:
                 raise shutting_down()

@@ -184,9 +184,9 @@ def _to_chat_content(content: str | Sequence[InputPart]) -> str | list[JsonField
 
 
 def list_asked(body: ResponsesRequest) -> JsonFields:
-    """The fields of a request that its response repeats."""
+    """The fields of a request that its response repeats. Raises ApiError for one that no response can hold."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
-    return {
+    asked = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
@@ -197,6 +197,14 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.tool_choice or "auto",
     }
+    for name, value in asked.items():
+        try:
+            msgspec.json.encode(value)
+        except UnicodeEncodeError as error:  # half of a character, which a response cannot repeat
+            raise ApiError(
+                400, f"{name} has a text that is not Unicode: {error.reason}", "invalid_value", name
+            ) from error
+    return asked
 
 
 # Fields that every response has with the values that change nothing.

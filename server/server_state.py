@@ -22,15 +22,18 @@ class Watchdog:
     stall_seconds: float = STALL_SECONDS
     _work: int = -1
     _since: float = 0.0
+    _was_busy: bool = False  # at the last call
 
     def is_stalled(self, stats: Counters, now: float) -> bool:
-        """Whether requests have run without any progress for longer than `stall_seconds`; `now` in monotonic seconds.
+        """Whether requests have run or waited without any progress for longer than `stall_seconds`.
 
-        To be called now and then: progress is measured from call to call.
+        now: monotonic seconds. To be called now and then: progress is measured from call to call.
         """
         work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
-        if work != self._work or not stats.running:
+        is_busy = bool(stats.running or stats.waiting)
+        if work != self._work or not (is_busy and self._was_busy):
             self._work, self._since = work, now
+        self._was_busy = is_busy
         return now - self._since > self.stall_seconds
 
 

@@ -1,6 +1,7 @@
 """Streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -52,19 +53,21 @@ async def start_generation(
     engine: Engine,
     admission: AbstractContextManager[None],
     parse: Callable[[], Awaitable[ParsedRequest]],
-    deadline: float,
+    ends: float,
 ) -> Generation:
     """Submits all choices of a request, or none.
 
-    admission: entered before `parse`, left when the generation is closed. deadline: see `Engine.stream`.
-    Raises what `admission` and `parse` raise, QueueFull, EngineFailed.
+    admission: entered before `parse`, left when the generation is closed. ends: when the request is cancelled, in
+    monotonic seconds. Raises what `admission` and `parse` raise, TimeoutError where parsing takes until `ends`,
+    QueueFull, EngineFailed.
     """
     with ExitStack() as stack:
         stack.enter_context(admission)
-        request = await parse()
+        async with asyncio.timeout(ends - time.monotonic()):
+            request = await parse()
         streams = []
         for prompt, params in request.list_choices():
-            stream = await engine.asubmit(prompt, params, deadline=deadline)
+            stream = await engine.asubmit(prompt, params, deadline=max(ends - time.monotonic(), 0.001))
             stack.callback(stream.close)
             streams.append(stream)
         return Generation(request, streams, stack.pop_all().close)

@@ -161,6 +161,9 @@ class ToolCallParser:
         marker = self.family.begin.strip()
         if not marker:  # a call is the whole answer
             return self._find_bare_begin()
+        if self.calls and not self.family.parallel:  # one was asked for: what comes behind it is dropped
+            self._held = ""
+            return None
         before, found, after = self._held.partition(marker)
         if not found:
             before = before[: len(before) - _count_overlap(before, marker)]

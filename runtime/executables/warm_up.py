@@ -13,6 +13,7 @@ from dflash_aot.runtime.speculation.controller import SpeculationController
 from dflash_aot.runtime.speculation.round_timing import MAX_PASSES, RoundTimer
 
 logger = logging.getLogger(__name__)
+FAILURES = (DflashError, MemoryError, RuntimeError)  # RuntimeError: JAX's errors are such
 
 
 class WarmUp:
@@ -49,7 +50,7 @@ class WarmUp:
         """An error is only logged: a request that needs the executable gets the error."""
         try:
             warm_up_executable(executable, self._state)
-        except (DflashError, MemoryError, RuntimeError) as error:
+        except FAILURES as error:
             logger.error(error)
             self._broken.add(executable)
             self._reset()
@@ -59,8 +60,12 @@ class WarmUp:
         self._untimed = [shape for shape in self._untimed if not controller.costs.is_served(shape)]
         for index, shape in enumerate(self._untimed):
             if self._bundle.has_run(shape, multi_round=False):
-                controller.costs.set_measured(shape, self._timer.time(*shape))
-                self._timer.clear()
                 del self._untimed[index]
+                try:
+                    controller.costs.set_measured(shape, self._timer.time(*shape))
+                    self._timer.clear()
+                except FAILURES as error:  # served rounds will tell how long they take
+                    logger.error("a round was not timed: %s", error)
+                    self._reset()
                 return True
         return False

@@ -426,8 +426,8 @@ class Scheduler:
     def make_room(self) -> tuple[list[Request], RoundPlan | None]:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
 
-        The least important ones go first, of these the newest. They continue where they were: with the same seeds at
-        the same positions. Returns those that were preempted, and the next round.
+        The least important ones go first, of these the newest. They continue where they were: a given seed chooses
+        the same tokens. Returns those that were preempted, and the next round.
         """
         preempted: list[Request] = []
         while True:

@@ -78,7 +78,11 @@ class GrammarCompiler:
         if flaw := check_structured_outputs(asked):
             raise BadInput(f"{FIELD}: {flaw}")
         ((kind, value),) = asked.items()
-        matcher, shortest = self._compile(_WRITERS[kind](value), tuple(value) if kind == "choice" else ())
+        try:
+            written = _WRITERS[kind](value)
+        except ValueError as error:  # half of a character that JSON and Python let pass, for example
+            raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(str(error))}") from error
+        matcher, shortest = self._compile(written, tuple(value) if kind == "choice" else ())
         if matcher.is_error():
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(matcher.get_error())}")
         return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest, self._ends)
@@ -113,7 +117,8 @@ def _write_schema(given: str | Mapping[str, Any]) -> str:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{FIELD}.json is not JSON: {error}") from error
     check_schema(schema, f"{FIELD}.json")
-    return LLMatcher.grammar_from_json_schema(dict(schema), overrides=JSON_FORM)
+    # As text, because llguidance takes no larger integer than 2^64 from a dict.
+    return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema)), overrides=JSON_FORM)
 
 
 def _write_grammar(grammar: str) -> str:

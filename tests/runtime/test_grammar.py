@@ -145,6 +145,9 @@ def nest(depth: int) -> dict:
         ({"regex": "a(?=b)"}, "regex is refused"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"at most {MAX_GRAMMAR_BYTES}"),
         ({"regex": ""}, "regex needs a text"),
+        ({"regex": "a\ud800"}, "regex is refused"),
+        ({"json": {"const": "a\ud800"}}, r"structured_outputs\.json is refused"),
+        ({"json": {"type": "number", "maximum": float("nan")}}, r"structured_outputs\.json is refused"),
         ({"grammar": "start: missing"}, "grammar is refused"),
         ({"grammar": "::="}, "grammar is"),
     ],
@@ -152,6 +155,10 @@ def nest(depth: int) -> dict:
 def test_bad_grammars_are_refused_with_the_reason(compiler, asked, message):
     with pytest.raises(BadInput, match=message):
         compiler.compile(asked)
+
+
+def test_integers_of_256_bits_may_be_limits(compiler):
+    compiler.compile({"json": {"type": "integer", "maximum": 2**256 - 1}})
 
 
 @pytest.mark.parametrize(

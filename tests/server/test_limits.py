@@ -7,13 +7,15 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import PARSING_THREADS, UNFINISHED_BODIES, KeyLimits, ServerLimits
+from dflash_aot.server.streaming import start_generation
 from tests.runtime.stepper import LONG
 from tests.server.conftest import KEY, Server
 from tests.server.raw_client import ENDLESS, RawClient, head, read_error, wait_until_busy, wait_until_idle
@@ -390,3 +392,23 @@ def test_stream_above_the_time_limit_ends_with_an_error(strict_server):
         "code": "timeout",
     }
     wait_until_idle(strict_server)
+
+
+def test_time_spent_parsing_counts():
+    """No engine is asked: the texts take too long."""
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(start_generation(None, nullcontext(), partial(asyncio.sleep, 60), began + 0.05))
+    assert time.monotonic() - began < 30
+
+
+def test_turn_is_given_back_where_no_thread_starts():
+    limits = KeyLimits(ServerLimits())
+    limits._executor.shutdown()
+
+    async def parse_twice():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot schedule"):
+                await asyncio.wait_for(limits.parse(0, int), 30)
+
+    asyncio.run(parse_twice())

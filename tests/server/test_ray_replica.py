@@ -191,12 +191,13 @@ def test_health_check_fails_when_the_engine_has_failed(bundle):
 
 
 def test_deployment_limits_requests_to_slots_and_queue():
-    from dflash_aot.server.ray_replica import Options, make_deployment  # noqa: PLC0415  it imports Ray
+    from dflash_aot.server.ray_replica import Options, choose_limits, make_deployment  # noqa: PLC0415  it imports Ray
 
     options = Options(bundle="bundle", replicas=3, actor={"resources": {"TPU": 4}}, max_waiting=5)
     deployment = make_deployment(options, slots=4)
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (3, 9)
     assert deployment.ray_actor_options["resources"] == {"TPU": 4}
+    assert [choose_limits(options, slots).choices_per_key for slots in (4, 64)] == [64, 69]
 
 
 @pytest.mark.parametrize("k", ["[[1, 4, 7], [5, 8, 0]]", [[1, 4, 7], [5, 8, 0]]], ids=["text", "yaml"])

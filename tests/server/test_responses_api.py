@@ -46,6 +46,14 @@ def test_earlier_output_may_be_given_as_input(client):
     assert second.output_text == chat.choices[0].message.content
 
 
+def test_text_that_no_response_can_repeat_is_refused_before_anything_is_generated(served):
+    """Half of a character, as JavaScript cuts texts."""
+    with served.client() as http:
+        body = '{"input": "import os", "metadata": {"title": "\\ud83d"}}'
+        refused = http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "metadata"
+
+
 def test_structured_output_follows_its_schema(client):
     response = client.responses.create(input="Where to?", text=FORM, model="embedded", max_output_tokens=60)
     assert response.status == "completed" and json.loads(response.output_text)["city"] in ("Paris", "Rome")

@@ -24,3 +24,16 @@ def test_watchdog_ignores_an_idle_engine():
     assert not watchdog.is_stalled(Counters(rounds=5), 0)
     assert not watchdog.is_stalled(Counters(rounds=5), 1000)
     assert not watchdog.is_stalled(Counters(rounds=5, running=1), 1005)
+    assert watchdog.is_stalled(Counters(rounds=5, running=1), 1015.1)
+
+
+def test_request_that_begins_long_after_the_last_look_is_not_stalled():
+    watchdog = Watchdog(stall_seconds=10)
+    assert not watchdog.is_stalled(Counters(rounds=5), 0)
+    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 300)
+
+
+def test_requests_that_wait_for_a_slot_in_vain_are_noticed():
+    watchdog = Watchdog(stall_seconds=10)
+    assert not watchdog.is_stalled(Counters(waiting=1), 0)
+    assert watchdog.is_stalled(Counters(waiting=2), 10.1)

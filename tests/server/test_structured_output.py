@@ -56,7 +56,7 @@ def test_vllms_structured_outputs_apply_to_completions_too(client):
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
-            "refused",
+            "- response_format is refused",
         ),
         ({"response_format": {"type": "xml"}}, "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
@@ -75,10 +75,14 @@ def test_bundle_without_structured_output_refuses_it(start_server):
     server = start_server(name="one row").wait_until_ready()
     with server.client() as http:
         response = http.post("/v1/chat/completions", json={"messages": MESSAGES, "response_format": STRICT})
+        tool = {"tools": [STOP], "tool_choice": "required"}
+        forced = http.post("/v1/chat/completions", json={"messages": MESSAGES, **tool})
         least = {"prompt": [5, 6], "max_tokens": 4, "min_tokens": 2}
         stopped = http.post("/v1/completions", json={**least, "ignore_eos": True, "stop_token_ids": [5]})
         free = http.post("/v1/completions", json={**least, "stop_token_ids": []})
-    assert response.status_code == 400 and response.json()["error"]["code"] == "not_built"
+    for refused, field in ((response, "response_format"), (forced, "tool_choice")):
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "not_built", field)
     assert stopped.status_code == 400 and stopped.json()["error"]["param"] == "min_tokens"
     assert free.status_code == 200 and free.json()["usage"]["completion_tokens"] == 4
 
@@ -99,6 +103,7 @@ WEATHER = {
         },
     },
 }
+UNIQUE = {"type": "function", "function": {"name": "f", "parameters": {"type": "array", "uniqueItems": True}}}
 STOP = {"type": "function", "function": {"name": "stop_all"}}
 
 
@@ -141,6 +146,7 @@ def test_conversation_with_calls_and_their_results_is_accepted(client):
         ({"tools": [WEATHER, WEATHER], "tool_choice": "required"}, "a name twice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "no function 'f'"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [UNIQUE], "tool_choice": "required"}, "- tools is refused: .*uniqueItems"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "name"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": STRICT}, "has its own form"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),

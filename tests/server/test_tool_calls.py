@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -45,6 +46,11 @@ ANSWERS = {
         HERMES,
         f"{write_hermes('f', {'a': [1, {}]})}\n{write_hermes('g', {})}",
         ("", [("f", '{"a": [1, {}]}'), ("g", "{}")]),
+    ),
+    "one of two": (
+        replace(HERMES, parallel=False),
+        f"Now.\n{write_hermes('f', PARIS)}\n{write_hermes('g', {})} and more",
+        ("Now.", [("f", json.dumps(PARIS))]),
     ),
     "marker alone": (HERMES, "<tool_call>\nnothing", ("<tool_call>\nnothing", [])),
     "no object": (
