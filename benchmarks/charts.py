@@ -10,6 +10,7 @@ from dflash_aot.cache.errors import BadInput
 
 # Okabe and Ito (2008): colours for every kind of colour vision. Each also has its own mark and hatching.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+LINES = ("-", "--", ":")  # of the first eight series, of the next
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # lines: dots make an SVG ten times as long
 STYLE = {
@@ -61,8 +62,10 @@ def draw_chart(chart: Chart) -> bytes:
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
-        look = {"color": COLOURS[place], "marker": MARKS[place], "markersize": 5, "label": series.label}
-        axes.errorbar(series.x, series.y, yerr=_error_bars(series), capsize=3, **look)
+        cycle, look = divmod(place, len(COLOURS))
+        style = {"color": COLOURS[look], "marker": MARKS[look], "markersize": 5, "label": series.label}
+        style["linestyle"] = LINES[cycle % len(LINES)]
+        axes.errorbar(series.x, series.y, yerr=_error_bars(series), capsize=3, **style)
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({x for series in chart.series for x in series.x}), minor=False)
@@ -80,9 +83,12 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     tops = dict.fromkeys(names, 0.0)
     for place, series in enumerate(chart.series):
         shift = 0.0 if stacked else (place - (len(chart.series) - 1) / 2) * width
-        look = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white", "label": series.label}
+        cycle, look = divmod(place, len(COLOURS))
+        style = {"color": COLOURS[look], "hatch": HATCHES[(look + cycle) % len(HATCHES)], "label": series.label}
         centres, bottom = [names.index(x) + shift for x in series.x], [tops[x] for x in series.x]
-        axes.bar(centres, series.y, width, yerr=_error_bars(series), bottom=bottom, capsize=3, **look)
+        axes.bar(
+            centres, series.y, width, yerr=_error_bars(series), bottom=bottom, capsize=3, edgecolor="white", **style
+        )
         tops |= {x: tops[x] + y for x, y in zip(series.x, series.y, strict=True)} if stacked else {}
     texts = [name if isinstance(name, str) else f"{name:g}" for name in names]
     rotated = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if len("".join(texts)) > FLAT_LETTERS else {}

@@ -11,6 +11,8 @@ from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.cache.errors import BadInput, PeerFailed
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 
+REQUESTS_PER_CONNECTION = 4  # at least: with one each, a run is a burst
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -22,7 +24,7 @@ class ServeSettings:
     )
     target: str = setting(EMBEDDED, "the target whose tokenizer makes the prompts: directory or hub id")
     connections: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), "requests at a time; one run for each", least=1)
-    prompts: int = setting(32, "requests of each run", least=1)
+    prompts: int = setting(32, "requests of each run, and at least 4 for each connection", least=1)
     prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
     max_tokens: int = setting(32, "new tokens of each answer", least=1)
     rate: float | None = setting(None, "requests per second at independent times; default: as fast as possible")
@@ -59,11 +61,13 @@ def make_command(settings: ServeSettings, model: str, connections: int, artifact
         "endpoint-type": "completions",
         "tokenizer": locate_checkpoint(settings.target, "target"),
         "concurrency": connections,
-        "request-count": settings.prompts,
+        "request-count": max(settings.prompts, REQUESTS_PER_CONNECTION * connections),
+        "warmup-request-count": connections,
         "prompt-input-tokens-mean": settings.prompt_tokens,
         "prompt-output-tokens-mean": settings.max_tokens,
         "random-seed": settings.seed,
-        "extra-inputs": "temperature:0",
+        # Every run sends the same prompts, so their kv must not be there already.
+        "extra-inputs": json.dumps({"temperature": 0, "ignore_eos": True, "prefix_caching": False}),
         "artifact-dir": artifacts,
         "ui": "none",
         **({} if settings.rate is None else {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}),

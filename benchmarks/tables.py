@@ -119,10 +119,21 @@ def percentile_columns(
     scale: float | None = None,
     name_median: bool = True,
 ) -> list[Column]:
-    """A column for each percentile; the first one has the whole header, the others only "p95"."""
+    """A column for each percentile; the first one has the whole header, the others only "p95".
+
+    Empty where no value lies above the percentile: the 99th of 50 values would be their maximum.
+    """
+
+    def choose(percent: float) -> Callable[[Samples], Sequence[float]]:
+        def find(samples: Samples) -> Sequence[float]:
+            values = collect(samples, value) if isinstance(value, str) else [*value(samples)]
+            return values if percent <= 50 or len(values) * (100 - percent) >= 100 else ()
+
+        return find
+
     names = [f"p{percent:g}" for percent in percents]
     names[0] = f"{header} {names[0]}" if name_median else header
-    return [Column(name, value, at_percent(one), scale) for name, one in zip(names, percents, strict=True)]
+    return [Column(name, choose(one), at_percent(one), scale) for name, one in zip(names, percents, strict=True)]
 
 
 def ratio_column(header: str, compare_row: Callable[[Samples], Estimate | None]) -> Column:

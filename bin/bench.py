@@ -8,7 +8,7 @@ dflash-bench kflat …                time of a verification against its rows, P
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench quality …              what int8 weights change: next token, KL divergence, τ
 dflash-bench sampling …             accepted draft tokens per position at temperature > 0, and the bound
-dflash-bench structured …           tokens per round and time per token under JSON schemas
+dflash-bench structured …           tokens per round and time of an answer under JSON schemas
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
 dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages

@@ -82,3 +82,10 @@ def test_other_data_gives_another_file():
 
 def test_series_differ_without_colours():
     assert len(set(COLOURS)) == len(set(MARKS)) == len(set(HATCHES)) == 8
+
+
+@pytest.mark.parametrize("kind", ["line", "bar", "stack"])
+def test_more_series_than_colours_are_told_apart(kind):
+    names = [f"contender {number}" for number in range(2 * len(COLOURS) + 2)]
+    chart = Chart("many", "Many", "", "ms", tuple(Series(name, (1, 2), (1.0, 2.0)) for name in names), kind)
+    assert set(names) <= read_texts(draw_chart(chart))

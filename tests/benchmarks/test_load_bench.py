@@ -38,9 +38,10 @@ def test_contenders_take_turns_at_every_number_of_callers(take):
     assert [one["way"] for one in samples] == [*first, *second, *second, *first]
     assert load_bench.find_fault(samples) == ""
     two = next(one for one in samples if one["callers"] == 2)
-    assert two["tokens"] == [hash_tokens(say(prompt, 4)) for prompt in PROMPTS]
-    assert (two["first_us"], two["end_us"]) == ([500_000] * 3, [2_000_000] * 3)
-    assert (two["seconds"], two["rounds"]) == (2.0, 9)
+    assert two["tokens"] == [hash_tokens(say(PROMPTS[number], 4)) for number in two["prompts"]]
+    assert two["prompts"] == [0, 1, 2] * 3  # at least 4 for each caller
+    assert (two["first_us"], two["end_us"]) == ([500_000] * 9, [2_000_000] * 9)
+    assert (two["seconds"], two["rounds"]) == (2.0, 27)
 
 
 def test_other_tokens_make_the_record_void(take):
@@ -120,7 +121,7 @@ def closed(way: str, callers: int, repeat: int, seconds: float) -> dict:
     """Two answers of five tokens."""
     facts = {"kind": "closed", "way": way, "exact": True, "callers": callers, "repeat": repeat, "seconds": seconds}
     times = {"tokens": ["x", "y"], "prompts": [0, 1], "first_us": [10_000, 30_000], "end_us": [18_000, 46_000]}
-    counted = {"rounds": 4, "rows": 8, "row_rounds": 4, "padded_rows": 2, "host_us": 2000, "compile_events": 0}
+    counted = {"rounds": 4, "rows": 8, "row_rounds": 4, "host_us": 2000, "compile_events": 0}
     return facts | times | counted
 
 
@@ -156,14 +157,15 @@ def test_callers_have_a_row_for_each_contender(findings):
         ("2", "engine, K = 7", "3.33", "2.50-5.00"),
         ("2", "jax.jit loop, K = 7", "1.67", "1.25-2.50"),
     ]
-    # 2 and 4 ms per token after the first one; 10 and 30 ms to that; 8 tokens of 4 rows of rounds; 2 of 8 rows padded
-    assert rows[0][4:] == ("3.00", "4.00", "20.0", "30.0", "2.00", "0.500", "25.0%")
+    # 2 and 4 ms per token after the first one; 10 and 30 ms to that; 8 tokens of 4 rows of rounds; 4 of 8 rows idle.
+    # Six answers have no 95th percentile.
+    assert rows[0][4:] == ("3.00", "", "20.0", "", "2.00", "0.500", "50.0%")
 
 
 def test_arrivals_have_a_row_for_each_rate(findings):
     rows = list(findings.tables[1].rows)
     assert [row[:4] for row in rows] == [("2", "engine, K = 7", "4", "1"), ("4", "engine, K = 7", "4", "1")]
-    assert rows[0][4:] == ("20.0", "38.0", "39.6", "2.00", "4.70", "4.94", "28.0", "56.8", "59.4", "0.100")
+    assert rows[0][4:] == ("20.0", "", "", "2.00", "", "", "28.0", "", "", "")
 
 
 def test_charts_have_the_values_of_the_tables(findings):

@@ -47,7 +47,8 @@ def test_client_runs_once_for_each_number_of_connections(url, tmp_path):
     run_client(settings, "out", lambda words: None)
     first, second = (tmp_path / "asked").read_text().splitlines()
     assert first.startswith("profile --streaming") and f"--model toy --url {url}" in first
-    assert "--concurrency 1 " in first and "--artifact-dir out/serve-1 " in first
+    assert "--concurrency 1 " in first and "--artifact-dir out/serve-1 " in first and "--request-count 32 " in first
+    assert "--warmup-request-count 4 " in second and '"prefix_caching": false' in second
     assert "--concurrency 4 " in second and "--request-rate 2.5 --arrival-pattern poisson" in second
 
 

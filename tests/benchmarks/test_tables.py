@@ -53,7 +53,7 @@ def test_columns_reduce_the_values_of_a_row():
     columns = [
         label("contender", "way"),
         Column("ms", "us", scale=1e-3),
-        *percentile_columns("time", "us", (50, 100), 1e-3),
+        *percentile_columns("time", "us", (50, 95), 1e-3),  # three values have no 95th percentile
         range_column("least-most", "seconds"),
         Column("rounds", "us", len, show=str),
         Column("end", "end", first, show="{:.0f}".format),
@@ -61,10 +61,10 @@ def test_columns_reduce_the_values_of_a_row():
         Column("of 4 s", pick("us", seconds=4.0)),
     ]
     table = make_table("t", "A title", [SAMPLES, SAMPLES[:1]], columns, "A note", [("x",) * 9])
-    assert table.header == ("contender", "ms", "time p50", "p100", "least-most", "rounds", "end", "nothing", "of 4 s")
+    assert table.header == ("contender", "ms", "time p50", "p95", "least-most", "rounds", "end", "nothing", "of 4 s")
     assert table.rows == (
-        ("a", "3.00", "3.00", "5.00", "2.00-4.00", "3", "7", "", "5000"),
-        ("a", "2.00", "2.00", "3.00", "2.00-2.00", "2", "", "", ""),
+        ("a", "3.00", "3.00", "", "2.00-4.00", "3", "7", "", "5000"),
+        ("a", "2.00", "2.00", "", "2.00-2.00", "2", "", "", ""),
         ("x",) * 9,
     )
 
@@ -76,3 +76,10 @@ def test_series_has_medians_with_ranges_or_intervals():
     assert plain.low is None and plain.y == (2.0, 4.0)
     interval = make_series("s", points, "interval")
     assert interval.low == (1.0, 4.0) and interval.high == (6.0, 4.0)
+
+
+def test_percentiles_need_values_above_them():
+    columns = percentile_columns("time", "us", (50, 95, 99))
+    rows = [[{"us": list(range(count))}] for count in (1, 20, 100)]
+    table = make_table("t", "A title", rows, columns, "")
+    assert table.rows == (("0.00", "", ""), ("9.50", "18.1", ""), ("49.5", "94.0", "98.0"))

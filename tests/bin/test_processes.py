@@ -15,7 +15,7 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.environment import is_tpu_attached
+from dflash_aot.cache.environment import is_tpu_attached, libtpu_version
 from dflash_aot.runtime import Engine, SamplingParams
 
 TIMEOUT = 300  # seconds, for a busy machine
@@ -185,7 +185,7 @@ def test_plan_without_a_tpu_does_not_start_the_tpu_compiler(tied):
     assert code == 0 and "executables" in err and not NOISE.search(err)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="libtpu is for Linux")
+@pytest.mark.skipif(not libtpu_version(), reason="libtpu is not installed")
 def test_killed_build_for_a_tpu_leaves_no_worker_and_is_resumed(tied, tmp_path):
     """The TPU compiler runs in workers only, and prints nothing to the terminal."""
     pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path / 'bundle'}", "--jobs=1"]

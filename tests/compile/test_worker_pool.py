@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
@@ -27,7 +28,7 @@ SLICE = parse_topology("v5e:1x1")
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 LOGS = "dflash-worker-*.log"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libtpu is for Linux")
+pytestmark = pytest.mark.skipif(not libtpu_version(), reason="libtpu is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -396,10 +396,8 @@ def test_stream_above_the_time_limit_ends_with_an_error(strict_server):
 
 def test_time_spent_parsing_counts():
     """No engine is asked: the texts take too long."""
-    began = time.monotonic()
     with pytest.raises(TimeoutError):
-        asyncio.run(start_generation(None, nullcontext(), partial(asyncio.sleep, 60), began + 0.05))
-    assert time.monotonic() - began < 30
+        asyncio.run(start_generation(None, nullcontext(), partial(asyncio.sleep, LONG), time.monotonic() + 0.05))
 
 
 def test_turn_is_given_back_where_no_thread_starts():
