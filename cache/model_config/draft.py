@@ -3,32 +3,12 @@
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
-from dflash_aot.cache.model_config.dflash2 import ARCHITECTURE, CONVOLUTION_KEYS, SELECTOR_KEYS, is_dflash2
+from dflash_aot.cache.model_config.dflash2 import ARCHITECTURE
+from dflash_aot.cache.model_config.draft_relatives import refuse_relatives
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
 from dflash_aot.cache.model_config.zlab_draft import read_zlab
-
-# Keys of draft models of other kinds, some of which use DFlash's name.
-UNSUPPORTED_KEYS = {
-    "projector_type": "Domino",
-    "markov_rank": "DSpark",
-    "markov_head_type": "DSpark",
-    "enable_confidence_head": "DSpark",
-    "confidence_head": "DSpark",
-    "selector": "another form of DFlash2",
-    "selector_config": "another form of DFlash2",
-    "dflash2_dynamic_conv": "another form of DFlash2",
-    "dflash2_candidate_selector": "another form of DFlash2",
-    "dflash_context_residual": "DFlash with a context residual",
-    "dflash_block_position_embedding": "DFlash with position embeddings in the block",
-    "dflash_gated_layer_fusion": "DFlash with gated fusion of target layers",
-    "shift_label": "a draft whose rows predict the next token",
-    "sample_from_anchor": "a draft that samples its anchor",
-}
-ACCEPTED_VALUES = {"projector_type": "dflash"}  # values of these keys that a DFlash draft may have
-UNSUPPORTED_ARCHITECTURES = {"DSparkDraftModel": "DSpark", "DominoDraftModel": "Domino"}
-MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:
@@ -36,7 +16,7 @@ def read_draft(config: ConfigFile, target: Target) -> Draft:
 
     Raises BadCheckpoint, also for weights in a format that cannot be loaded.
     """
-    _refuse_relatives(config)
+    refuse_relatives(config)
     read_quantization(config)
     draft = read_speculators(config) if is_speculators(config) else _read_as_zlab(config, target)
     _check_pair(config, target, draft)
@@ -60,22 +40,6 @@ def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
             f"(speculators_config).{hint}"
         )
     return read_zlab(config, target)
-
-
-def _refuse_relatives(config: ConfigFile) -> None:
-    """Raises BadCheckpoint for relatives of DFlash that draft in another way."""
-    for name in config.optional("architectures", list) or []:
-        if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
-            raise config.refusal("architectures", name, f"this is {relative}, which is not supported")
-    for place in (config, config.section("dflash_config")):
-        for key, relative in UNSUPPORTED_KEYS.items():
-            if (value := place.values.get(key)) and value != ACCEPTED_VALUES.get(key):
-                raise place.refusal(key, value, f"this is {relative}, which is not supported")
-        for key in () if is_dflash2(config) else (*CONVOLUTION_KEYS, *SELECTOR_KEYS):
-            if value := place.values.get(key):
-                raise place.refusal(key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}")
-    if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
-        raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
 
 
 def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:

@@ -23,6 +23,7 @@ from dflash_aot.cache.model_config.dflash2 import (
     refuse_unknown_keys,
     refuse_unknown_layer_keys,
 )
+from dflash_aot.cache.model_config.draft_relatives import UNSUPPORTED_KEYS
 from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
@@ -34,9 +35,10 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
     """Reads a draft's facts. Its layers are Qwen3's, whatever `model_type` says. Raises BadCheckpoint."""
     inner = config.section("dflash_config")
     if second := is_dflash2(config):
-        refuse_unknown_keys(inner, {*OWN_KEYS, "causal", "projector_type"})
+        refuse_unknown_keys(inner, {*OWN_KEYS, *UNSUPPORTED_KEYS, "causal", "projector_type"})
         refuse_unknown_layer_keys(
-            config, {*OWN_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"}
+            config,
+            {*OWN_KEYS, *UNSUPPORTED_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"},
         )
     decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
     places = (inner, config)
@@ -73,17 +75,21 @@ def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int, second: bo
     A sliding layer is causal inside the block unless `is_causal` is false; without that key `dflash_config.causal`
     decides, which vLLM reads. `is_causal: true` makes full layers causal inside the block too. By transformers'
     Qwen3Config no layer has a window without `use_sliding_window`: DFlash2 configs (`second`) that contradict
-    themselves so are refused. With it, absent keys have the defaults of that class.
+    themselves so are refused. With it, absent keys have the defaults of that class. `dflash_config.use_swa` of a draft
+    whose `layer_types` has no sliding layer makes all of them slide, not causal inside the block by themselves, and
+    `dflash_config.swa_window_size` comes before `sliding_window`, as vLLM reads both.
     """
     if windowed := config.optional("use_sliding_window", bool):
         config = ConfigFile(config.path, {**WINDOW_DEFAULTS, **config.values})
     sliding = read_sliding_layers(config, layers)
+    everywhere = not any(sliding) and bool(inner.optional("use_swa", bool))
     flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
-    causal = next((flag for flag in flags if flag is not None), True)
+    causal = next((flag for flag in flags if flag is not None), not everywhere)
     full = SlidingWindow(UNLIMITED_WINDOW, causal=True) if flags[0] else None
-    if not any(sliding):
+    if not any(sliding) and not everywhere:
         return (full,) * layers
     if second and not windowed:
         raise config.refusal("use_sliding_window", windowed, "but layer_types has sliding_attention")
-    window = SlidingWindow(config.positive("sliding_window"), causal)
-    return tuple(window if slides else full for slides in sliding)
+    place, key = (inner, "swa_window_size") if inner.has("swa_window_size") else (config, "sliding_window")
+    window = SlidingWindow(place.positive(key), causal)
+    return tuple(window if slides or everywhere else full for slides in sliding)

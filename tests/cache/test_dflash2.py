@@ -125,6 +125,14 @@ def test_every_key_that_transformers_writes_is_accepted():
 
 
 @pytest.mark.parametrize(
+    "inner",
+    [{"projector_type": "dflash2"}, {"projector_type": "dflash"}, {"sample_from_anchor": False, "selector": ""}],
+)
+def test_keys_that_say_what_is_so_anyway_are_accepted(read_changed, inner):
+    assert read_changed(inner) == read_changed()
+
+
+@pytest.mark.parametrize(
     ("inner", "changes", "words"),
     [
         ({"selector_rank": 0}, {}, f"{INNER}selector_rank is 0: expected a positive number"),

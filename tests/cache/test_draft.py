@@ -71,7 +71,7 @@ def test_other_architectures_are_refused(read_changed_draft, refusal, architectu
 
 @pytest.mark.parametrize(
     ("name", "relative"),
-    [("DSparkDraftModel", "DSpark"), ("DominoDraftModel", "Domino")],
+    [("DSparkDraftModel", "DSpark"), ("DominoDraftModel", "Domino"), ("LiLiCorrDraftModel", "LiLiCorr")],
 )
 def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, refusal, name, relative):
     message = refusal(read_changed_draft, architectures=[name])
@@ -80,6 +80,7 @@ def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, r
 
 RELATIVES = [
     ("projector_type", "domino", "Domino"),
+    ("projector_type", "dspark", "DSpark"),
     ("markov_rank", 256, "DSpark"),
     ("markov_head_type", "gru", "DSpark"),
     ("enable_confidence_head", True, "DSpark"),
@@ -93,6 +94,11 @@ RELATIVES = [
     ("dflash_gated_layer_fusion", True, "DFlash with gated fusion of target layers"),
     ("shift_label", True, "a draft whose rows predict the next token"),
     ("sample_from_anchor", True, "a draft that samples its anchor"),
+    ("attention_sink_bias", True, "DFlash with attention sinks"),
+    ("add_swa_attention_sink_bias", True, "DFlash with attention sinks"),
+    ("attention_value_scale", 0.5, "DFlash with scaled values"),
+    ("is_neox_style", False, "DFlash with rotated neighbours"),
+    ("open_spec_config_version", "0.0.0", "an Open Spec Config, a format of speculators"),
 ]
 
 
@@ -111,6 +117,7 @@ def test_relative_of_dflash_is_refused_by_its_keys(
     [
         {"projector_type": "dflash", "shift_label": False, "sample_from_anchor": False},
         {"markov_rank": 0, "enable_confidence_head": False, "confidence_head": None, "selector": ""},
+        {"attention_sink_bias": False, "attention_value_scale": 1.0, "is_neox_style": True},
         {"dflash2_dynamic_conv": False, "dflash2_candidate_selector": False, "dflash_context_residual": False},
     ],
 )
@@ -118,6 +125,12 @@ def test_unset_key_of_a_relative_is_ignored(read_changed_draft, read_changed_spe
     assert read_changed_draft(**unset) == read_changed_draft()
     assert read_changed_draft(unset) == read_changed_draft()
     assert read_changed_speculators(**unset) == read_changed_speculators()
+
+
+def test_projector_of_another_kind_is_refused(read_changed_draft, refusal):
+    for value in ("dflash2", "mlp", 5):
+        words = f"dflash_config.projector_type is {value!r}: expected dflash"
+        assert refusal(read_changed_draft, {"projector_type": value}) == FILE + words
 
 
 def test_mask_embedding_file_is_refused(write_config, published, refusal):

@@ -166,6 +166,29 @@ def test_full_layers_are_not_causal(read_changed_draft, inner, changes):
     assert read_changed_draft(inner, **changes).windows == (None,) * 5
 
 
+@pytest.mark.parametrize(
+    ("inner", "changes", "window"),
+    [
+        ({}, {}, SlidingWindow(2048, causal=False)),
+        ({"causal": True}, {}, SlidingWindow(2048, causal=True)),
+        ({}, {"is_causal": True}, SlidingWindow(2048, causal=True)),
+        ({"swa_window_size": 64}, {}, SlidingWindow(64, causal=False)),
+        ({"swa_window_size": 64}, {"sliding_window": None, "layer_types": None}, SlidingWindow(64, causal=False)),
+    ],
+)
+def test_use_swa_makes_all_layers_slide(read_changed_draft, inner, changes, window):
+    """As exporters write it: layer_types are those of full attention, or missing."""
+    draft = read_changed_draft({"use_swa": True, **inner}, **{"sliding_window": 2048, **changes})
+    assert draft.windows == (window,) * 5
+
+
+def test_use_swa_leaves_sliding_layer_types_alone(read_changed_draft):
+    inner = {"use_swa": True, "swa_window_size": 64}
+    windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096).windows
+    assert windows == (SlidingWindow(64, causal=True), None, SlidingWindow(64, causal=True), None, None)
+    assert read_changed_draft({"use_swa": False}, sliding_window=4096).windows == (None,) * 5
+
+
 def test_is_causal_makes_full_layers_causal_in_the_block(read_changed_draft):
     causal = SlidingWindow(UNLIMITED_WINDOW, causal=True)
     assert read_changed_draft(is_causal=True).windows == (causal,) * 5
@@ -239,6 +262,9 @@ def test_layers_slide_as_in_transformers(published, read_published_target, name,
         ),
         ({}, {"layer_types": SLIDING}, "sliding_window is missing; expected a whole number"),
         ({}, {"layer_types": SLIDING, "sliding_window": 0}, "sliding_window is 0: expected a positive number"),
+        ({"use_swa": True}, {}, "sliding_window is missing; expected a whole number"),
+        ({"use_swa": True, "swa_window_size": 0}, {}, "dflash_config.swa_window_size is 0: expected a positive number"),
+        ({"use_swa": 1}, {}, "dflash_config.use_swa is 1: expected true or false"),
         ({}, {"layer_types": SLIDING[:4]}, f"layer_types is {SLIDING[:4]}: expected {LAYER_TYPES}"),
         ({}, {"layer_types": ["chunked"] * 5}, f"layer_types is {['chunked'] * 5}: expected {LAYER_TYPES}"),
         ({}, {"layer_types": [[]] * 5}, f"layer_types is {[[]] * 5}: expected {LAYER_TYPES}"),
