@@ -5,6 +5,7 @@ can all use it.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ from dflash_aot.compile.models.rounding import round_to
 SUBLANES = 8  # rows of a TPU's float32 vector register
 # At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.
 CONVERTED_OUTPUTS, CONVERTED_BYTES = 1280, 5 * 2**20
+# Up to how many rows a CPU multiplies one by one, by the dtype of the weight, and how many outputs at a time. JAX 0.10
+# converts bfloat16 well in a whole product, and takes 13 times as long by tile.
+ROW_BY_ROW = {"bfloat16": 2 if jax.__version_info__ >= (0, 11) else 0, "int8": 4}
+ROW_BY_ROW_OUTPUTS = 256
 LEAST_OUTPUTS = 16  # tiles with fewer take up to twice as long at 64 rows
 FEW_ROWS, CPU_ROWS = 4, (8, 16)  # see `count_padded_rows`
 
@@ -72,14 +77,33 @@ def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     product.
     """
     count = rows.shape[0]
-    if count == 1 and weight.dtype in (jnp.bfloat16, jnp.int8):
+    if count <= ROW_BY_ROW.get(weight.dtype.name, 0):
+        return matmul_row_by_row(weight, rows)
+    if count == 1 and weight.dtype == jnp.bfloat16:
         return matmul_rows_first(weight, rows)
     rows = jnp.pad(rows, ((0, count_padded_rows(count) - count), (0, 0)))
     if weight.dtype == jnp.int8:
-        columns = _multiply_tiles(weight, rows)
+        size = count_converted_outputs(weight.shape[0], weight.shape[1] * rows.dtype.itemsize)
+        columns = _map_tiles(weight, size, lambda tile: _multiply_columns(tile.astype(rows.dtype), rows))
     else:
-        columns = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        columns = _multiply_columns(weight, rows)
     return jax.lax.optimization_barrier(columns).T[:count]
+
+
+def matmul_row_by_row(weight: jax.Array, rows: jax.Array) -> jax.Array:
+    """`matmul_weight_first` for few rows and a bfloat16 or int8 weight: [out, in], [n, in] → float32 [n, out].
+
+    Tile by tile, and each row by itself: XLA then converts a tile while it multiplies. JAX 0.12 takes 5 to 80 times as
+    long for one row if it converts the whole weight.
+    """
+    size = count_converted_outputs(weight.shape[0], 4 * weight.shape[1], ROW_BY_ROW_OUTPUTS)
+    wide = jnp.split(rows.astype(jnp.float32), rows.shape[0])
+
+    def multiply(tile: jax.Array) -> jax.Array:
+        floats = tile.astype(jnp.float32)
+        return jnp.stack([(row @ floats.T)[0] for row in wide], axis=1)
+
+    return _map_tiles(weight, size, multiply).T
 
 
 def count_padded_rows(count: int) -> int:
@@ -93,31 +117,31 @@ def count_padded_rows(count: int) -> int:
     return small if count <= small else -(-count // large) * large
 
 
-def _multiply_tiles(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """W · rowsᵀ for an int8 weight, tile by tile: [out, in], [n, in] → float32 [out, n].
+def _multiply_columns(weight: jax.Array, rows: jax.Array) -> jax.Array:
+    """W · rowsᵀ: [out, in], [n, in] → float32 [out, n]."""
+    return jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _map_tiles(weight: jax.Array, size: int, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Products of a weight [out, in], tile by tile: `multiply` takes `size` rows of it, or fewer at the end.
 
     XLA for CPU converts a whole weight before its product, which takes four to six times as long.
     """
-    outputs, width = weight.shape
-    size = count_converted_outputs(outputs, width * rows.dtype.itemsize)
-    even = outputs // size * size
-
-    def multiply(tile: jax.Array) -> jax.Array:
-        wide = tile.astype(rows.dtype)
-        return jax.lax.dot_general(wide, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    even = len(weight) // size * size
 
     def multiply_from(start: jax.Array) -> jax.Array:
         return multiply(jax.lax.dynamic_slice_in_dim(weight, start, size))
 
-    columns = jax.lax.map(multiply_from, jnp.arange(0, even, size)).reshape(even, -1)
-    return columns if even == outputs else jnp.concatenate([columns, multiply(weight[even:])])
+    products = jax.lax.map(multiply_from, jnp.arange(0, even, size))
+    products = products.reshape(even, *products.shape[2:])
+    return products if even == len(weight) else jnp.concatenate([products, multiply(weight[even:])])
 
 
-def count_converted_outputs(outputs: int, row_bytes: int) -> int:
-    """How many rows of an int8 weight are converted at a time: `outputs` rows, each `row_bytes` as floats.
+def count_converted_outputs(outputs: int, row_bytes: int, limit: int = CONVERTED_OUTPUTS) -> int:
+    """How many rows of a weight are converted at a time: `outputs` rows, each `row_bytes` as floats; at most `limit`.
 
     A divisor of `outputs`, unless all are below LEAST_OUTPUTS: then the last tile is smaller.
     """
-    most = max(1, min(outputs, CONVERTED_OUTPUTS, CONVERTED_BYTES // row_bytes))
+    most = max(1, min(outputs, limit, CONVERTED_BYTES // row_bytes))
     even = max(size for size in range(1, most + 1) if outputs % size == 0)
     return even if even >= min(most, LEAST_OUTPUTS) else math.ceil(outputs / math.ceil(outputs / most))

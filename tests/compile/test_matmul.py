@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.models.matmul import CONVERTED_BYTES, count_converted_outputs, count_padded_rows, matmul
+from dflash_aot.compile.models.matmul import (
+    CONVERTED_BYTES,
+    ROW_BY_ROW,
+    ROW_BY_ROW_OUTPUTS,
+    count_converted_outputs,
+    count_padded_rows,
+    matmul,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,20 @@ def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a
     compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
     np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("outputs", [512, 1027], ids=["divided", "with a last tile"])
+def test_few_rows_are_multiplied_without_floats_of_the_whole_weight(count, dtype, outputs):
+    """Whole numbers, so that no sum is rounded, and a weight of 2 MB in float32."""
+    rng = np.random.default_rng(0)
+    weight, x = rng.integers(-8, 9, (outputs, 1024)), rng.integers(-4, 5, (count, 1024))
+    given = jnp.asarray(weight, dtype), jnp.asarray(x, "bfloat16")
+    compiled = jax.jit(lambda weight, x: matmul(weight, x, dtype="float32")).lower(*given).compile()
+    np.testing.assert_array_equal(compiled(*given), x @ weight.T)
+    if count <= ROW_BY_ROW[dtype]:
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 1024 * ROW_BY_ROW_OUTPUTS
 
 
 @pytest.mark.parametrize(
