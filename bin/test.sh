@@ -72,4 +72,4 @@ unset PYTHONDONTWRITEBYTECODE
 # A file's tests run on one worker, because they share fixtures. Files run in the order of their paths, because xdist's
 # own order starts some of the longest files last. A worker that dies ends the run: xdist replaces it, and then waits for
 # ever for the rest of its file.
-"$VENV"/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+"$VENV"/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs

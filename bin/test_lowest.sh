@@ -23,4 +23,4 @@ if ((!$#)); then
         tests/runtime/test_golden_runs.py tests/runtime/test_engine_{batches,ends,faults,life,requests}.py tests/bin/test_bundle.py
 fi
 say "tests"
-"$VENV"/bin/pytest -o cache_dir="$VENV/pytest_cache" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 -m "not slow" "$@"
+"$VENV"/bin/pytest -o cache_dir="$VENV/pytest_cache" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 -rs -m "not slow" "$@"

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from dflash_aot.runtime import Engine, SamplingParams
+from tests.runtime.stepper import wait_until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT = 120  # seconds, for a busy machine
@@ -139,10 +140,8 @@ def test_closed_connection_frees_the_slot(service, path):
     body = json.dumps({"prompt": "import os", "max_tokens": LONG})
     with socket.create_connection((service.base_url.host, service.base_url.port)) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        while not health()["running"]:
-            pass
-    while health()["running"]:
-        pass
+        wait_until(lambda: health()["running"])
+    wait_until(lambda: not health()["running"])
     assert health()["finished"]["cancelled"] == before + 1
 
 
