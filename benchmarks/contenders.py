@@ -5,6 +5,8 @@ import hashlib
 import importlib.util
 import itertools
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -109,7 +111,7 @@ def ensure_bundle(
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
 
     # In a process of its own: this one must not hold an accelerator that the workers need.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
         options: dict[str, Any] = {
             "dtype": dtype,
@@ -119,6 +121,18 @@ def ensure_bundle(
         }
         pool.submit(precompile, *places, grid=buckets, exact=True, **options).result()
     return path
+
+
+def end_with_parent() -> None:
+    """Lets this process end with the one that started it: a killed benchmark compiles nothing more."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None, "this process was started by multiprocessing"
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def choose_prompts(
