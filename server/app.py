@@ -148,7 +148,9 @@ async def _respond(
     except TimeoutError as error:
         raise timed_out(state.limits.request_seconds) from error
     except BadInput as error:
-        raise name_output_form(body, error) from error
+        if (named := name_output_form(body, error)) is None:
+            raise
+        raise named from error
     builder = make_builder(
         state=state,
         model=model,

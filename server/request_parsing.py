@@ -325,10 +325,10 @@ def _read_output_form(body: SampledRequest) -> Mapping[str, Any] | None:
     return form
 
 
-def name_output_form(body: SampledRequest, error: BadInput) -> BadInput | ApiError:
-    """The engine's refusal of a form of the output, by the field that the client gave."""
+def name_output_form(body: SampledRequest, error: BadInput) -> ApiError | None:
+    """The engine's refusal of a form of the output, by the field that the client gave; None for other errors."""
     if not (message := str(error)).startswith("structured_outputs"):
-        return error
+        return None
     if body.structured_outputs is not None:
         return ApiError(400, message, "invalid_value", "structured_outputs")
     kind, field = ("json", "response_format") if body.response_format else ("grammar", "tools")
