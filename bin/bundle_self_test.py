@@ -1,5 +1,6 @@
 """`dflash-bundle verify --deep`: the self-test of every executable of a bundle, each called once in a subprocess."""
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,8 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import quarantine_files
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.cache.self_test import SelfTests, set_up_self_tests
+
+logger = logging.getLogger(__name__)
 
 
 class SelfTestFault(msgspec.Struct, frozen=True):
@@ -67,9 +70,10 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
         for entry in manifest.entries:
             try:
                 result = self_tests.run(entry)
-            except IncompatibleBundle:
+            except IncompatibleBundle as error:
                 if not faults:
                     raise
+                logger.warning("%s and those behind it were not called: %s", entry.signature.label, error)
                 break  # what is wrong so far is reported and set aside
             if result.fault:
                 faults.append(

@@ -4,7 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=build/lowest CONSTRAINTS=requirements/lowest.txt
-unset PYTHON  # of the other environment
 source bin/environment.sh
 SUPPORTED=(3.11)
 

@@ -1,6 +1,7 @@
 """Request parsing: from the body of an HTTP request to token ids and sampling parameters of each choice."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -331,8 +332,10 @@ def name_output_form(body: SampledRequest, error: BadInput) -> ApiError | None:
         return None
     if body.structured_outputs is not None:
         return ApiError(400, message, "invalid_value", "structured_outputs")
-    kind, field = ("json", "response_format") if body.response_format else ("grammar", "tools")
-    return ApiError(400, message.replace(f"structured_outputs.{kind}", field, 1), "invalid_value", field)
+    has_form = isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat)
+    field = "response_format" if has_form else "tools"
+    message = re.sub(r"^structured_outputs(\.(json|grammar)\b)?", field, message)
+    return ApiError(400, message, "invalid_value", field)
 
 
 def _check_built(model: ServedModel, params: SamplingParams, form: str = "response_format") -> None:

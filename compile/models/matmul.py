@@ -72,9 +72,9 @@ def matmul_by_tile(weight: jax.Array, rows: jax.Array, scale: jax.Array | None, 
 def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """(W · rowsᵀ)ᵀ, the same product in the order that is faster on CPU: weight [out, in], rows [n, in] → [n, out].
 
-    It takes half of the time for 2 … 32 rows, and makes no float32 copy of a bfloat16 weight. With one row it would
-    make that copy, so one row is multiplied in the other order. The barrier keeps XLA from reordering the transposed
-    product.
+    It takes half of the time for 2 … 32 rows of floats, and makes no float32 copy of a bfloat16 weight. With one row it
+    would make that copy: see ROW_BY_ROW; with JAX 0.10 one row is multiplied in the other order. The barrier keeps XLA
+    from reordering the transposed product.
     """
     count = rows.shape[0]
     if count <= ROW_BY_ROW.get(weight.dtype.name, 0):

@@ -102,8 +102,7 @@ def check_unchanged(job: BuildJob) -> None:
     """Raises BuildFailed where another build published the bundle since this one was planned: it would be lost."""
     if job.store.hash_manifest() != job.planned_over:
         raise BuildFailed(
-            f"{job.store.bundle} was published again while this build was planned, maybe with another grid. Try again: "
-            "what it has is kept"
+            f"{job.store.bundle} changed while this build was planned: another build may have added to it. Try again"
         )
 
 

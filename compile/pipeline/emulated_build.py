@@ -13,7 +13,7 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences, jaxlib_version
-from dflash_aot.cache.errors import BadInput, BuildFailed, IncompatibleBundle, MissingBundle
+from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
@@ -87,12 +87,14 @@ def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: Build
 def check_destination(into: Path, manifest: Manifest) -> None:
     """Raises BadInput if `into` holds a bundle that no emulation of this one made: it would be replaced.
 
-    Only emulated bundles are for CPUs and take the weights of a TPU. Raises CorruptBundle as `read_manifest`.
+    Only emulated bundles are for CPUs and take the weights of a TPU.
     """
     try:
         found = read_manifest(into)
     except MissingBundle:
         return
+    except CorruptBundle as error:
+        raise BadInput(f"{into} holds something else than a bundle: name another directory. {error}") from error
     if found.environment.platform != "cpu" or found.weights != manifest.weights:
         raise BadInput(
             f"{into} holds a bundle for {found.environment.device_kind} that is no emulation of this one, and would be "

@@ -100,4 +100,11 @@ def test_process_that_builds_a_bundle_ends_with_a_killed_benchmark():
     with subprocess.Popen([sys.executable, "-c", BUILDING], stdout=subprocess.PIPE, text=True) as benchmark:
         stat = Path(f"/proc/{int(benchmark.stdout.readline())}/stat")
         benchmark.kill()
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+    def has_ended() -> bool:
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:  # init has reaped it
+            return True
+
+    wait_until(has_ended)

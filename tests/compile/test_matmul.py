@@ -45,7 +45,7 @@ def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("outputs", [512, 1027], ids=["divided", "with a last tile"])
+@pytest.mark.parametrize("outputs", [512, 1031], ids=["divided", "with a last tile"])
 def test_few_rows_are_multiplied_without_floats_of_the_whole_weight(count, dtype, outputs):
     """Whole numbers, so that no sum is rounded, and a weight of 2 MB in float32."""
     rng = np.random.default_rng(0)

@@ -147,6 +147,10 @@ def test_conversation_with_calls_and_their_results_is_accepted(client):
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "no function 'f'"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [UNIQUE], "tool_choice": "required"}, "- tools is refused: .*uniqueItems"),
+        (
+            {"tools": [UNIQUE], "tool_choice": "required", "response_format": {"type": "text"}},
+            "- tools is refused: .*uniqueItems",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "name"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": STRICT}, "has its own form"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
