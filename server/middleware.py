@@ -39,7 +39,7 @@ class RequestMiddleware:
             return
         request_id = uuid.uuid4().hex[:24]
         began, headers = time.monotonic(), Headers(scope=scope)
-        sender = _ResponseSender(send, request_id, has_unread_body=_has_body(headers))
+        sender = _ResponseSender(send, request_id, self._state, has_unread_body=_has_body(headers))
         scope.setdefault("state", {}).update(request_id=request_id, began=began)
         try:
             await self._check_and_call(scope, headers, receive, sender)
@@ -87,11 +87,12 @@ class _ResponseSender:
     """An ASGI `send` that adds headers and remembers the status.
 
     has_unread_body: whether the request has a body that was not read completely. Its connection is closed after the
-    response, because the rest of the body would have to be parsed to find the next request.
+    response, because the rest of the body would have to be parsed to find the next request. So is every one while
+    the server drains: a client that asks on over one would hold the server up.
     """
 
-    def __init__(self, send: Send, request_id: str, *, has_unread_body: bool):
-        self._send, self._request_id, self.has_unread_body = send, request_id, has_unread_body
+    def __init__(self, send: Send, request_id: str, state: ServerState, *, has_unread_body: bool):
+        self._send, self._request_id, self._state, self.has_unread_body = send, request_id, state, has_unread_body
         self.status: int | None = None  # None until a response begins
 
     async def __call__(self, message: Message) -> None:
@@ -100,7 +101,7 @@ class _ResponseSender:
             headers = MutableHeaders(scope=message)
             for name, value in {**HEADERS, "x-request-id": self._request_id}.items():
                 headers.setdefault(name, value)
-            if self.has_unread_body:
+            if self.has_unread_body or self._state.draining:
                 headers["connection"] = "close"
         await self._send(message)
 

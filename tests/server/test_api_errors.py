@@ -16,7 +16,7 @@ class Panic(BaseException):
     """Like the exceptions that Rust extensions raise."""
 
 
-def ask(error: BaseException) -> list[Message]:
+def ask(error: BaseException, draining: bool = False) -> list[Message]:
     """The response, as ASGI messages, to an `error` of the application. Raises errors that are not answered."""
     sent: list[Message] = []
 
@@ -29,7 +29,8 @@ def ask(error: BaseException) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    middleware = RequestMiddleware(app, ServerState(ServingConfig("none")), KeyLimits(ServerLimits()))
+    state = ServerState(ServingConfig("none"), draining=draining)
+    middleware = RequestMiddleware(app, state, KeyLimits(ServerLimits()))
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
 
     async def call() -> None:
@@ -44,6 +45,13 @@ def test_exception_that_ends_nothing_is_answered_in_openai_form(error):
     start, body = ask(error)
     assert start["status"] == 500
     assert json.loads(body["body"])["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_connections_are_closed_while_the_server_drains(draining):
+    """Else a client that asks on over one would hold the server up."""
+    start, _ = ask(MemoryError(), draining)
+    assert ((b"connection", b"close") in start["headers"]) == draining
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
