@@ -266,7 +266,7 @@ def test_regular_expression_is_linear(expression):
     ids=lambda one: one.place,
 )
 def test_quadratic_expression_is_found(expression):
-    assert find_slow_text(expression, size=8_000)
+    assert find_slow_text(expression, size=24_000)  # a fast processor takes milliseconds for a third of it
 
 
 def test_expressions_of_all_kinds_are_collected(tmp_path):
