@@ -62,10 +62,10 @@ def draw_chart(chart: Chart) -> bytes:
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
-        cycle, look = divmod(place, len(COLOURS))
-        style = {"color": COLOURS[look], "marker": MARKS[look], "markersize": 5, "label": series.label}
-        style["linestyle"] = LINES[cycle % len(LINES)]
-        axes.errorbar(series.x, series.y, yerr=_error_bars(series), capsize=3, **style)
+        cycle, kind = divmod(place, len(COLOURS))
+        look = {"color": COLOURS[kind], "marker": MARKS[kind], "markersize": 5, "label": series.label}
+        line = LINES[cycle % len(LINES)]
+        axes.errorbar(series.x, series.y, yerr=_error_bars(series), capsize=3, linestyle=line, **look)
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({x for series in chart.series for x in series.x}), minor=False)
@@ -83,12 +83,11 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     tops = dict.fromkeys(names, 0.0)
     for place, series in enumerate(chart.series):
         shift = 0.0 if stacked else (place - (len(chart.series) - 1) / 2) * width
-        cycle, look = divmod(place, len(COLOURS))
-        style = {"color": COLOURS[look], "hatch": HATCHES[(look + cycle) % len(HATCHES)], "label": series.label}
+        cycle, kind = divmod(place, len(COLOURS))
+        hatch = HATCHES[(kind + cycle) % len(HATCHES)]
+        look = {"color": COLOURS[kind], "hatch": hatch, "edgecolor": "white", "label": series.label}
         centres, bottom = [names.index(x) + shift for x in series.x], [tops[x] for x in series.x]
-        axes.bar(
-            centres, series.y, width, yerr=_error_bars(series), bottom=bottom, capsize=3, edgecolor="white", **style
-        )
+        axes.bar(centres, series.y, width, yerr=_error_bars(series), bottom=bottom, capsize=3, **look)
         tops |= {x: tops[x] + y for x, y in zip(series.x, series.y, strict=True)} if stacked else {}
     texts = [name if isinstance(name, str) else f"{name:g}" for name in names]
     rotated = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if len("".join(texts)) > FLAT_LETTERS else {}

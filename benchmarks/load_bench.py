@@ -86,17 +86,22 @@ def serve_closed_loops(
     for repeat in range(-1, settings.repeats):
         note(f"closed loops, repeat {repeat + 1} of {settings.repeats}" if repeat >= 0 else "warming up")
         for turn, callers in enumerate(settings.callers):
-            lists = messages.deal(repeat_prompts(prompts, callers) if repeat >= 0 else prompts[:callers], callers)
+            order = list_turns(prompts, count_prompts(len(prompts), callers) if repeat >= 0 else callers)
+            lists = messages.deal([prompts[number] for number in order], callers)
             for contender, worker in contenders.take_turns(workers, turn + repeat):
                 served = worker.ask(messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed)
                 if repeat >= 0:
-                    sent = [turn % len(prompts) for turn in range(sum(map(len, lists)))]
-                    yield make_closed(contender, served) | {"prompts": sent, "callers": callers, "repeat": repeat}
+                    yield make_closed(contender, served) | {"prompts": order, "callers": callers, "repeat": repeat}
 
 
-def repeat_prompts(prompts: Sequence[messages.PromptIds], callers: int) -> list[messages.PromptIds]:
-    """All prompts as often as needed for PROMPTS_PER_CALLER. No engine keeps a prompt's kv for the next time."""
-    return [*prompts] * math.ceil(PROMPTS_PER_CALLER * callers / len(prompts))
+def count_prompts(prompts: int, callers: int) -> int:
+    """Requests of a closed loop: every prompt equally often, and at least PROMPTS_PER_CALLER for each caller."""
+    return prompts * math.ceil(PROMPTS_PER_CALLER * callers / prompts)
+
+
+def list_turns(prompts: Sequence[messages.PromptIds], count: int) -> list[int]:
+    """Which prompt each of `count` requests sends: one after the other. No engine keeps a prompt's kv for later."""
+    return [turn % len(prompts) for turn in range(count)]
 
 
 def choose_rates(closed: Sequence[Sample], name: str, callers: int) -> list[float]:
@@ -114,7 +119,7 @@ def serve_open_loops(
     note: ProgressNote,
 ) -> Iterator[Sample]:
     """Each rate with each contender: the same prompts at the same times."""
-    order = [turn % len(prompts) for turn in range(settings.arrivals)]
+    order = list_turns(prompts, settings.arrivals)
     arriving = [prompts[number] for number in order]
     for repeat in range(settings.repeats):
         for turn, rate in enumerate(rates):

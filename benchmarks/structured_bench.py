@@ -66,8 +66,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
 
 
 def answer(engine: Engine, prompt: Sequence[int], schema: dict[str, Any] | None, k: int, most: int) -> Sample:
-    """us: microseconds of the whole answer. rounds: those that gave it; without a schema the prefill gives the first
-    token."""
+    """us: microseconds of the whole answer. rounds: without a schema the prefill gives the first token, before them."""
     asked = {"structured_outputs": {"json": schema}} if schema else {"stop_token_ids": ()}
     params = SamplingParams(max_tokens=most if schema else min(64, most), k=k, **asked)
     began = time.perf_counter()

@@ -3,6 +3,7 @@
 A row of a table is a group of samples. `make_table` computes the cells, `Column` says how.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,20 +87,21 @@ def at_percent(percent: float) -> Callable[[Sequence[float]], float]:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table. A cell without values is empty."""
+    """One column of a table. A cell with fewer values than `least` is empty."""
 
     header: str  # with the unit
     value: str | Callable[[Samples], Sequence[Any]]  # key of the samples, see `collect`; or from them to the values
     reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the one that is shown
     scale: float | None = None  # from the unit of the samples to that of the column
     show: Callable[[Any], str] = format_figure  # from the reduced value to text
+    least: int = 1
 
     def format_cell(self, samples: Samples) -> str:
         """The cell of a row."""
         values = collect(samples, self.value) if isinstance(self.value, str) else list(self.value(samples))
         if self.scale is not None:
             values = [one * self.scale for one in values]
-        return self.show(self.reduce(values)) if values else ""
+        return self.show(self.reduce(values)) if len(values) >= self.least else ""
 
 
 def label(header: str, key: str, show: Callable[[Any], str] = str) -> Column:
@@ -121,19 +123,15 @@ def percentile_columns(
 ) -> list[Column]:
     """A column for each percentile; the first one has the whole header, the others only "p95".
 
-    Empty where no value lies above the percentile: the 99th of 50 values would be their maximum.
+    A percentile above the median needs a value above it: the 99th of 50 values would be their maximum.
     """
-
-    def choose(percent: float) -> Callable[[Samples], Sequence[float]]:
-        def find(samples: Samples) -> Sequence[float]:
-            values = collect(samples, value) if isinstance(value, str) else [*value(samples)]
-            return values if percent <= 50 or len(values) * (100 - percent) >= 100 else ()
-
-        return find
-
     names = [f"p{percent:g}" for percent in percents]
     names[0] = f"{header} {names[0]}" if name_median else header
-    return [Column(name, choose(one), at_percent(one), scale) for name, one in zip(names, percents, strict=True)]
+    least = [1 if one <= 50 else math.ceil(100 / (100 - one)) for one in percents]
+    return [
+        Column(name, value, at_percent(one), scale, least=count)
+        for name, one, count in zip(names, percents, least, strict=True)
+    ]
 
 
 def ratio_column(header: str, compare_row: Callable[[Samples], Estimate | None]) -> Column:

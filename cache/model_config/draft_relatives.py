@@ -49,9 +49,7 @@ def refuse_relatives(config: ConfigFile) -> None:
             if (value := place.values.get(key)) and value != NEUTRAL_VALUES.get(key):
                 raise place.refusal(key, value, f"this is {relative}, which is not supported")
         if place.values.get("is_neox_style") is False:
-            raise place.refusal(
-                "is_neox_style", False, "this is DFlash with rotated neighbours, which is not supported"
-            )
+            raise place.refusal("is_neox_style", False, "this is DFlash with interleaved RoPE, which is not supported")
         for key in () if second else (*CONVOLUTION_KEYS, *SELECTOR_KEYS):
             if value := place.values.get(key):
                 raise place.refusal(key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}")
@@ -62,7 +60,7 @@ def refuse_relatives(config: ConfigFile) -> None:
 def _check_projector(place: ConfigFile, second: bool) -> None:
     """`projector_type` names the kind of draft, and exporters write it for DFlash and DFlash2 too."""
     value = place.values.get("projector_type")
-    if not value or value == ("dflash2" if second else "dflash") or (second and value == "dflash"):
+    if not value or value == "dflash" or (second and value == "dflash2"):
         return
     if relative := PROJECTORS.get(value) if isinstance(value, str) else None:
         raise place.refusal("projector_type", value, f"this is {relative}, which is not supported")

@@ -1,19 +1,20 @@
 """Build job: compiles what is missing of a bundle, runs self-tests, publishes the bundle and shares its executables."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest, SelfTest, TargetModel
+from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest, SelfTest, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole
-from dflash_aot.cache.environment import Environment
-from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.environment import Environment, read_host_environment
+from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.units import format_bytes
 from dflash_aot.compile.analysis.build_estimate import estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
@@ -46,7 +47,7 @@ class BuildJob:
         conversions: by model, what the bundle makes of the weights of quantized checkpoints.
         names_formats: the manifest names the weight formats even if all are plain: a quantized checkpoint has another
             default.
-        planned_over: sha256 of the bundle's manifest when the job was planned, see `Store.hash_manifest`.
+        manifest_hash: sha256 of the bundle's manifest when the job was planned, see `Store.hash_manifest`.
     """
 
     target: TargetModel
@@ -62,7 +63,7 @@ class BuildJob:
     ray_address: str | None = None
     conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
     names_formats: bool = False
-    planned_over: str | None = None
+    manifest_hash: str | None = None
 
 
 def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
@@ -100,16 +101,29 @@ def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None
 
 def check_unchanged(job: BuildJob) -> None:
     """Raises BuildFailed where another build published the bundle since this one was planned: it would be lost."""
-    if job.store.hash_manifest() != job.planned_over:
+    if job.store.hash_manifest() != job.manifest_hash:
         raise BuildFailed(
             f"{job.store.bundle} changed while this build was planned: another build may have added to it. Try again"
         )
 
 
+def list_missing(job: BuildJob, signatures: Sequence[Signature]) -> list[Signature]:
+    """The signatures without a build record; all of them where another compiler or machine built the bundle."""
+    try:
+        built = read_manifest(job.store.bundle).environment
+    except CorruptBundle:  # a killed build has records and no manifest; MissingBundle is one
+        built = None
+    if built is not None:
+        host = msgspec.structs.asdict(read_host_environment(built.platform))
+        if host != {name: getattr(built, name) for name in host}:
+            return list(signatures)
+    stored = job.store.list_stored(signatures)
+    return [signature for signature in signatures if signature not in stored]
+
+
 def check_disk_space(job: BuildJob) -> None:
     """Raises BadInput where the disk has less free space than the missing executables are estimated to take."""
-    stored = {signature.label for signature in job.store.list_stored(job.source.signatures)}
-    missing = [signature for signature in job.source.signatures if signature.label not in stored]
+    missing = list_missing(job, job.source.signatures)
     estimate = estimate_build(missing, job.deployment.programs.pair, job.deployment.platform)
     free = shutil.disk_usage(job.store.bundle).free
     if estimate and estimate.bytes > free:

@@ -9,15 +9,14 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, read_manifest
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
-from dflash_aot.cache.environment import read_host_environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import StoreReport
-from dflash_aot.cache.signature import ExecutableId, Signature, state_arrays
+from dflash_aot.cache.signature import ExecutableId, state_arrays
 from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_pool_copies, find_problems
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
-from dflash_aot.compile.pipeline.build_job import BuildJob
+from dflash_aot.compile.pipeline.build_job import BuildJob, list_missing
 from dflash_aot.compile.pipeline.compilation_manager import Compilation
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
@@ -91,7 +90,7 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
     deployment = job.deployment
     programs, grid = deployment.programs, deployment.grid
     signatures = programs.list_signatures(grid)
-    missing = _list_missing(job, signatures)
+    missing = list_missing(job, signatures)
     return BuildPlan(
         bundle=job.store.bundle,
         deployment=deployment,
@@ -105,20 +104,6 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
         memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),
         conversions=job.conversions,
     )
-
-
-def _list_missing(job: BuildJob, signatures: Sequence[Signature]) -> list[Signature]:
-    """The signatures without a build record; all of them where another compiler or machine built the bundle."""
-    try:
-        built = read_manifest(job.store.bundle).environment
-    except CorruptBundle:  # a killed build has records and no manifest; MissingBundle is one
-        built = None
-    if built is not None:
-        host = msgspec.structs.asdict(read_host_environment(built.platform))
-        if host != {name: getattr(built, name) for name in host}:
-            return list(signatures)
-    stored = job.store.list_stored(signatures)
-    return [signature for signature in signatures if signature not in stored]
 
 
 def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[ExecutableId, float]:

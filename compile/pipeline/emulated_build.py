@@ -94,7 +94,9 @@ def check_destination(into: Path, manifest: Manifest) -> None:
     except MissingBundle:
         return
     except CorruptBundle as error:
-        raise BadInput(f"{into} holds something else than a bundle: name another directory. {error}") from error
+        raise BadInput(
+            f"{into} holds a bundle that cannot be read, and would be replaced: name another directory. {error}"
+        ) from error
     if found.environment.platform != "cpu" or found.weights != manifest.weights:
         raise BadInput(
             f"{into} holds a bundle for {found.environment.device_kind} that is no emulation of this one, and would be "
@@ -133,7 +135,7 @@ def _build(
         build_target=devices,
         store=Store(into),
         self_test=False,
-        planned_over=Store(into).hash_manifest(),
+        manifest_hash=Store(into).hash_manifest(),
     )
     run_build(job, observer or BuildObserver())
 

@@ -217,7 +217,7 @@ def rebuild(
     """
     directory = choose_directory(str(bundle), f"Fetch it: dflash-bundle fetch {bundle}")
     own_store = Store(_choose_bundle(into) if into is not None else directory)
-    planned_over = own_store.hash_manifest()
+    manifest_hash = own_store.hash_manifest()
     manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
     check_consistent(directory, manifest)
     observer = observer or BuildObserver()
@@ -240,7 +240,7 @@ def rebuild(
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         ray_address=ray_address,
         names_formats=manifest.formats is not msgspec.UNSET,
-        planned_over=planned_over,
+        manifest_hash=manifest_hash,
     )
     if into is not None and (message := describe_loss(own_store.bundle, job.deployment, build_target)):
         observer.on_info(message)
@@ -277,7 +277,7 @@ def _prepare_build(
     ray_address: str | None = None,
 ) -> BuildJob:
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
-    planned_over = Store(bundle).hash_manifest()  # before anything is read of it
+    manifest_hash = Store(bundle).hash_manifest()  # before anything is read of it
     kinds = check_sampling_kinds(sampling, f"--sampling '{','.join(sampling)}'")
     target_facts, draft_facts = read_pair(target, draft)
     by_batch_size = num_speculative_tokens_per_batch_size
@@ -314,7 +314,7 @@ def _prepare_build(
         jobs=jobs,
         self_test=self_test,
         ray_address=ray_address,
-        planned_over=planned_over,
+        manifest_hash=manifest_hash,
     )
 
 

@@ -30,10 +30,10 @@ BYTES_PER_SECOND = 1e10  # any number: only ratios of estimates count
 def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
     """Measures a round of every shape (K = 0: verify alone) in seconds: the shortest of 2 to MAX_PASSES passes.
 
-    Every executable must have been called before. Two passes, because on CPU the first run behind the first call takes
-    up to five times as long. Each pass runs through all shapes, so that a moment's disturbance of
-    the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written to page 0
-    only; at the end `state` has zero lengths and anchors, as in an engine without requests.
+    Every executable must have been called before. Two passes at least, because on CPU the first run after an
+    executable's first call takes up to five times as long. Each pass runs through all shapes, so that a moment's
+    disturbance of the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written
+    to page 0 only; at the end `state` has zero lengths and anchors, as in an engine without requests.
     """
     rounds = RoundTimer(bundle, state)
     shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)

@@ -97,7 +97,7 @@ RELATIVES = [
     ("attention_sink_bias", True, "DFlash with attention sinks"),
     ("add_swa_attention_sink_bias", True, "DFlash with attention sinks"),
     ("attention_value_scale", 0.5, "DFlash with scaled values"),
-    ("is_neox_style", False, "DFlash with rotated neighbours"),
+    ("is_neox_style", False, "DFlash with interleaved RoPE"),
     ("open_spec_config_version", "0.0.0", "an Open Spec Config, a format of speculators"),
 ]
 
