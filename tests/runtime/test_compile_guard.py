@@ -23,16 +23,7 @@ def run_in_thread(work) -> list:
     return results
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda: fresh()(np.float32(1)),
-        lambda: jnp.zeros(17) + 1,
-        lambda: jax.device_put(np.arange(19.0))[2:5],
-        lambda: fresh().lower(np.float32(1)),
-    ],
-    ids=["jit", "eager", "slice", "lower"],
-)
+@pytest.mark.parametrize("work", [lambda: fresh()(np.float32(1)), lambda: jnp.zeros(17) + 1], ids=["jit", "eager"])
 def test_tracing_raises_on_the_guarded_thread(work):
     with CompileGuard().forbid_tracing(), pytest.raises(Exception, match="(?i)trac"):
         work()
@@ -54,30 +45,6 @@ def test_compilation_on_the_guarded_thread_is_counted():
     assert counted > 0
     fresh()(np.float32(1))  # after the guard nothing is counted
     assert guard.events == counted
-
-
-def test_compiled_calls_and_transfers_are_allowed_and_not_counted():
-    compiled, guard = fresh().lower(np.zeros(3, np.float32)).compile(), CompileGuard()
-    compiled(jax.device_put(np.zeros(3, np.float32)))  # the first call prepares the dispatch of an executable
-    with guard.forbid_tracing():
-        result = compiled(jax.device_put(np.arange(3, dtype=np.float32)))
-        assert np.asarray(result).tolist() == [1, 3, 5]
-    assert guard.events == 0
-
-
-def test_two_guards_count_their_own_threads():
-    outer, inner, lowered = CompileGuard(), CompileGuard(), [fresh().lower(np.float32(1)) for _ in range(2)]
-
-    def compile_guarded() -> None:
-        with inner.forbid_tracing():
-            lowered[0].compile()
-
-    with outer.forbid_tracing():
-        run_in_thread(compile_guarded)
-        assert (outer.events, inner.events > 0) == (0, True)
-        counted = inner.events
-        lowered[1].compile()
-    assert (outer.events > 0, inner.events) == (True, counted)
 
 
 def test_tracing_is_allowed_again_after_an_exception():

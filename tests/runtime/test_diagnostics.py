@@ -75,10 +75,3 @@ def test_engine_warns_once_about_a_draft_of_another_training(bundle, caplog, ran
         engine.generate_all([[token] for token in (3, 5, 7, 9)], params)
     warned = [record.message for record in caplog.records if "first drafted token" in record.message]
     assert len(warned) == 1
-
-
-def test_engine_does_not_warn_about_a_matching_draft(serve, cases, caplog):
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            serve("tied", 7).generate(cases["len5"].prompt, SamplingParams(max_tokens=100, stop_token_ids=()))
-    assert not caplog.records

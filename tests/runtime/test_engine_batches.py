@@ -1,7 +1,5 @@
 """The answer of a request never depends on K, on its bucket, or on other requests."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,20 +15,10 @@ def up_to(tokens: int | None) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, stop_token_ids=())
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("count", range(1, SLOTS + 3))
-def test_concurrent_requests_get_their_own_answers(serve, cases, k, count):
-    together = [cases[name] for name in NAMES[-count:]]
-    results = serve("tied", k).generate_all(
-        [case.prompt for case in together], [up_to(len(c.answer)) for c in together]
-    )
-    assert [result.token_ids for result in results] == [case.answer for case in together]
-
-
 request_cuts = st.tuples(st.sampled_from(NAMES), st.integers(0, 39), st.integers(1, 64))
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=20)
 @given(k=st.sampled_from(KS), cuts=st.lists(request_cuts, min_size=1, max_size=SLOTS + 2))
 def test_mixed_requests_match_the_reference(serve, cases, k, cuts):
     together = [(cases[name].later(cut), limit) for name, cut, limit in cuts]
@@ -43,32 +31,17 @@ def test_mixed_requests_match_the_reference(serve, cases, k, cuts):
         assert 1 + sum(accepted + 1 for accepted in result.accepted) >= len(result.token_ids)
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("name", ["len1", "len70"])
-def test_every_prompt_length_continues_the_same_text(serve, cases, k, name):
-    later = [cases[name].later(cut) for cut in range(len(cases[name].answer))]
-    results = serve("tied", k).generate_all([case.prompt for case in later], [up_to(len(c.answer)) for c in later])
-    assert [result.token_ids for result in results] == [case.answer for case in later]
-
-
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 25, 26])
-def test_chunks_and_padding_never_change_a_token(serve, cases, length):
+def test_chunks_and_padding_never_change_a_token(serve, cases):
     """The tiny bundle prefills in chunks of 16, the other one in chunks of up to 64."""
-    case = cases["len1"].later(length - 1)
     params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
-    small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
-    assert small.token_ids == large.token_ids == case.answer[:7]
-    assert small.drafted[0] == large.drafted[0]
+    for length in (1, 15, 16, 17, 26):
+        case = cases["len1"].later(length - 1)
+        small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
+        assert small.token_ids == large.token_ids == case.answer[:7]
+        assert small.drafted[0] == large.drafted[0]
 
 
-def test_reused_slot_serves_as_if_new(serve, cases):
-    engine = serve("tied", 7)
-    for name in ("len131", "len1", "len70", "len5", "len131"):
-        case = cases[name]
-        assert engine.generate(case.prompt, up_to(len(case.answer))).token_ids == case.answer
-
-
-@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("k", [0, 7])
 def test_moved_request_goes_on_where_it_was(serve, cases, k):
     """Two requests end at once, the third stays in the last slot; in one case with a half prefilled prompt."""
     engine = serve("tied", k)
@@ -79,27 +52,3 @@ def test_moved_request_goes_on_where_it_was(serve, cases, k):
         results = engine.generate_all([case.prompt for case in together], [up_to(limit) for limit in limits])
         assert [r.token_ids for r in results] == [c.answer[:limit] for c, limit in zip(together, limits, strict=True)]
     assert engine.stats().moves == moves + 2
-
-
-def test_accepted_tokens_are_the_drafted_ones(serve, cases):
-    for name in NAMES:
-        case = cases[name]
-        result = serve("tied", 7).generate(case.prompt, SamplingParams(len(case.answer), stop_token_ids=(), trace=True))
-        text, at = case.answer, 1
-        for accepted, drafted in zip(result.accepted, result.drafted, strict=True):
-            stands = text[at : at + accepted]
-            assert drafted[: len(stands)] == stands
-            if accepted < len(drafted) and at + accepted < len(text):
-                assert drafted[accepted] != text[at + accepted]
-            at += accepted + 1
-
-
-def test_threads_share_an_engine(serve, cases):
-    engine = serve("tied", 7)
-
-    def ask(name: str) -> bool:
-        case = cases[name]
-        return engine.generate(case.prompt, up_to(len(case.answer))).token_ids == case.answer
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, [*NAMES, *NAMES, *NAMES]))

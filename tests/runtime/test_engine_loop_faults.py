@@ -3,11 +3,7 @@
 import pytest
 
 from dflash_aot.cache.errors import EngineFailed
-from tests.runtime.toy import (
-    SAMPLED,
-    ToyEngine,
-    always,
-)
+from tests.runtime.toy import SAMPLED, ToyEngine, always
 
 
 @pytest.mark.parametrize(
@@ -15,7 +11,7 @@ from tests.runtime.toy import (
     ["prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "read prefill", "read verify"]
     + ["read sampled_verify"],
 )
-@pytest.mark.parametrize("steps", range(3))
+@pytest.mark.parametrize("steps", [0, 2])
 def test_failed_program_ends_running_requests_only(program, steps):
     engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
     asked = SAMPLED if program in ("sampled_verify", "admit", "read sampled_verify") else {}

@@ -1,7 +1,6 @@
 """Sampling in the engine: a seed gives the same text whatever else runs, with the target's probabilities."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +12,6 @@ import transformers
 
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.stepper import wait_until
 
 KS = (0, 3, 7)
 VOCABULARY, CAPACITY = 512, 208
@@ -48,20 +46,6 @@ def engine(bundle):
 
 
 @pytest.fixture(scope="module")
-def optimized_engine(bundle):
-    """An engine whose executables are compiled as a user's build compiles them."""
-    with Engine.open(bundle("sampled_small")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def dflash2_engine(bundle):
-    with Engine.open(bundle("sampled_dflash2")) as engine:
-        yield engine
-        assert engine.stats().failures == 0
-
-
-@pytest.fixture(scope="module")
 def logits(tied) -> Logits:
     """Token ids → the target's logits behind each, float64 [T, V], computed by transformers in one pass."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32).eval()
@@ -87,31 +71,26 @@ def sample(tokens: int = 30, seed: int = 5, **asked: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-@pytest.mark.parametrize("name", ["len1", "len30", "len131"])
-def test_seeded_text_is_the_same_for_every_k(engine, cases, asked, name):
-    params = [sample(k=k, **asked) for k in (*KS, None)]
-    texts = [engine.generate(cases[name].prompt, one).token_ids for one in params]
-    assert len(texts[0]) == 30 and texts == texts[:1] * len(texts)
-    assert texts[0] != cases[name].answer[:30]
+def test_seeded_text_is_the_same_for_every_k(engine, cases, asked):
+    for name in ("len1", "len131"):
+        texts = [engine.generate(cases[name].prompt, sample(k=k, **asked)).token_ids for k in (*KS, None)]
+        assert len(texts[0]) == 30 and texts == texts[:1] * len(texts)
+        assert texts[0] != cases[name].answer[:30]
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_seeded_text_of_optimized_executables_is_the_same_for_every_k(optimized_engine, cases, asked):
-    texts = [optimized_engine.generate(cases["len30"].prompt, sample(k=k, **asked)).token_ids for k in (0, 7, None)]
-    assert len(texts[0]) == 30 and texts == texts[:1] * 3
-
-
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_seeded_text_with_a_dflash2_draft_is_the_same_for_every_k(dflash2_engine, runs, asked):
+@pytest.mark.parametrize("name", ["sampled_small", "sampled_dflash2"])
+def test_seeded_text_of_other_bundles_is_the_same_for_every_k(bundle, runs, name):
+    """Of executables that are optimized, and of a DFlash2 draft."""
     prompts = {prompt["name"]: prompt["prompt_ids"] for prompt in runs["dflash2"].facts["prompts"]}
-    for name, seed in (("len5", 1), ("len30", 2)):
-        results = [dflash2_engine.generate(prompts[name], sample(k=k, seed=seed, **asked)) for k in (0, 7, None)]
-        texts = [result.token_ids for result in results]
-        assert len(texts[0]) == 30 and texts == texts[:1] * 3
+    with Engine.open(bundle(name)) as engine:
+        for asked in ASKED.values():
+            texts = [engine.generate(prompts["len30"], sample(k=k, **asked)).token_ids for k in (0, 7, None)]
+            assert len(texts[0]) == 30 and texts == texts[:1] * 3
+        assert engine.stats().failures == 0
 
 
 def test_seeded_text_is_the_same_beside_others_and_in_any_slot(engine, cases):
-    names = ("len1", "len30", "len131")
+    names = ("len1", "len131")
     asked = [
         (cases[name].prompt, sample(12 + 5 * i, i, **one)) for i, one in enumerate(ASKED.values()) for name in names
     ]
@@ -130,23 +109,6 @@ def test_moved_sampled_request_goes_on_where_it_was(engine, cases):
     assert together.token_ids == alone.token_ids
     assert [one.token_id for one in together.logprobs] == together.token_ids
     assert engine.stats().moves > moves
-
-
-def test_seeded_text_reaches_the_last_position(engine, cases):
-    prompt = cases["len131"].prompt
-    results = [
-        engine.generate(prompt, SamplingParams(temperature=2.0, seed=1, stop_token_ids=(), k=k)) for k in (*KS, None)
-    ]
-    assert len(results[0].token_ids) == CAPACITY + 1 - len(prompt)
-    assert [result.token_ids for result in results] == [results[0].token_ids] * len(results)
-
-
-def test_text_continues_from_its_own_beginning(engine, cases):
-    """Noise belongs to positions: a prompt that holds the text's start gets the rest."""
-    prompt, params = cases["len5"].prompt, sample(temperature=3.0)
-    whole = engine.generate(prompt, params).token_ids
-    for cut in (1, 11, 12, 25):
-        assert engine.generate(prompt + whole[:cut], params).token_ids[: 30 - cut] == whole[cut:]
 
 
 def test_seeds_give_different_texts(engine, cases):
@@ -171,38 +133,23 @@ CERTAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", CERTAIN.values(), ids=CERTAIN)
-@pytest.mark.parametrize("k", KS)
-def test_sampling_without_choice_equals_greedy(engine, cases, asked, k):
-    together = [cases[name] for name in ("len1", "len30", "len70", "len131", "random12")]
-    results = engine.generate_all([case.prompt for case in together], sample(40, k=k, **asked))
-    assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
+def test_sampling_without_choice_equals_greedy(engine, cases, asked):
+    together = [cases[name] for name in ("len1", "len30", "random12")]
+    for k in (0, 7):
+        results = engine.generate_all([case.prompt for case in together], sample(40, k=k, **asked))
+        assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 64, 65, 66, 80, 81, 82])
+@pytest.mark.parametrize("length", [1, 2, 17, 18, 65, 81])
 def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
     """A sampled prompt's last token is not prefilled; a prompt of one token needs no prefill."""
     case = cases["len70"] if length > 40 else cases["len1"]
     prompt = (case.prompt + case.answer)[:length]
     greedy = engine.generate(prompt, replace(GREEDY, max_tokens=10, prefix_caching=False))
     chunks = engine.stats().prefill_chunks
-    assert (
-        engine.generate(prompt, sample(10, temperature=1.0, top_k=1, prefix_caching=False)).token_ids
-        == greedy.token_ids
-    )
+    sampled = engine.generate(prompt, sample(10, temperature=1.0, top_k=1, prefix_caching=False))
+    assert sampled.token_ids == greedy.token_ids
     assert (engine.stats().prefill_chunks == chunks) == (length == 1)
-
-
-@pytest.mark.parametrize("k", [*KS, None])
-def test_greedy_requests_beside_sampled_ones_keep_their_text(engine, cases, k):
-    names = [name for name in cases if len(cases[name].answer) >= 40]
-    greedy = [(cases[name].prompt, replace(GREEDY, k=k)) for name in names]
-    sampled = [
-        (cases[name].prompt, sample(35, k=k, **asked)) for name, asked in zip(names, ASKED.values(), strict=False)
-    ]
-    mixed = [one for pair in zip(greedy, sampled, strict=True) for one in pair]
-    results = engine.generate_all([prompt for prompt, _ in mixed], [params for _, params in mixed])
-    assert [result.token_ids for result in results[::2]] == [cases[name].answer[:40] for name in names]
-    assert all(result.logprobs is None for result in results[::2])
 
 
 def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
@@ -214,23 +161,6 @@ def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
     engine.generate_all([case.prompt] * 3, heavy)
     together = engine.generate_all([case.prompt] * 4, [plain, replace(GREEDY, max_tokens=20), plain, plain])
     assert [result.token_ids for result in together] == [alone, case.answer[:20], alone, alone]
-
-
-def test_stats_count_sampled_rounds(engine, cases):
-    def count(sampled: bool) -> int:
-        return sum(rounds for (_, one), rounds in engine.stats().bucket_rounds.items() if one is sampled)
-
-    def settle() -> tuple[int, int]:
-        wait_until(lambda: engine._loop.is_idle)
-        return count(True), count(False)
-
-    before = settle()
-    engine.generate(cases["len5"].prompt, replace(GREEDY, k=0))
-    between = settle()
-    assert between[0] == before[0] and between[1] >= before[1] + 39
-    engine.generate(cases["len5"].prompt, sample(40, temperature=1.0, k=0))
-    after = settle()
-    assert after[0] >= between[0] + 40 and after[1] == between[1]
 
 
 # -- against the slow, obvious path
@@ -284,17 +214,12 @@ PENALTIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("asked", PENALTIES.values(), ids=PENALTIES)
 def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
     together = [cases[name] for name in ("len1", "len5", "len30")]
-    for k in KS:
+    for k in (0, 7):
         results = engine.generate_all([case.prompt for case in together], sample(24, k=k, **asked))
         texts = [result.token_ids for result in results]
         assert [len(text) for text in texts] == [24] * 3 and texts != [case.answer[:24] for case in together]
         for case, text in zip(together, texts, strict=True):
             assert choose_slowly(logits, case.prompt, text, **asked) == list(text)
-
-
-def test_slow_path_without_penalties_is_greedy(cases, logits):
-    case = cases["len30"]
-    assert choose_slowly(logits, case.prompt, case.answer[:20]) == case.answer[:20]
 
 
 def test_bias_of_100_bans_or_forces_a_token(engine, cases):
@@ -309,8 +234,7 @@ def test_bias_of_100_bans_or_forces_a_token(engine, cases):
     assert (stopped.token_ids, stopped.finish_reason, len(stopped.logprobs)) == ([77], "stop", 1)
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("asked", [{}, *(ASKED[name] for name in ("hot", "top_k", "penalties", "bias"))])
+@pytest.mark.parametrize(("k", "asked"), [(0, ASKED["bias"]), (3, ASKED["top_k"]), (7, {}), (7, ASKED["penalties"])])
 def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, asked, k):
     together = [cases[name] for name in ("len1", "len70", "len131")]
     wanted = (5, 20, 0)
@@ -325,14 +249,6 @@ def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, as
             assert len(ids) == len(set(ids)) == count
             np.testing.assert_allclose(values, row[list(ids)], atol=2e-4)
             np.testing.assert_allclose(values, np.sort(row)[::-1][:count], atol=2e-4)
-
-
-def test_stream_carries_log_probabilities_of_its_tokens(engine, cases):
-    params = sample(25, temperature=1.0, logprobs=2)
-    stream = engine.stream(cases["len30"].prompt, params)
-    deltas = list(stream)
-    assert all([one.token_id for one in delta.logprobs] == list(delta.token_ids) for delta in deltas)
-    assert [one for delta in deltas for one in delta.logprobs] == stream.result().logprobs
 
 
 # What may be drawn of a row of log-probabilities, temperature included.
@@ -353,7 +269,7 @@ def sum_above(row: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("asked", "allowed"), LIMITS.values(), ids=LIMITS)
 def test_top_k_top_p_and_min_p_follow_the_target_probabilities(engine, cases, logits, asked, allowed):
     temperature, outside = 4.0, 0
-    for name in ("len1", "len30", "random12"):
+    for name in ("len1", "random12"):
         prompt = cases[name].prompt
         for limits in (asked, {}):
             text = engine.generate(prompt, sample(40, temperature=temperature, **limits)).token_ids
@@ -361,13 +277,12 @@ def test_top_k_top_p_and_min_p_follow_the_target_probabilities(engine, cases, lo
             drawn = [allowed(row)[token] for row, token in zip(rows, text, strict=True)]
             assert all(drawn) or not limits
             outside += drawn.count(False)
-    assert outside > 20  # without limits other tokens are drawn
+    assert outside > 12  # without limits other tokens are drawn
 
 
-@pytest.mark.parametrize("k", [0, 7])
-def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k):
+def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k=7):
     """Two draws of the two likeliest tokens give four texts; chi-squared (3 degrees) is below 16.3 in 99.9 %."""
-    prompt, draws, temperature = cases["random12"].prompt, 600, 1.5
+    prompt, draws, temperature = cases["random12"].prompt, 300, 1.5
     odds = {}
     first = log_softmax(logits(prompt)[-1] / temperature)
     for one in np.argsort(-first)[:2].tolist():
@@ -386,17 +301,7 @@ def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k):
 # -- refusals
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"temperature": 0.1},
-        {"logprobs": 0},
-        {"logit_bias": {1: 1.0}},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"repetition_penalty": 1.1},
-    ],
-)
+@pytest.mark.parametrize("asked", [{"temperature": 0.1}, {"logprobs": 0}])
 def test_greedy_bundle_refuses_sampling_with_the_command(serve, asked):
     words = f"greedy executables only.* {next(iter(asked))}.*dflash-precompile .*--sampling greedy,sample"
     with pytest.raises(GridMiss, match=words) as refusal:
@@ -412,10 +317,3 @@ def test_neutral_parameters_need_no_sampling(serve, cases):
 def test_bias_of_an_unknown_token_is_refused(engine):
     with pytest.raises(BadInput, match="logit_bias holds 512.*0 to 511"):
         engine.generate([1], SamplingParams(logit_bias={VOCABULARY: 1.0}))
-
-
-def test_concurrent_sampling_equals_sampling_alone(engine, cases):
-    asked = [(cases[name].prompt, sample(15, seed, temperature=3.0)) for name in ("len1", "len70") for seed in range(8)]
-    alone = [engine.generate(prompt, params).token_ids for prompt, params in asked]
-    with ThreadPoolExecutor(8) as pool:
-        assert [result.token_ids for result in pool.map(lambda one: engine.generate(*one), asked)] == alone

@@ -60,11 +60,6 @@ def test_text_lacks_the_stop_token_and_ids_have_it(engine, tokenizer, tokens):
         assert (result.token_ids, result.text) == (tokens[: at + 1], tokenizer.decode(tokens[:at]))
 
 
-def test_unmatched_stop_string_changes_nothing(engine, tokenizer, tokens):
-    result = engine.generate(PROMPT, SamplingParams(stop=["never to be seen"], stop_token_ids=()))
-    assert (result.text, result.finish_reason) == (tokenizer.decode(tokens), "length")
-
-
 @pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])
 def test_empty_text_is_refused(engine, prompt, words):
     with pytest.raises(BadInput, match=words):

@@ -2,22 +2,19 @@
 
 import json
 import random
-import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models
 
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
 GRID = "batch=1,3 length=96 k=0,7 prefill=16 rounds=3 page=8"
-LETTERS = "abcdefghijklmnopqrstuvwxyz01234"  # tokens of the grammars' tokenizer; the last token is special
-TOKENS, EACH = 20, 2000 // THREADS
+TOKENS, EACH = 20, 480 // THREADS
 SPICES = (
     {},
     {"logprobs": 2},
@@ -30,7 +27,7 @@ SPICES = (
 @pytest.fixture(scope="module")
 def hybrid_bundle(make_up, tmp_path_factory):
     pair, path = make_up("hybrid").places, tmp_path_factory.mktemp("hybrid") / "bundle"
-    modes = ("greedy", "sample", "constrain", "prompt_logprobs")
+    modes = ("greedy", "sample", "prompt_logprobs")
     precompile(
         pair["target"], pair["draft"], path, grid=GRID, platform="cpu", dtype="float32", sampling=modes, self_test=False
     )
@@ -40,7 +37,7 @@ def hybrid_bundle(make_up, tmp_path_factory):
 def make_requests() -> list[tuple[list[int], dict]]:
     """Prompts of 1 to 50 tokens (up to four chunks), each with sampling parameters."""
     rng = random.Random(5)
-    lengths = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 50)
+    lengths = (1, 3, 16, 17, 50)
     return [([rng.randrange(31) for _ in range(size)], spice) for size in lengths for spice in SPICES]
 
 
@@ -63,33 +60,6 @@ def test_drafts_change_no_token(hybrid_bundle, alone):
     assert not any(result.cached_tokens for result in results)
     assert [result.token_ids for result in results] == alone
     assert sum(sum(result.accepted) for result in results) > 0
-
-
-@pytest.fixture(scope="module")
-def spelled(hybrid_bundle, make_up, tmp_path_factory):
-    """Opens an engine whose target has a tokenizer: a letter is a token."""
-    place = tmp_path_factory.mktemp("spelled") / "target"
-    shutil.copytree(make_up("hybrid").places["target"], place)
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.save(str(place / "tokenizer.json"))
-    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": len(LETTERS)}))
-    return lambda k: Engine.open(hybrid_bundle, target=place, k=k)
-
-
-def test_grammar_that_allows_every_letter_changes_no_token(spelled):
-    """And one that allows few of them gives the same answers at every K."""
-    spice = {"logit_bias": {len(LETTERS): -100.0}}  # the end is no letter
-    every, few = ({"structured_outputs": {"regex": regex}} for regex in ("[a-z0-4]*", "[a-e]{2,}"))
-    with spelled(0) as plain, spelled(7) as drafting:
-        for prompt, _ in make_requests()[:: len(SPICES)]:
-            free = generate(plain, prompt, spice).token_ids
-            some = generate(plain, prompt, {**spice, **few}).token_ids
-            assert len(free) == len(some) == TOKENS and set(some) <= set(range(5))
-            for engine in (plain, drafting):
-                assert generate(engine, prompt, {**spice, **every}).token_ids == free
-                assert generate(engine, prompt, {**spice, **few}).token_ids == some
 
 
 def test_prompt_logprobs_equal_those_of_transformers(hybrid_bundle, make_up):
@@ -134,4 +104,4 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
         tally = run_threads(lambda rng: send(engine, rng), seed=2)
         check_accounts(engine, tally)
     assert tally.ends.total() == EACH * THREADS
-    assert tally.ends["cancelled"] > 100
+    assert tally.ends["cancelled"] > 25

@@ -23,7 +23,7 @@ def bundle_with_experts(make_up, tmp_path_factory):
     precompile(
         *places.values(),
         path,
-        grid="batch=1,4 length=64 k=0,7 prefill=16",
+        grid="batch=4 length=64 k=0,7 prefill=16",
         platform="cpu",
         dtype="float32",
         weights="int8",

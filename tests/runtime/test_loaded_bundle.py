@@ -19,14 +19,12 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import (
-    SCHEMA,
     Entry,
     Manifest,
     encode_manifest,
     read_manifest,
     verify_and_rebuild_commands,
 )
-from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.self_test import SelfTests, set_up_self_tests
@@ -69,27 +67,16 @@ def test_bundle_is_served_from_any_path_and_while_it_is_moved(copy, tmp_path, ca
         assert engine.generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:9]
 
 
-def test_serving_does_not_write_to_the_bundle(copy):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    Engine.open(copy).close()
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
-
-
 # -- missing
 
 
-@pytest.mark.parametrize("name", ["nothing here", "empty", "file"])
-def test_missing_bundle_raises_with_the_build_command(tmp_path, name):
+def test_missing_bundle_raises_with_the_build_command(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    words = open_error(MissingBundle, tmp_path / name)
-    assert BUILD in words and str(tmp_path / name) in words
+    for name in ("nothing here", "empty", "file"):
+        words = open_error(MissingBundle, tmp_path / name)
+        assert BUILD in words and str(tmp_path / name) in words
     assert MissingBundle.exit_code == 2
-
-
-def test_unfinished_build_raises_missing_bundle(copy):
-    (copy / "manifest.json").unlink()
-    assert BUILD in open_error(MissingBundle, copy)
 
 
 # -- damaged
@@ -105,33 +92,14 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def behead(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:1])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def replace_by_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-DAMAGES = [cut, halve, behead, empty, flip, lengthen, Path.unlink, replace_by_directory]
-PROGRAMS = itertools.cycle(("prefill", "draft", "verify", "kv_write"))
-
-
 @pytest.mark.parametrize(
-    ("damage", "program"), [*zip(DAMAGES, PROGRAMS, strict=False)], ids=lambda one: getattr(one, "__name__", one)
+    ("damage", "program"),
+    [(cut, "prefill"), (flip, "draft"), (Path.unlink, "verify"), (replace_by_directory, "kv_write")],
 )
 def test_damaged_executable_is_named(copy, damage, program):
     path = find_blob(copy, program)
@@ -140,49 +108,7 @@ def test_damaged_executable_is_named(copy, damage, program):
     assert path.name in words and program in words and BUILD in words
 
 
-def test_swapped_executables_raise(copy):
-    one, other = find_blob(copy, "verify"), find_blob(copy, "draft")
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
-    assert BUILD in open_error(CorruptBundle, copy)
-
-
-@pytest.mark.parametrize("damage", [halve, flip, empty], ids=lambda damage: damage.__name__)
-def test_damaged_manifest_raises(copy, damage):
-    damage(copy / "manifest.json")
-    words = open_error(CorruptBundle, copy)
-    assert "manifest.json" in words and BUILD in words
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (f'"schema": {SCHEMA}', '"schema": 99'),
-        ('"dtype": "float32"', '"dtype": "bfloat16"'),
-        ('"program": "draft"', '"program": "attack"'),
-        ('"seconds"', '"secondz"'),
-    ],
-)
-def test_edited_manifest_raises(copy, old, new):
-    path = copy / "manifest.json"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new, 1))
-    words = open_error(CorruptBundle, copy)
-    assert "manifest.json" in words and BUILD in words
-
-
-def test_manifest_cannot_name_a_file_outside_the_bundle(copy, tmp_path):
-    shutil.copy(find_blob(copy), tmp_path / "outside")
-    path = copy / "manifest.json"
-    facts = json.loads(path.read_text())
-    facts["entries"][0]["sha256"] = "../../outside"
-    path.write_text(json.dumps(facts))
-    open_error(CorruptBundle, copy)
-
-
-@pytest.mark.parametrize("program", ["prefill", "draft", "verify", "kv_write"])
-def test_manifest_without_an_expected_executable_raises(copy, program):
+def test_manifest_without_an_expected_executable_raises(copy, program="draft"):
     def drop(manifest: Manifest) -> Manifest:
         at = next(at for at, entry in enumerate(manifest.entries) if entry.signature.program == program)
         return msgspec.structs.replace(manifest, entries=manifest.entries[:at] + manifest.entries[at + 1 :])
@@ -227,9 +153,8 @@ def trace(tmp_path) -> Path:
     return tmp_path / "the payload was here"
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_pickle_that_runs_code_is_not_loaded(copy, trace, protocol):
-    content = pickle.dumps((Payload(trace), b"looks like an executable"), protocol)
+def test_pickle_that_runs_code_is_not_loaded(copy, trace):
+    content = pickle.dumps((Payload(trace), b"looks like an executable"))
     plant(copy, content)
     assert "was not loaded" in open_error(CorruptBundle, copy, preload=True)
     assert not trace.exists()
@@ -237,25 +162,11 @@ def test_pickle_that_runs_code_is_not_loaded(copy, trace, protocol):
     assert trace.exists()
 
 
-def test_pickle_with_a_wrong_hash_is_not_scanned(copy, trace):
-    find_blob(copy).write_bytes(pickle.dumps(Payload(trace)))
-    assert "the manifest says" in open_error(CorruptBundle, copy)
-    assert not trace.exists()
-
-
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"not a pickle", pickle.dumps(None), pickle.dumps((1, 2, 3)), pickle.dumps((b"x" * 99, [], True))],
-    ids=["empty", "text", "none", "numbers", "tuple"],
+    "content", [b"", b"not a pickle", pickle.dumps((b"x" * 99, [], True))], ids=["empty", "text", "tuple"]
 )
 def test_file_that_is_not_an_executable_raises(copy, content):
     plant(copy, content)
-    assert "verify" in open_error(CorruptBundle, copy, preload=True)
-
-
-def test_truncated_executable_raises(copy):
-    whole = Store(copy).read_executable(find_entry(copy, "verify"))
-    plant(copy, whole[: len(whole) // 2])
     assert "verify" in open_error(CorruptBundle, copy, preload=True)
 
 
@@ -268,13 +179,9 @@ def file_fields(entry: Entry) -> dict[str, object]:
     return {"sha256": entry.sha256, "bytes": entry.bytes, "serialized_bytes": entry.serialized_bytes}
 
 
-@pytest.mark.parametrize(
-    ("program", "stranger"), [("verify", "kv_write"), ("draft", "prefill"), ("kv_write", "verify")]
-)
-def test_executable_of_another_program_raises(copy, program, stranger):
-    other = find_entry(copy, stranger)
-    rewrite_entry(copy, program, **file_fields(other))
-    assert program in open_error(CorruptBundle, copy, preload=True)
+def test_executable_of_another_program_raises(copy):
+    rewrite_entry(copy, "verify", **file_fields(find_entry(copy, "kv_write")))
+    assert "verify" in open_error(CorruptBundle, copy, preload=True)
 
 
 def test_executable_of_another_bucket_raises(copy):
@@ -312,17 +219,14 @@ def test_executable_that_raises_in_its_first_call_is_corrupt(copy):
     """The executable calls LAPACK with one result too few, which only the call finds out."""
 
     def fail(number):
-        return jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))(number.reshape(1, 1))[
-            0, 0
-        ]
+        call = jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))
+        return call(number.reshape(1, 1))[0, 0]
 
     entry = find_entry(copy, "verify")
     plant(copy, compile_other(read_manifest(copy), entry, fail))
     words = open_error(CorruptBundle, copy, preload=True)
-    assert (
-        f"{copy}/executables/{find_entry(copy, 'verify').sha256} ({entry.signature.label}): does not run: INVALID"
-        in words
-    )
+    file = f"{copy}/executables/{find_entry(copy, 'verify').sha256}"
+    assert f"{file} ({entry.signature.label}): does not run: INVALID" in words
     assert words.endswith(f"Rebuild it: {verify_and_rebuild_commands(copy)}")
 
 
@@ -365,28 +269,33 @@ def test_changes_cover_every_field_of_the_environment():
     assert {*CHANGES, *ABSENT} == set(Environment.__struct_fields__)
 
 
+def set_environment(copy: Path, **changes: object) -> None:
+    def change(manifest: Manifest) -> Manifest:
+        environment = msgspec.structs.replace(manifest.environment, **changes)
+        return msgspec.structs.replace(manifest, environment=environment)
+
+    rewrite(copy, change)
+
+
 def environment_error(copy: Path, **changes: object) -> str:
     """Returns the error of a bundle that was built for another environment; its executables are not looked at."""
-    rewrite(
-        copy,
-        lambda manifest: msgspec.structs.replace(
-            manifest, environment=msgspec.structs.replace(manifest.environment, **changes)
-        ),
-    )
+    set_environment(copy, **changes)
     find_blob(copy).write_bytes(b"damaged as well")
     words = open_error(IncompatibleBundle, copy)
     for part in (BUILD, str(copy), "--target", "--draft", "batch=1 length=32 k=0,3 prefill=16"):
         assert part in words
-    assert IncompatibleBundle.exit_code == 4
     return words
 
 
-@pytest.mark.parametrize("field", CHANGES)
-def test_other_environment_raises_with_field_and_rebuild_command(copy, field):
-    here = getattr(read_manifest(copy).environment, field)
-    words = environment_error(copy, **{field: CHANGES[field]})
-    assert field in words and str(np.ravel(CHANGES[field])[0]) in words
-    assert field == "cpu_features" or "".join(here) in words
+def test_other_environment_raises_with_field_and_rebuild_command(copy):
+    content = (copy / "manifest.json").read_bytes()
+    for field, changed in CHANGES.items():
+        (copy / "manifest.json").write_bytes(content)
+        here = getattr(read_manifest(copy).environment, field)
+        words = environment_error(copy, **{field: changed})
+        assert field in words and str(np.ravel(changed)[0]) in words
+        assert field == "cpu_features" or "".join(here) in words
+    assert IncompatibleBundle.exit_code == 4
 
 
 def test_bundle_for_a_tpu_raises_without_a_tpu(copy):
@@ -401,23 +310,12 @@ def test_bundle_for_more_devices_raises_with_both_counts(copy):
 
 
 def test_all_differing_environment_fields_are_named(copy):
-    def change(manifest: Manifest) -> Manifest:
-        environment = msgspec.structs.replace(manifest.environment, jax="0.9.9", xla_flags="--xla_another")
-        return msgspec.structs.replace(manifest, environment=environment)
-
-    rewrite(copy, change)
-    words = open_error(IncompatibleBundle, copy)
+    words = environment_error(copy, jax="0.9.9", xla_flags="--xla_another")
     assert "0.9.9" in words and "--xla_another" in words
 
 
 def test_processor_with_more_features_is_accepted(copy):
-    def change(manifest: Manifest) -> Manifest:
-        features = manifest.environment.cpu_features[1:]
-        return msgspec.structs.replace(
-            manifest, environment=msgspec.structs.replace(manifest.environment, cpu_features=features)
-        )
-
-    rewrite(copy, change)
+    set_environment(copy, cpu_features=read_manifest(copy).environment.cpu_features[1:])
     Engine.open(copy).close()
 
 
@@ -443,10 +341,7 @@ def edited(tied, tmp_path) -> Callable[..., dict[str, str]]:
     ("role", "key", "value", "field"),
     [
         ("target", "rope_theta", 12345.0, "decoder.rope.theta"),
-        ("target", "rms_norm_eps", 1e-5, "decoder.epsilon"),
         ("target", "tie_word_embeddings", False, "tied"),
-        ("target", "intermediate_size", 161, "decoder.mlp"),
-        ("draft", "rope_theta", 12345.0, "decoder.rope.theta"),
         ("draft", "num_hidden_layers", 3, "decoder.layers"),
         ("draft", "block_size", 4, "block"),
     ],
@@ -456,15 +351,6 @@ def test_checkpoint_with_other_facts_raises_with_each_fact(bundle, edited, role,
     words = open_error(IncompatibleBundle, bundle("tiny"), **places)
     assert places[role] in words and field in words and str(value) in words
     assert BUILD in words and places["target"] in words and places["draft"] in words
-
-
-def test_checkpoint_with_other_layers_raises(bundle, edited):
-    places = edited("target", num_hidden_layers=7, layer_types=None)
-    draft = Path(places["draft"]) / "config.json"
-    draft.write_text(json.dumps({**json.loads(draft.read_text()), "num_target_layers": 7}))
-    assert "decoder.layers: built for 6, this checkpoint has 7" in open_error(
-        IncompatibleBundle, bundle("tiny"), **places
-    )
 
 
 def test_fine_tune_of_the_same_shapes_is_served_with_its_own_weights(bundle, edited, cases):
@@ -482,24 +368,7 @@ def test_swapped_checkpoint_pair_raises(bundle, tied):
     assert str(tied.draft) in words and "swapped" in words
 
 
-def test_damaged_weights_raise(bundle, edited):
-    places = edited("draft")
-    cut(Path(places["draft"]) / "model.safetensors")
-    assert "not a complete safetensors file" in open_error(BadCheckpoint, bundle("tiny"), **places)
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_missing_checkpoint_is_named(bundle, role):
-    words = open_error(BadCheckpoint, bundle("tiny"), **{role: "/nowhere/at/all"})
-    assert role in words and "/nowhere/at/all" in words
-
-
-def test_moved_checkpoint_is_named(copy):
-    def move(manifest: Manifest) -> Manifest:
-        return msgspec.structs.replace(
-            manifest, target=msgspec.structs.replace(manifest.target, reference="/nowhere/at/all")
-        )
-
-    rewrite(copy, move)
-    words = open_error(BadCheckpoint, copy)
-    assert "--target /nowhere/at/all" in words
+def test_missing_checkpoint_is_named(bundle):
+    for role in ("target", "draft"):
+        words = open_error(BadCheckpoint, bundle("tiny"), **{role: "/nowhere/at/all"})
+        assert role in words and "/nowhere/at/all" in words

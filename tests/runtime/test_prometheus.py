@@ -1,16 +1,13 @@
 """Prometheus metrics of made-up counters, as a scrape returns them."""
 
 import dataclasses
-import itertools
-import math
 import re
-import threading
 import urllib.request
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.metrics.counters import BUCKET_BOUNDS_SECONDS, Counters, Histogram
-from dflash_aot.runtime.metrics.prometheus import FINISHED_REASONS, METRICS, StatsCollector, make_registry
+from dflash_aot.runtime.metrics.prometheus import FINISHED_REASONS, METRICS, make_registry
 from dflash_aot.runtime.requests.request import FinishReason
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -149,21 +146,16 @@ def test_scrape_has_every_expected_sample():
     assert parse(scrape(make_registry(make_counters, "pair"))) == pytest.approx(expected())
 
 
-# Accept headers of curl, Prometheus 3, and Prometheus 2 with the setting from docs/metrics.md.
-PLAIN_TEXT = "text/plain;version=0.0.4;q=0.5,*/*;q=0.4"
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
     "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
 )
 
 
-@pytest.mark.parametrize("accept", ["*/*", PROMETHEUS_3, PLAIN_TEXT])
-def test_every_format_has_the_same_samples(accept):
-    encode, content_type = choose_encoder(accept)
-    openmetrics = content_type.startswith("application/openmetrics-text")
-    assert openmetrics == (accept == PROMETHEUS_3)
-    text = encode(make_registry(make_counters, "pair")).decode()
-    families = (parse_openmetrics if openmetrics else text_string_to_metric_families)(text)
+def test_openmetrics_has_the_same_samples():
+    encode, content_type = choose_encoder(PROMETHEUS_3)
+    assert content_type.startswith("application/openmetrics-text")
+    families = parse_openmetrics(encode(make_registry(make_counters, "pair")).decode())
     samples = [
         (sample.name, frozenset(sample.labels.items()), sample.value) for one in families for sample in one.samples
     ]
@@ -187,14 +179,6 @@ def test_types_help_and_names():
     assert set(types.values()) == {"counter", "gauge", "histogram"}
 
 
-def test_histogram_buckets_are_cumulative():
-    samples = parse(scrape(make_registry(make_counters, "pair")))
-    for name in TIMINGS:
-        counts = [value(samples, f"{name}_bucket", le=le) for le in BOUNDS]
-        assert counts == sorted(counts) and counts[-1] == value(samples, f"{name}_count") == 4
-        assert [float(le) for le in BOUNDS] == [*BUCKET_BOUNDS_SECONDS, math.inf]
-
-
 def test_unused_engine_has_zeros():
     samples = parse(scrape(make_registry(Counters, "pair")))
     assert set(samples.values()) == {0}
@@ -213,12 +197,12 @@ def change_value(name: str, old):
     return old + 1
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Counters)])
-def test_every_counter_is_in_a_metric(field):
-    counters = Counters()
-    before = scrape(make_registry(counters.copy, "pair"))
-    setattr(counters, field, change_value(field, getattr(counters, field)))
-    assert scrape(make_registry(counters.copy, "pair")) != before
+def test_every_counter_is_in_a_metric():
+    before = scrape(make_registry(Counters, "pair"))
+    for field in dataclasses.fields(Counters):
+        counters = Counters()
+        setattr(counters, field.name, change_value(field.name, getattr(counters, field.name)))
+        assert scrape(make_registry(counters.copy, "pair")) != before, field.name
 
 
 def test_every_finish_reason_has_its_own_label():
@@ -226,83 +210,9 @@ def test_every_finish_reason_has_its_own_label():
     assert len(set(FINISHED_REASONS.values())) == len(FINISHED_REASONS)
 
 
-@pytest.mark.parametrize("model_name", ["a/b-c", 'a "b"', "a\\nb\\", "a\nb", 'a",le="1', "{}=,# ü 中", ""])
+@pytest.mark.parametrize("model_name", ["a\\nb\\", 'a\nb",le="1{}=,# ü 中'])
 def test_model_name_may_be_any_text(model_name):
-    text = scrape(make_registry(make_counters, model_name))
-    assert parse(text) == pytest.approx(expected(model_name))
-    assert all(re.match(r"# (HELP|TYPE) |(vllm|dflash):", line) for line in text.splitlines())
-
-
-def test_registries_of_two_engines_are_independent():
-    first, second = make_counters(), Counters(rounds=5)
-    registries = make_registry(lambda: first, "one"), make_registry(lambda: second, "two")
-    assert parse(scrape(registries[0])) == pytest.approx(expected("one"))
-    second.rounds = 6
-    samples = parse(scrape(registries[1]))
-    assert samples["dflash:rounds_total", frozenset({("model_name", "two")})] == 6
-    assert all(("model_name", "two") in labels for _, labels in samples)
-
-
-def test_collector_shares_a_registry_with_other_metrics():
-    registry = CollectorRegistry(auto_describe=True)
-    Counter("service_requests", "Requests.", registry=registry).inc(3)
-    registry.register(StatsCollector(make_counters, "pair"))
-    own = {("service_requests_total", frozenset()): 3}
-    samples = {name: value for name, value in parse(scrape(registry)).items() if name[0] != "service_requests_created"}
-    assert samples == pytest.approx(expected() | own)
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(StatsCollector(make_counters, "another"))
-
-
-def test_stats_is_called_once_per_scrape():
-    asked = itertools.count(1)
-
-    def stats() -> Counters:
-        number = next(asked)
-        return Counters(rounds=number, moves=number, bucket_rounds={(Bucket(2, 8, 0), False): number})
-
-    registry = make_registry(stats, "pair")
-    for number in range(1, 4):
-        samples = parse(scrape(registry))
-        assert value(samples, "dflash:rounds_total") == value(samples, "dflash:moves_total") == number
-        assert value(samples, "dflash:rows_total") == 2 * number
-
-
-def test_error_of_stats_fails_the_scrape():
-    def stats() -> Counters:
-        raise ConnectionError("gone")
-
-    with pytest.raises(ConnectionError, match="gone"):
-        scrape(make_registry(stats, "pair"))
-
-
-def test_concurrent_scrapes_are_consistent():
-    """The samples of a scrape are of one step, counters never decrease, and the last scrape has all rounds."""
-    live, published, rows = Counters(), [Counters()], 3000
-
-    def serve() -> None:
-        for number in range(rows):
-            live.note_rounds(Bucket(1 + number % 4, 64, 3), False, [1])
-            live.note_rows(3, [number % 4])
-            live.latency.observe(number / 1000)
-            published[0] = live.copy()
-
-    registry = make_registry(lambda: published[0], "pair")
-    thread = threading.Thread(target=serve)
-    thread.start()
-    seen, running = [], True
-    while running:
-        running = thread.is_alive()  # the last scrape is after the end of the thread
-        samples = parse(scrape(registry))
-        names = [(name, labels) for name, labels in samples if name.endswith("_per_pos_total")]
-        accepted = value(samples, "vllm:spec_decode_num_accepted_tokens_total")
-        assert sum(samples[name] for name in names) == accepted
-        rounds = value(samples, "dflash:rounds_total")
-        assert sum(count for (name, _), count in samples.items() if name == "dflash:bucket_rounds_total") == rounds
-        assert value(samples, "dflash:rows_total") == rounds + value(samples, "dflash:padded_rows_total")
-        assert value(samples, "vllm:e2e_request_latency_seconds_bucket", le="+Inf") == rounds
-        seen.append(rounds)
-    assert seen == sorted(seen) and seen[-1] == rows
+    assert parse(scrape(make_registry(make_counters, model_name))) == pytest.approx(expected(model_name))
 
 
 def test_document_lists_each_metric_once():
@@ -324,39 +234,24 @@ def test_queries_in_the_document_use_existing_names():
 def test_engine_is_scraped_over_http(bundle, cases):
     params = SamplingParams(max_tokens=9, stop_token_ids=())
     with Engine.open(bundle("tiny")) as engine:
-        registry = make_registry(engine.stats, "pair")
-        server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        idle = parse(fetch(url))
+        server, thread = start_http_server(0, addr="127.0.0.1", registry=make_registry(engine.stats, "pair"))
         results = [engine.generate(cases["len1"].later(cut).prompt, params) for cut in range(4)]
         engine.close()  # the engine's thread has ended: nothing is counted any more
         own = parse(scrape(engine.metrics()))
-        samples, only = parse(fetch(url)), parse(fetch(f"{url}?name[]=dflash:rounds_total"))
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=20) as response:
+            samples = parse(response.read().decode())
         server.shutdown()
         server.server_close()
         thread.join()
     assert {name for name, _ in own} == {name for name, _ in samples}
-    assert value(idle, "dflash:rounds_total") == value(idle, "vllm:generation_tokens_total") == 0
-    assert value(idle, "dflash:slots") == 1
     accepted = [count for result in results for count in result.accepted]
     assert value(samples, "vllm:spec_decode_num_accepted_tokens_total") == sum(accepted) > 0
     assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == engine.stats().drafted > 0
-    assert value(samples, "vllm:spec_decode_num_drafts_total") <= value(samples, "dflash:row_rounds_total")
     assert value(samples, "dflash:row_rounds_total") == len(accepted) <= value(samples, "dflash:rows_total")
-    rounds = value(samples, "dflash:rounds_total")
-    assert sum(count for (name, _), count in samples.items() if name == "dflash:bucket_rounds_total") == rounds
     assert value(samples, "vllm:generation_tokens_total") == sum(len(result.token_ids) for result in results) == 36
     assert value(samples, "vllm:prompt_tokens_total") == sum(result.prompt_tokens for result in results)
     assert value(samples, "vllm:request_success_total", finished_reason="length") == 4
-    assert value(samples, "vllm:num_requests_running") == value(samples, "vllm:num_requests_waiting") == 0
-    assert value(samples, "dflash:compile_events_total") == value(samples, "dflash:executable_failures_total") == 0
     for name in TIMINGS:
         assert value(samples, f"{name}_count") == 4
     whole = sum(result.seconds for result in results)
     assert value(samples, "vllm:e2e_request_latency_seconds_sum") == pytest.approx(whole)
-    assert only == {name: rounds for name in only} and [name for name, _ in only] == ["dflash:rounds_total"]
-
-
-def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        return answer.read().decode()

@@ -26,11 +26,11 @@ def expected(tied):
     return compute
 
 
-@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 4}, {"max_tokens": 2, "logprobs": 1}], ids=str)
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 2, "logprobs": 1}], ids=str)
 def test_prompt_logprobs_equal_those_of_transformers(serve, tied, expected, more):
     """Prompts of one chunk, of several, and of two groups of rows with padding. The answers stay what they were."""
     engine = serve("sampled_small", 7)
-    for prompt in tied.facts["prompts"]:
+    for prompt in tied.facts["prompts"][::2]:
         ids = prompt["ar_output_ids"][:150]
         params = SamplingParams(stop_token_ids=(), **more)
         result = engine.generate(ids, SamplingParams(prompt_logprobs=3, stop_token_ids=(), **more))
@@ -48,9 +48,8 @@ def test_prompt_logprobs_equal_those_of_transformers(serve, tied, expected, more
 
 def test_prompt_of_one_token_has_no_logprobs(serve):
     for more in ({"max_tokens": 0}, {"max_tokens": 2}, {"max_tokens": 2, "logprobs": 0}):
-        assert serve("sampled_small", 7).generate([5], SamplingParams(prompt_logprobs=1, **more)).prompt_logprobs == [
-            None
-        ]
+        result = serve("sampled_small", 7).generate([5], SamplingParams(prompt_logprobs=1, **more))
+        assert result.prompt_logprobs == [None]
 
 
 def test_stream_has_prompt_logprobs_in_its_first_delta(serve):
@@ -78,9 +77,11 @@ def test_only_chunks_of_requests_that_ask_are_scored():
     assert plain.result().prompt_logprobs is None
 
 
-@pytest.mark.parametrize("kinds", [KINDS, ("sample", "prompt_logprobs")], ids=",".join)
-@pytest.mark.parametrize("more", [{}, SAMPLED, {"prompt_logprobs": 1}, {"prompt_logprobs": 1, **SAMPLED}], ids=str)
-def test_request_for_no_tokens_ends_behind_its_prompt(kinds, more):
+@pytest.mark.parametrize(
+    ("kinds", "more"),
+    [(KINDS, {}), (KINDS, {"prompt_logprobs": 1, **SAMPLED}), (("sample", "prompt_logprobs"), {"prompt_logprobs": 1})],
+)
+def test_request_for_no_tokens_ends_after_its_prompt(kinds, more):
     engine = ToyEngine(pick=3, sampling=kinds)
     request, other = engine.submit([2] * 20, 0, **more), engine.submit([3, 4], 5, **SAMPLED)
     engine.run()

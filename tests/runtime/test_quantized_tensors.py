@@ -38,9 +38,7 @@ NAME = "model.layers.0.mlp.up_proj"
 WEIGHT, BLOCK = f"{NAME}.weight", (4, 6)
 SCALE_INV, SCALE, PACKED, SHAPE = (f"{NAME}.weight_{kind}" for kind in ("scale_inv", "scale", "packed", "shape"))
 DICE = np.random.default_rng(5)
-MATRIX = DICE.standard_normal((11, 17)).astype(
-    np.float32
-)  # the last blocks are ragged, and the last int32 is filled up
+MATRIX = DICE.standard_normal((11, 17)).astype(np.float32)  # the last blocks are ragged, the last int32 is filled up
 FP8, INT8 = store_fp8(NAME, MATRIX, BLOCK), store_int8(NAME, MATRIX)
 STORED = {"fp8": FP8, "int8": INT8, "packed": pack(NAME, INT8)}
 
@@ -72,8 +70,7 @@ def meant(form) -> np.ndarray:
 # -- numbers
 
 
-@pytest.mark.parametrize("shape", [(2, 127), (127, 2)])
-def test_every_fp8_code_is_read_as_torch_reads_it(write, shape):
+def test_every_fp8_code_is_read_as_torch_reads_it(write, shape=(2, 127)):
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8).reshape(shape)
     scale = np.array([[0.3]], np.float32)
     tensors = {WEIGHT: codes.view(ml_dtypes.float8_e4m3fn), SCALE_INV: scale}
@@ -107,8 +104,7 @@ def test_any_slice_is_the_slice_of_the_whole(write, form):
         )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("dtype", "flat"), [(np.float16, False), (ml_dtypes.bfloat16, True)])
 def test_int8_scales_of_any_dtype_and_shape_are_read(write, dtype, flat):
     stored = store_int8(NAME, MATRIX, dtype, flat)
     found = open_checkpoint(write("int8", stored), "target").read(WEIGHT, MATRIX.shape, FLOATS)
@@ -142,15 +138,15 @@ def test_block_of_zeros_may_have_a_scale_of_zero(write):
 
 
 @pytest.mark.parametrize(("form", "name"), [("fp8", SCALE_INV), ("int8", SCALE), ("packed", SCALE)])
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 3e38])
-def test_scale_that_is_negative_or_not_finite_is_refused(write, form, name, value):
-    scales = STORED[form][name].copy()
-    scales[1, 0] = value
-    message = refusal(write(form, {**STORED[form], name: scales}))
-    if math.isfinite(value):
-        assert f"{FILE}: {name}[1, 0] is {value:g}, expected a finite scale of at least 0" in message
-    else:
-        assert f"{FILE}: {name} holds NaN or infinity" in message
+def test_scale_that_is_negative_or_not_finite_is_refused(write, form, name):
+    for value in (-1.0, math.nan, -math.inf, 3e38):
+        scales = STORED[form][name].copy()
+        scales[1, 0] = value
+        message = refusal(write(form, {**STORED[form], name: scales}))
+        if math.isfinite(value):
+            assert f"{FILE}: {name}[1, 0] is {value:g}, expected a finite scale of at least 0" in message
+        else:
+            assert f"{FILE}: {name} holds NaN or infinity" in message
 
 
 @pytest.mark.parametrize(("form", "name", "row"), [("fp8", SCALE_INV, 4), ("int8", SCALE, 1), ("packed", SCALE, 1)])
@@ -165,50 +161,35 @@ def test_scale_of_zero_for_other_numbers_is_refused(write, form, name, row):
             open_checkpoint(place, "target").read_scales(WEIGHT, MATRIX.shape, (0, 11))
 
 
-@pytest.mark.parametrize(
-    ("form", "changes", "words"),
-    [
-        ("fp8", {SCALE_INV: None}, f"{WEIGHT} is F8_E4M3, but {SCALE_INV} is missing"),
-        ("int8", {SCALE: None}, f"{WEIGHT} is I8, but {SCALE} is missing"),
-        ("packed", {SCALE: None}, f"{PACKED} is there, but {SCALE} is missing"),
-        ("packed", {SHAPE: None}, f"{PACKED} is there, but {SHAPE} is missing"),
-        ("packed", {PACKED: None}, f"{SCALE} is there, but {PACKED} is missing"),
-        ("fp8", {WEIGHT: None}, f"{SCALE_INV} is there, but {WEIGHT} is missing"),
-        ("fp8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE_INV}: expected F8_E4M3"),
-        ("int8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE}: expected I8"),
-        ("fp8", {SCALE_INV: np.ones((3, 3), np.int8)}, f"{SCALE_INV} is I8, expected one of BF16, F16, F32"),
-        (
-            "fp8",
-            {SCALE_INV: np.ones((3, 2), np.float32)},
-            f"{SCALE_INV} is [3, 2], but {WEIGHT} is [11, 17]: expected [3",
-        ),
-        ("fp8", {SCALE_INV: np.ones(3, np.float32)}, f"{SCALE_INV} is [3], but {WEIGHT} is [11, 17]: expected [3, 3]"),
-        (
-            "int8",
-            {SCALE: np.ones((1, 11), np.float32)},
-            f"{SCALE} is [1, 11], but {WEIGHT} is [11, 17]: expected [11, 1]",
-        ),
-        (
-            "int8",
-            {SCALE: np.ones(1, np.float32)},
-            f"{SCALE} is [1], but {WEIGHT} is [11, 17]: expected [11, 1] or [11]",
-        ),
-        ("packed", {SHAPE: np.array([11, 21])}, f"{SHAPE} is [11, 21], but {PACKED} is [11, 5]"),
-        ("packed", {SHAPE: np.array([12, 17])}, f"{SHAPE} is [12, 17], but {PACKED} is [11, 5]"),
-        ("packed", {SHAPE: np.array([11, 17, 1])}, f"{SHAPE} is [3], but"),
-        ("int8", {WEIGHT: np.zeros(11, np.int8)}, f"{WEIGHT} is [11], expected a matrix"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(write, form, changes, words):
-    tensors = {name: tensor for name, tensor in {**STORED[form], **changes}.items() if tensor is not None}
-    assert f"{FILE}: {words}" in refusal(write(form, tensors))
+UNFIT = [
+    ("fp8", {SCALE_INV: None}, f"{WEIGHT} is F8_E4M3, but {SCALE_INV} is missing"),
+    ("int8", {SCALE: None}, f"{WEIGHT} is I8, but {SCALE} is missing"),
+    ("packed", {SCALE: None}, f"{PACKED} is there, but {SCALE} is missing"),
+    ("packed", {SHAPE: None}, f"{PACKED} is there, but {SHAPE} is missing"),
+    ("packed", {PACKED: None}, f"{SCALE} is there, but {PACKED} is missing"),
+    ("fp8", {WEIGHT: None}, f"{SCALE_INV} is there, but {WEIGHT} is missing"),
+    ("fp8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE_INV}: expected F8_E4M3"),
+    ("int8", {WEIGHT: MATRIX}, f"{WEIGHT} is F32, but has {SCALE}: expected I8"),
+    ("fp8", {SCALE_INV: np.ones((3, 3), np.int8)}, f"{SCALE_INV} is I8, expected one of BF16, F16, F32"),
+    ("fp8", {SCALE_INV: np.ones(3, np.float32)}, f"{SCALE_INV} is [3], but {WEIGHT} is [11, 17]: expected [3, 3]"),
+    ("int8", {SCALE: np.ones(1, np.float32)}, f"{SCALE} is [1], but {WEIGHT} is [11, 17]: expected [11, 1] or [11]"),
+    ("packed", {SHAPE: np.array([11, 21])}, f"{SHAPE} is [11, 21], but {PACKED} is [11, 5]"),
+    ("packed", {SHAPE: np.array([12, 17])}, f"{SHAPE} is [12, 17], but {PACKED} is [11, 5]"),
+    ("packed", {SHAPE: np.array([11, 17, 1])}, f"{SHAPE} is [3], but"),
+    ("int8", {WEIGHT: np.zeros(11, np.int8)}, f"{WEIGHT} is [11], expected a matrix"),
+]
+
+
+def test_tensors_that_do_not_fit_are_refused(write):
+    for form, changes, words in UNFIT:
+        tensors = {name: tensor for name, tensor in {**STORED[form], **changes}.items() if tensor is not None}
+        assert f"{FILE}: {words}" in refusal(write(form, tensors))
 
 
 @pytest.mark.parametrize("form", STORED)
 def test_other_shape_than_the_config_implies_is_refused(write, form):
-    assert f"{WEIGHT} is [11, 17], but its config.json implies [11, 18]" in refusal(
-        write(form, STORED[form]), shape=(11, 18)
-    )
+    message = refusal(write(form, STORED[form]), shape=(11, 18))
+    assert f"{WEIGHT} is [11, 17], but its config.json implies [11, 18]" in message
 
 
 @pytest.mark.parametrize(("form", "key"), [("fp8", "modules_to_not_convert"), ("int8", "ignore"), ("packed", "ignore")])
@@ -245,13 +226,12 @@ def test_list_may_name_the_head_of_a_checkpoint_without_one(write):
 # -- whole pairs
 
 
-@pytest.mark.parametrize("form", STORED)
 @pytest.mark.parametrize(
-    ("kind", "unquantized"),
+    ("kind", "unquantized", "form"),
     [
-        ("dense", ["model.layers.1.self_attn.o_proj"]),
-        ("experts", ["model.layers.1.mlp.gate"]),
-        ("hybrid", ["model.layers.1.linear_attn.in_proj_b"]),
+        ("dense", ["model.layers.1.self_attn.o_proj"], "int8"),
+        ("experts", ["model.layers.1.mlp.gate"], "packed"),
+        ("hybrid", ["model.layers.1.linear_attn.in_proj_b"], "fp8"),
     ],
 )
 def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, unquantized, form):
@@ -271,9 +251,10 @@ def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, un
     assert sum(not np.array_equal(changed[name], array) for name, array in expected.items()) > 5
 
 
-@pytest.mark.parametrize("form", ["int8", "packed"])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize(("kind", "layers"), [("dense", 3 * 7), ("hybrid", 7 + 2 * (5 + 3))])  # 3 sections of a tensor
+@pytest.mark.parametrize(
+    ("kind", "layers", "form", "stacked"),
+    [("dense", 3 * 7, "packed", False), ("hybrid", 7 + 2 * (5 + 3), "int8", True)],  # 3 sections of a tensor
+)
 def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, form, stacked, kind, layers):
     pair = make_up(kind)
     made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "int8", [])
@@ -299,8 +280,7 @@ def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, fo
     assert compared == 2 * layers
 
 
-@pytest.mark.parametrize("form", STORED)
-def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, form):
+def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, form="int8"):
     """Of a multimodal checkpoint: the config lists neither its vision tower nor its head for multi-token prediction."""
     pair = make_up("hybrid")
     made = quantize_checkpoint(
@@ -339,7 +319,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: f"{case.form} by {case.bundle}")
-def test_tokens_are_those_of_transformers_with_the_same_numbers_in_float32(untied, bundle, tmp_path, caplog, case):
+def test_tokens_are_those_of_transformers_with_the_same_numbers(untied, bundle, tmp_path, caplog, case):
     """Float weights, exact int8 and converted FP8. The model of transformers has the bundle's weights."""
     target = quantize_checkpoint(untied.target, tmp_path / "target", case.form, ["model.layers.0.self_attn.o_proj"])
     draft = quantize_checkpoint(untied.draft, tmp_path / "draft", case.form, [])

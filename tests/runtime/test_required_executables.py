@@ -34,10 +34,6 @@ def test_loading_order_by_hand():
     ]
 
 
-def test_no_draft_executable_without_drafts():
-    assert order("batch=1 length=16 k=0,3 prefill=4", [0]) == ["prefill 4,16", "verify 1,16,0", "move"]
-
-
 def test_sampled_rounds_load_after_greedy_ones_of_the_same_k():
     found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
     assert found[2:] == [

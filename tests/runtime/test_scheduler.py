@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,17 +188,6 @@ def test_next_round_is_dispatched_before_the_last_is_read():
         assert programs(engine.step()) == ["draft", "verify", "kv_write", "read verify"]
 
 
-def test_tokens_behind_the_limit_or_a_stop_are_dropped():
-    engine = ToyEngine(pick=7)
-    limited, stopped = engine.submit([1], 3), engine.submit([5], 20, stop_token_ids=[continue_alone([5], 6)[-1]])
-    engine.run()
-    assert (limited.accepted, len(limited.token_ids), limited.finish_reason) == ([7], 3, "length")
-    assert (stopped.accepted, len(stopped.token_ids), stopped.finish_reason) == ([7], 6, "stop")
-    assert len(engine.rounds) > engine.counters.row_rounds / 2  # the round that was lost is not counted as theirs
-    engine.check(limited)
-    engine.check(stopped)
-
-
 # -- long prompts
 
 
@@ -230,44 +218,23 @@ def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):
         assert programs(step).count("prefill") <= 1
 
 
-def test_prefill_goes_by_priority_and_takes_turns():
-    engine = ToyEngine(pick=0)
-    engine.submit([1] * 32, 1, priority=1)
-    engine.submit([2] * 32, 1, priority=1)
-    engine.step()
-    engine.submit([3] * 32, 1)
-    engine.run()
-    assert [call.heads[0] for call in engine.calls("prefill")] == [1, 3, 3, 2, 1, 2]
-
-
-def test_long_prompt_delays_a_short_one_by_one_chunk():
-    engine = ToyEngine("batch=2 length=64 k=0 prefill=4", k=0)
-    engine.submit([1] * 60, 1)
-    engine.step()
-    short = engine.submit([2], 1)
-    for _ in range(3):
-        engine.step()
-    assert short.finish_reason == "length"
-    assert [call.heads[0] for call in engine.calls("prefill")][:3] in ([1, 2, 1], [1, 1, 2])
-
-
 # -- slots and buckets
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8)])
-def test_round_runs_in_the_smallest_bucket(rows, batch):
-    engine = ToyEngine(pick=3, right=always(0))
-    for number in range(rows):
-        engine.submit([number], 30)
-    for _ in range(rows):
-        engine.step()
-    assert engine.rounds[-1].bucket.batch == batch
-    assert engine.rounds[-1].slots == tuple(range(rows))
-    assert engine.loop.stats().running == rows
+def test_round_runs_in_the_smallest_bucket():
+    for rows, batch in {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8}.items():
+        engine = ToyEngine(pick=3, right=always(0))
+        for number in range(rows):
+            engine.submit([number], 30)
+        for _ in range(rows):
+            engine.step()
+        assert engine.rounds[-1].bucket.batch == batch
+        assert engine.rounds[-1].slots == tuple(range(rows))
+        assert engine.loop.stats().running == rows
 
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("gone", [set(left) for count in range(5) for left in itertools.combinations(range(4), count)])
+@pytest.mark.parametrize("gone", [{0}, {3}, {0, 2}, {1, 2}, {0, 1, 2}, {1, 2, 3}])
 def test_remaining_requests_are_compacted(gone, asked):
     engine = ToyEngine("batch=1,2,4 length=64 k=0,3 prefill=4", k=3, right=by_first_token)
     requests = [engine.submit([number, 3], 30, **asked) for number in range(4)]
@@ -361,30 +328,6 @@ def test_priority_overtakes_waiting_requests_only():
     assert [call.heads[0] for call in engine.calls("prefill")] == [1, 4, 5, 2, 3, 6]
 
 
-@settings(derandomize=True, max_examples=60)
-@given(planned=plans(({}, SAMPLED)), buckets=st.sampled_from(GRIDS))
-def test_equal_priority_never_overtakes(planned, buckets):
-    engine = ToyEngine(buckets, right=by_first_token)
-    serve(engine, planned)
-    for priority in range(3):
-        equal = [one for one in engine.requests if one.priority == priority and one.started is not None]
-        assert equal == sorted(equal, key=lambda request: request.started)
-
-
-def test_equal_priority_never_starves():
-    """More requests arrive than end; as above, a prompt is prefilled at the steps 3n and 3n + 1."""
-    engine = ToyEngine("batch=2 length=16 k=0 prefill=4", k=0)
-    for _ in range(40):
-        for _ in range(2):
-            engine.submit([5], 3)
-        engine.step()
-    assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == (
-        [step for step in range(40) if step % 3 < 2]
-    )
-    started = [request.started is not None for request in engine.requests]
-    assert started == sorted(started, reverse=True)
-
-
 # -- freed slots
 
 
@@ -397,7 +340,7 @@ def expire(request: Request) -> None:
 
 
 @pytest.mark.parametrize("end", [cancel, expire])
-@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("steps", [1, 3, 6])
 def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4,16", k=3, right=always(1))
     gone, waiting = engine.submit([8] * 30, 20), engine.submit([9], 5)
@@ -429,14 +372,6 @@ def test_deadline_gives_an_error_and_cancel_none():
     assert kept.finish_reason == "length"
 
 
-def test_deadline_passes_in_the_queue():
-    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    engine.submit([1], 9)
-    late = engine.submit([2], 9, deadline=time.monotonic())
-    engine.step()
-    assert (late.finish_reason, late.token_ids, late.started) == ("cancelled", [], None)
-
-
 def test_free_slot_is_reused_in_the_next_step():
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
     stopped = engine.submit([1], 20, stop_token_ids=[continue_alone([1], 3)[-1]])
@@ -463,17 +398,6 @@ def test_k_shrinks_to_zero_near_the_capacity():
     engine.check(request)
 
 
-def test_loose_length_bound_reads_what_is_in_flight():
-    """8 positions, and a round of K = 7 may fill the other 8."""
-    engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
-    request = engine.submit([1] * 8, 9)
-    engine.step()
-    assert programs(engine.step())[:3] == ["read prefill", "read verify", "verify"]
-    assert [call.bucket.k for call in engine.rounds] == [7, 0]
-    engine.run()
-    engine.check(request)
-
-
 def test_stats_never_wait_for_the_device():
     """Near the capacity too, the requested K is used where there is room."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
@@ -494,14 +418,14 @@ def test_stats_never_wait_for_the_device():
     assert waits == [False]
 
 
-@pytest.mark.parametrize("right", [0, 1, 3, 7])
-@pytest.mark.parametrize("prompt", range(1, 17))
-def test_every_prompt_continues_to_the_last_position(prompt, right):
-    engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
-    request, company = engine.submit([1] * prompt, 17 - prompt), engine.submit([2], 16, **SAMPLED)
-    engine.run()
-    engine.check(request)
-    engine.check(company)
+@pytest.mark.parametrize("right", [0, 3, 7])
+def test_every_prompt_continues_to_the_last_position(right):
+    for prompt in range(1, 17):
+        engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
+        request, company = engine.submit([1] * prompt, 17 - prompt), engine.submit([2], 16, **SAMPLED)
+        engine.run()
+        engine.check(request)
+        engine.check(company)
 
 
 def test_batch_runs_at_the_largest_requested_k():
@@ -519,12 +443,3 @@ def test_batch_runs_at_the_largest_requested_k():
     assert own.accepted == [0] * len(own.accepted)
     for request in (own, usual, large):
         engine.check(request)
-
-
-@pytest.mark.parametrize("k", [0, 3, 7])
-def test_requested_k_is_used_where_there_is_room(k):
-    engine = ToyEngine(k=k)
-    engine.submit([1], 40)
-    engine.step()
-    engine.step()
-    assert {call.bucket.k for call in engine.rounds} == {k}

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
+from dflash_aot.cache.grid import Bucket, parse_grid
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.request_builder import DEFAULT_OPTIONS, check_options
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -55,50 +55,6 @@ def finish(plan: RoundPlan, accepted: int) -> None:
         running.request.token_ids += [7] * plan.rounds * (accepted + 1)
 
 
-def test_idle_scheduler_plans_nothing():
-    scheduler, queue = make_scheduler()
-    assert scheduler.is_idle and scheduler.plan_prefill() is None and scheduler.plan_round() is None
-    ask(queue, 3)
-    assert not scheduler.is_idle
-
-
-def test_waiting_requests_fill_free_slots():
-    scheduler, queue = make_scheduler()
-    requests = [ask(queue, 3) for _ in range(6)]
-    assert scheduler.fill_slots() == requests[:4]
-    assert [running.request for running in scheduler.slots] == requests[:4] and len(queue) == 2
-
-
-def test_prompt_is_prefilled_in_chunks_and_the_last_gives_the_first_token():
-    scheduler, queue = make_scheduler()
-    ask(queue, 22)
-    scheduler.fill_slots()
-    plans = prefill(scheduler)
-    assert [(plan.chunk, plan.start, len(plan.tokens)) for plan in plans] == [
-        (Chunk(16, 16), 0, 16),
-        (Chunk(16, 64), 16, 6),
-    ]
-    assert [plan.gives_first_token for plan in plans] == [False, True]
-
-
-def test_sampled_prompt_keeps_its_last_token_for_its_first_round():
-    scheduler, queue = make_scheduler()
-    ask(queue, 5, temperature=1.0)
-    scheduler.fill_slots()
-    (plan,) = prefill(scheduler)
-    assert (len(plan.tokens), plan.gives_first_token) == (4, False)
-    first, second = start(scheduler), start(scheduler)
-    assert first.batch.mode == "sample" and [*first.new_sampling_states] == [plan.running]
-    assert not second.new_sampling_states
-
-
-def test_greedy_request_is_sampled_where_no_greedy_executable_exists():
-    scheduler, queue = make_scheduler(sampling=("sample",))
-    ask(queue, 5)
-    scheduler.fill_slots()
-    assert [running.sampled for running in scheduler.slots] == [True]
-
-
 def test_round_takes_the_smallest_bucket_that_holds_the_length_bound():
     scheduler, queue = make_scheduler()
     ask(queue, 8)
@@ -119,29 +75,6 @@ def test_loose_length_bounds_ask_for_a_commit_first():
     for plan in plans:
         finish(plan, accepted=0)
     assert start(scheduler).bucket == Bucket(1, 16, 3)  # 8 + 2 positions are certain
-
-
-def test_requests_are_compacted_where_a_smaller_batch_holds_them():
-    scheduler, queue = make_scheduler()
-    for _ in range(4):
-        ask(queue, 3)
-    scheduler.fill_slots()
-    first, _, third, fourth = scheduler.slots
-    for running in (first, third):
-        scheduler.slots.free(running)
-    assert scheduler.compact() == [(3, 0)]
-    assert scheduler.slots.slot_of(fourth) == 0 and scheduler.compact() == []
-
-
-def test_ended_requests_are_dropped_with_their_reason():
-    scheduler, queue = make_scheduler("batch=1 length=16 k=0,3 prefill=16")
-    running, late, cancelled = ask(queue, 3, deadline=5.0), ask(queue, 3, deadline=2.0), ask(queue, 3)
-    scheduler.fill_slots()
-    cancelled.cancelled = True
-    queue.note_cancel()
-    assert scheduler.drop_ended(2.0) == [(late, "its deadline of 2 s has passed"), (cancelled, "")]
-    assert scheduler.drop_ended(5.0) == [(running, "its deadline of 5 s has passed")]
-    assert scheduler.is_idle
 
 
 def test_multi_round_steps_begin_with_one_round_of_a_new_k():
@@ -197,13 +130,6 @@ def test_multi_round_step_stops_early_where_a_request_waits():
         running.finish_rounds(plan, 6)
     assert [running.in_flight_rounds for running in plan.batch.requests] == [1, 1]
     assert [running.in_flight_tokens for running in plan.batch.requests] == [4, 4]
-
-
-def test_emptied_scheduler_returns_its_requests():
-    scheduler, queue = make_scheduler()
-    requests = [ask(queue, 3), ask(queue, 3)]
-    scheduler.fill_slots()
-    assert scheduler.clear_slots() == requests and scheduler.is_idle
 
 
 def test_options_are_completed_by_defaults():

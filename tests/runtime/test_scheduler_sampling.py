@@ -4,14 +4,7 @@ import pytest
 
 from dflash_aot.cache.grid import Chunk
 from dflash_aot.runtime.requests.request import TokenLogprob
-from tests.runtime.toy import (
-    SAMPLED,
-    VOCAB,
-    ToyEngine,
-    always,
-    continue_alone,
-    programs,
-)
+from tests.runtime.toy import SAMPLED, VOCAB, ToyEngine, always, continue_alone, programs
 
 
 def test_sampled_and_greedy_requests_share_a_round():

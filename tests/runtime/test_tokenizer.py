@@ -6,10 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, decoders, pre_tokenizers, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -48,16 +47,6 @@ def test_lone_surrogate_raises():
         TOKENIZER.encode("a\ud83cb")
 
 
-@pytest.mark.parametrize("framed", [True, False])
-def test_text_gets_the_tokens_of_the_library(framed):
-    backend = byte_level()
-    frame = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
-    backend.post_processor = frame
-    text = f"ab c\u00e9\n{END}" * 100
-    whole = backend.encode(text, add_special_tokens=framed).ids
-    assert Tokenizer(backend).encode(text, add_special_tokens=framed) == whole
-
-
 def hostile_tokenizer(directory, pattern: str) -> Tokenizer:
     backend = byte_level()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -73,12 +62,9 @@ def test_panic_of_the_encoder_raises_bad_checkpoint(tmp_path):
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
-@pytest.mark.parametrize("pattern", [r"(a|a){17}b|.", None], ids=["slow expression", "long text"])
-def test_encoding_releases_the_gil(tmp_path, pattern):
+def test_encoding_releases_the_gil(tmp_path):
     """A thread that holds the GIL lets others run only between two texts: they would stand still with it."""
-    tokenizer, text = TOKENIZER, "ab c" * 200_000
-    if pattern:
-        tokenizer, text = hostile_tokenizer(tmp_path, pattern), "a" * 50
+    tokenizer, text = hostile_tokenizer(tmp_path, r"(a|a){17}b|."), "a" * 50
     with ThreadPoolExecutor() as pool:
         encodings = [pool.submit(tokenizer.encode, text) for _ in range(3)]
         switches = 0
@@ -108,22 +94,11 @@ def test_broken_tokenizer_file_raises(tmp_path):
         Tokenizer.open(tmp_path)
 
 
-def imported(code: str) -> set[str]:
-    listing = subprocess.run([sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"], capture_output=True)
-    return {name.partition(".")[0] for name in listing.stdout.decode().split()}
-
-
 def test_text_package_imports_no_framework():
-    modules = imported("import dflash_aot.runtime.text.detokenizer")
-    assert "tokenizers" in modules
-    assert not modules & {"transformers", "flax", "torch"}
-    assert "transformers" in imported("import dflash_aot.runtime.text.tokenizer, transformers")
-
-
-def test_token_outside_the_byte_level_alphabet_has_the_bytes_of_its_letters():
-    backend = tokenizers.Tokenizer(models.BPE({"東a": 0}, []))
-    backend.decoder = decoders.ByteLevel()
-    assert Tokenizer(backend).token_bytes(0).decode() == backend.decode([0]) == "東a"
+    code = "import sys, dflash_aot.runtime.text.detokenizer; print(*sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    modules = {name.partition(".")[0] for name in listed}
+    assert "tokenizers" in modules and not modules & {"transformers", "flax", "torch"}
 
 
 @given(st.text(ALPHABET + END, max_size=12))
@@ -132,8 +107,7 @@ def test_token_bytes_add_up_to_the_text(text):
     assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
 
 
-@pytest.mark.parametrize("data", [b"\xf0\x9f", b" ", b"\x00\xad"])
-def test_token_bytes_of_a_part_of_a_character(data):
+def test_token_bytes_of_a_part_of_a_character(data=b"\xf0\x9f \x00\xad"):
     assert b"".join(map(TOKENIZER.token_bytes, list_byte_tokens(data))) == data
     fallback = Tokenizer(byte_fallback())
     assert b"".join(map(fallback.token_bytes, data)) == data  # the id of a byte token is the byte
@@ -153,8 +127,3 @@ def test_token_bytes_are_those_in_the_middle_of_a_text(backend):
 @given(st.lists(st.integers(0, BACKEND.get_vocab_size() + 3), max_size=30))
 def test_bytes_of_a_byte_level_text_are_those_of_its_tokens(ids):
     assert b"".join(TOKENIZER.text_bytes[one] for one in ids).decode(errors="replace") == TOKENIZER.decode(ids)
-
-
-def test_only_byte_level_decoders_have_bytes_of_every_token():
-    with_bytes = [make.__name__ for make in KINDS if Tokenizer(make()).text_bytes is not None]
-    assert "byte_level" in with_bytes and "byte_fallback" not in with_bytes

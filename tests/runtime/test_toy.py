@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_aot.cache.grid import Bucket, Chunk
-from tests.runtime.toy import (
-    Fault,
-    Misuse,
-    ToyArray,
-    ToyBundle,
-    ToyEngine,
-    ToyState,
-    always,
-    continue_alone,
-    guess,
-)
+from tests.runtime.toy import Fault, Misuse, ToyArray, ToyBundle, ToyEngine, ToyState, always, continue_alone, guess
 
 
 def test_toy_texts_by_hand():
@@ -58,26 +48,6 @@ def test_toy_detects_an_unwritten_draft_context():
     bundle.verify(bucket)(state, *tables(0), block, *place([True]))
 
 
-def test_toy_detects_misplaced_features():
-    bundle, state, _, features = prefilled()
-    for slot, start in ((1, 0), (0, 1)):
-        with pytest.raises(Misuse, match="are written as those of"):
-            bundle.kv_write(1, 4)(state, *tables(slot), features, *place([start]))
-        state.reset()
-
-
-def test_toy_detects_a_gap_between_chunks():
-    bundle, state, *_ = prefilled()
-    with pytest.raises(Misuse, match="read that were never written"):
-        bundle.prefill(Chunk(4, 16))(state, *tables(0), *place([[8, 0, 0, 0]], [0], [4], [1], [True]))
-
-
-def test_toy_detects_a_chunk_behind_kv_that_the_draft_lacks():
-    bundle, state, *_ = prefilled()
-    with pytest.raises(Misuse, match="starts behind 3 without their kv"):
-        bundle.prefill(Chunk(4, 16))(state, *tables(0), *place([[8, 0, 0, 0]], [0], [3], [1], [True]))
-
-
 def test_toy_detects_a_round_beyond_its_bucket_or_its_pages():
     bundle, state, *_ = prefilled()
     state.slots[0].length = 16
@@ -96,12 +66,6 @@ def test_toy_detects_wrong_page_tables():
         bundle, state, *_ = prefilled()
         with pytest.raises(Misuse, match=flaw):
             bundle.verify(Bucket(1, 16, 0))(state, *place(table, [True]))
-
-
-def test_toy_detects_a_missing_sampling_state():
-    bundle, state, *_ = prefilled()
-    with pytest.raises(Misuse, match="without a sampling state"):
-        bundle.verify(Bucket(1, 16, 0), "sample")(state, *tables(0), *place([True]))
 
 
 def test_toy_detects_spent_state_and_unsent_reads():

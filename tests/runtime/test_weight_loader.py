@@ -99,11 +99,6 @@ def refusal(place: Path, recipes=RECIPES, role="target") -> str:
     return str(error.value)
 
 
-def test_tensors_are_stacked_in_the_order_of_the_recipe(place):
-    save_file(VALID, place / SINGLE)
-    assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
-
-
 def test_bare_parameter_may_be_stored_as_the_weight_of_a_module(place):
     """As some checkpoints spell the codebooks of DFlash2."""
     save_file({"a": VALID["a"], "b.weight": VALID["b"], "c.weight": VALID["c"]}, place / SINGLE)
@@ -115,8 +110,9 @@ def test_parameter_in_both_spellings_is_refused(place):
     assert "c.weight" in refusal(place) and "no place for" in refusal(place)
 
 
-@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
-@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stored", "served"), [(np.float16, "bfloat16"), (ml_dtypes.bfloat16, "float32"), (np.float32, "bfloat16")]
+)
 def test_stored_float_dtype_is_converted_to_the_served_dtype(place, stored, served):
     values = np.array([1 / 3, -2.5, 1e-3, 60000], np.float32)
     save_file({"c": values.astype(stored)}, place / SINGLE)
@@ -125,8 +121,7 @@ def test_stored_float_dtype_is_converted_to_the_served_dtype(place, stored, serv
     np.testing.assert_array_equal(found, values.astype(stored).astype(served))
 
 
-@pytest.mark.parametrize("name", VALID)
-def test_missing_tensor_is_named(place, name):
+def test_missing_tensor_is_named(place, name="b"):
     save_file({other: tensor for other, tensor in VALID.items() if other != name}, place / SINGLE)
     assert f"missing: {name}" in refusal(place)
 
@@ -136,14 +131,15 @@ def test_unexpected_tensor_is_named(place):
     assert "bias" in refusal(place) and "no place for" in refusal(place)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1), (2, 4), (0, 3)])
-def test_wrong_shape_raises_with_both_shapes(place, shape):
-    save_file({**VALID, "b": np.zeros(shape, np.float32)}, place / SINGLE)
-    assert f"b is {list(shape)}" in refusal(place) and "[2, 3]" in refusal(place)
+def test_wrong_shape_raises_with_both_shapes(place):
+    for shape in ((3, 2), (6,), (2, 3, 1), (0, 3)):
+        save_file({**VALID, "b": np.zeros(shape, np.float32)}, place / SINGLE)
+        assert f"b is {list(shape)}" in refusal(place) and "[2, 3]" in refusal(place)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "stored"), [(math.nan, np.float32), (math.inf, np.float16), (-math.inf, ml_dtypes.bfloat16)]
+)
 def test_single_value_that_is_not_finite_raises(place, value, stored):
     values = (A + 10).astype(stored)
     values[1, 2] = value
@@ -164,10 +160,10 @@ def test_finite_values_whose_sum_overflows_are_loaded(place):
     np.testing.assert_array_equal(load(place)["target.ab"][0], huge)
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.int8, np.uint8, np.bool_, np.float64])
-def test_tensor_of_another_dtype_raises(place, kind):
-    save_file({**VALID, "b": np.ones((2, 3), kind)}, place / SINGLE)
-    assert "expected one of BF16, F16, F32" in refusal(place)
+def test_tensor_of_another_dtype_raises(place):
+    for kind in (np.int32, np.float64):
+        save_file({**VALID, "b": np.ones((2, 3), kind)}, place / SINGLE)
+        assert "expected one of BF16, F16, F32" in refusal(place)
 
 
 def test_truncated_file_raises(place):
@@ -178,18 +174,8 @@ def test_truncated_file_raises(place):
         assert "not a complete safetensors file" in refusal(place)
 
 
-def test_file_of_another_format_raises(place):
-    (place / SINGLE).write_bytes(b"\x80\x04K\x01." * 50)
-    assert "not a complete safetensors file" in refusal(place)
-
-
 def test_directory_without_weights_raises(place):
     assert "holds no weights" in refusal(place)
-
-
-def test_directory_instead_of_the_file_raises(place):
-    (place / SINGLE).mkdir()
-    assert SINGLE in refusal(place)
 
 
 def write_shards(place: Path, where: dict[str, str], tensors=VALID) -> None:
@@ -213,13 +199,6 @@ def test_missing_shard_is_named(place):
     assert "two.safetensors does not exist" in refusal(place)
 
 
-def test_truncated_shard_is_named(place):
-    write_shards(place, PLACES)
-    whole = (place / "two.safetensors").read_bytes()
-    (place / "two.safetensors").write_bytes(whole[:-1])
-    assert "two.safetensors is not a complete safetensors file" in refusal(place)
-
-
 def test_tensor_missing_from_its_shard_is_named(place):
     write_shards(place, PLACES)
     save_file({"a": A}, place / "one.safetensors")
@@ -232,30 +211,23 @@ def test_tensor_in_two_shards_raises(place):
     assert "a" in refusal(place) and "two.safetensors" in refusal(place)
 
 
-@pytest.mark.parametrize(
-    "file", ["../outside.safetensors", "/tmp/outside.safetensors", "sub/one.safetensors", "", ".."]
-)
-def test_index_that_points_outside_the_directory_raises(place, file):
+def test_index_that_points_outside_the_directory_raises(place):
     inside = place / "inside"
     inside.mkdir()
     save_file({"b": A}, place / "outside.safetensors")
     write_shards(inside, {name: at for name, at in PLACES.items() if name != "b"})
-    (inside / INDEX).write_text(json.dumps({"weight_map": {**PLACES, "b": file}}))
-    refusal(inside)
+    for file in ("../outside.safetensors", f"{place}/outside.safetensors", "sub/one.safetensors", "", ".."):
+        (inside / INDEX).write_text(json.dumps({"weight_map": {**PLACES, "b": file}}))
+        refusal(inside)
 
 
-@pytest.mark.parametrize("file", ["a\0b", "\ud800", "a" * 5000])
-def test_invalid_file_name_in_the_index_raises(place, file):
-    (place / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
-    refusal(place)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\ud800", "[" * 100_000]
-)
-def test_invalid_index_raises(place, text):
-    (place / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert INDEX in refusal(place)
+def test_invalid_index_raises(place):
+    for file in ("a\0b", "\ud800", "a" * 5000):
+        (place / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+        refusal(place)
+    for text in ("", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\ud800", "[" * 100_000):
+        (place / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert INDEX in refusal(place)
 
 
 def test_head_of_a_tied_target_is_ignored(place):
@@ -294,8 +266,7 @@ def test_verifier_tensors_of_a_draft_are_ignored(place):
     assert "2 tensors that this architecture has no place for: verifier_" in refusal(place)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_fused_projections_are_named_in_the_error(place, role):
+def test_fused_projections_are_named_in_the_error(place, role="draft"):
     save_file({"a": A, "layers.0.self_attn.qkv_proj.weight": A}, place / SINGLE)
     recipes = [recipe("a", checkpoint=role), recipe("layers.0.self_attn.q_proj.weight", checkpoint=role)]
     assert "layers.0.self_attn.qkv_proj.weight: fused q, k and v projections" in refusal(place, recipes, role)
@@ -328,14 +299,6 @@ def test_draft_without_embedding_shares_the_targets_array(places):
     np.testing.assert_array_equal(arguments["draft.embed"], A)
 
 
-def test_own_embedding_of_a_draft_is_used(places):
-    save_file({"embed": A}, places["target"] / SINGLE)
-    save_file({"embed": A + 10, "fc": VALID["c"]}, places["draft"] / SINGLE)
-    arguments = load_weights(shared_embedding(), places, [CPU])
-    np.testing.assert_array_equal(arguments["draft.embed"], A + 10)
-    np.testing.assert_array_equal(arguments["target.embed"], A)
-
-
 def test_shared_embedding_of_another_shape_raises(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"fc": VALID["c"]}, places["draft"] / SINGLE)
@@ -343,13 +306,6 @@ def test_shared_embedding_of_another_shape_raises(places):
         BadCheckpoint, match=r"/draft: embed is missing, and the target's embed is \[2, 3\], not \[2, 4\]"
     ):
         load_weights(shared_embedding((2, 4)), places, [CPU])
-
-
-def test_missing_tensor_that_cannot_be_shared_is_named(places):
-    save_file({"embed": A}, places["target"] / SINGLE)
-    save_file({"embed": A}, places["draft"] / SINGLE)
-    with pytest.raises(BadCheckpoint, match="/draft: 1 tensors are missing: fc"):
-        load_weights(shared_embedding(), places, [CPU])
 
 
 REACHED = [1, 4, 6]  # of a vocabulary of 8
@@ -368,67 +324,49 @@ def write_map(place: Path, offsets, mask=MASK) -> None:
 def test_vocabulary_map_is_loaded_as_offsets(place, kind):
     write_map(place, OFFSETS.astype(kind))
     found = load(place, [MAPPING], "draft")["draft.d2t"]
-    assert found.dtype == np.int32
-    assert (np.arange(3) + found).tolist() == REACHED
+    assert found.dtype == np.int32 and (np.arange(3) + found).tolist() == REACHED
 
 
-@pytest.mark.parametrize(("tokens", "words"), [([1, 4, 6], "outside the vocabulary"), ([1, 2, 3], "disagree on")])
-def test_vocabulary_map_of_tokens_instead_of_offsets_raises(place, tokens, words):
-    write_map(place, tokens, np.isin(np.arange(8), tokens))
-    assert words in (found := refusal(place, [MAPPING], "draft"))
-    assert "it holds tokens, expected is each one's distance from its row" in found
+def test_vocabulary_map_of_tokens_instead_of_offsets_raises(place):
+    for tokens, words in (([1, 4, 6], "outside the vocabulary"), ([1, 2, 3], "disagree on")):
+        write_map(place, tokens, np.isin(np.arange(8), tokens))
+        assert words in (found := refusal(place, [MAPPING], "draft"))
+        assert "it holds tokens, expected is each one's distance from its row" in found
 
 
-@pytest.mark.parametrize(
-    ("offsets", "words"),
-    [
+def test_invalid_offsets_of_a_vocabulary_map_raise(place):
+    for offsets, words in (
         ([-1, 3, 4], "leads 1 of 3 rows outside the vocabulary of 8"),
         ([1, 3, 6], "leads 1 of 3 rows outside"),
         ([1, 2**62, -(2**63)], "leads 2 of 3 rows outside"),
         ([1, 2**63 - 1, 2**63 - 1], "leads 2 of 3 rows outside"),
         ([1, 0, 4], "leads 3 rows to only 2 different tokens"),
         ([1, 3, 5], "and t2d disagree on 2 tokens"),
-    ],
-)
-def test_invalid_offsets_of_a_vocabulary_map_raise(place, offsets, words):
-    write_map(place, offsets)
-    found = refusal(place, [MAPPING], "draft")
-    assert words in found and "it holds tokens" not in found
+    ):
+        write_map(place, offsets)
+        found = refusal(place, [MAPPING], "draft")
+        assert words in found and "it holds tokens" not in found
+    for flipped in range(8):
+        write_map(place, OFFSETS, MASK ^ (np.arange(8) == flipped))
+        assert "d2t and t2d disagree on 1 tokens" in refusal(place, [MAPPING], "draft")
 
 
-@pytest.mark.parametrize("flipped", range(8))
-def test_mask_that_disagrees_in_one_token_raises(place, flipped):
-    write_map(place, OFFSETS, MASK ^ (np.arange(8) == flipped))
-    assert "d2t and t2d disagree on 1 tokens" in refusal(place, [MAPPING], "draft")
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.uint32, np.int16, np.bool_])
-def test_vocabulary_map_of_another_dtype_raises(place, kind):
-    write_map(place, OFFSETS.astype(kind))
-    assert "expected one of I32, I64" in refusal(place, [MAPPING], "draft")
-
-
-def test_mask_of_another_dtype_raises(place):
-    write_map(place, OFFSETS, MASK.astype(np.uint8))
-    assert "t2d is U8, expected one of BOOL" in refusal(place, [MAPPING], "draft")
-
-
-def test_vocabulary_map_or_mask_of_another_size_raises(place):
-    write_map(place, [1, 3])
-    assert "d2t is [2], but its config.json implies [3]" in refusal(place, [MAPPING], "draft")
-    write_map(place, OFFSETS, MASK[:7])
-    assert "t2d is [7], but its config.json implies [8]" in refusal(place, [MAPPING], "draft")
+def test_vocabulary_map_or_mask_of_another_dtype_or_size_raises(place):
+    for offsets, mask, words in (
+        (OFFSETS.astype(np.float32), MASK, "expected one of I32, I64"),
+        (OFFSETS.astype(np.int16), MASK, "expected one of I32, I64"),
+        (OFFSETS, MASK.astype(np.uint8), "t2d is U8, expected one of BOOL"),
+        ([1, 3], MASK, "d2t is [2], but its config.json implies [3]"),
+        (OFFSETS, MASK[:7], "t2d is [7], but its config.json implies [8]"),
+    ):
+        write_map(place, offsets, mask)
+        assert words in refusal(place, [MAPPING], "draft")
 
 
 @pytest.mark.parametrize(("kept", "lost"), [("d2t", "t2d"), ("t2d", "d2t")])
 def test_vocabulary_map_and_mask_need_each_other(place, kept, lost):
     save_file({kept: {"d2t": OFFSETS, "t2d": MASK}[kept]}, place / SINGLE)
     assert f"missing: {lost}" in refusal(place, [MAPPING], "draft")
-
-
-def test_vocabulary_map_of_a_full_vocabulary_raises(place):
-    save_file({"a": A, "d2t": OFFSETS, "t2d": MASK}, place / SINGLE)
-    assert "no place for: d2t, t2d" in refusal(place, [recipe("a", checkpoint="draft")], "draft")
 
 
 NUMBERS = (0, 1, 2, -1, 3, 5, 7, 8, 24, 1 << 31, (1 << 63) - 1, 1 << 64, 1.5, "3", None, [], {}, True)
@@ -492,12 +430,12 @@ def test_mutated_file_is_loaded_or_raises_bad_checkpoint(place):
     save_file(VALID, place / SINGLE)
     whole, rng = (place / SINGLE).read_bytes(), random.Random(17)
     outcomes: Counter[str] = Counter()
-    for _ in range(2500):
+    for _ in range(800):
         (place / SINGLE).unlink()  # a new file: the one before may still be mapped
         (place / SINGLE).write_bytes(mutate(rng, whole))
         outcomes[outcome(place)] += 1
     assert outcomes.keys() == {"loaded", "BadCheckpoint"}
-    assert min(outcomes.values()) > 50
+    assert min(outcomes.values()) > 15
 
 
 @pytest.mark.parametrize("change", ["missing", "NaN"])
