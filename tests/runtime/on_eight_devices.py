@@ -111,7 +111,7 @@ def test_host_memory_holds_at_most_two_slices(tmp_path, count):
     assert peak < 2.1 * slice_bytes
 
 
-def test_host_memory_of_a_quantized_weight_holds_slices_and_pieces(tmp_path, count=8):
+def test_host_memory_of_a_quantized_weight_is_bounded(tmp_path, count=8):
     """A float32 copy of the whole weight would not fit."""
     shape = (12288, 4096)
     values = msgspec.structs.replace(one_tensor(shape, "int8"), encoding="int8_values")
@@ -139,7 +139,7 @@ def measure_peak(recipes: list[WeightRecipe], place: Path, count: int) -> int:
     ("column", "value", "stored"),
     [(0, math.nan, np.float32), (9, -math.inf, np.float16), (31, math.nan, ml_dtypes.bfloat16)],
 )
-def test_value_that_is_not_finite_is_found_in_any_slice(tmp_path, column, value, stored):
+def test_infinite_value_is_found_in_any_slice(tmp_path, column, value, stored):
     values = np.ones((4, 32), stored)
     values[2, column] = value
     save_file({"w": values}, tmp_path / "model.safetensors")
@@ -153,7 +153,7 @@ def test_value_that_is_not_finite_is_found_in_any_slice(tmp_path, column, value,
 # -- state
 
 
-def test_kv_cache_is_split_by_heads_and_other_state_is_replicated(make_up, count=8):
+def test_kv_cache_is_split_and_other_state_replicated(make_up, count=8):
     pair = make_up("dense").programs(count).pair
     arrays = state_arrays(pair, parse_grid(GRID, pair.block))
     state = DeviceState(arrays, DEVICES[:count])

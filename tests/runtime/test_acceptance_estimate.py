@@ -27,7 +27,7 @@ def test_requests_without_outcomes_expect_what_all_others_show():
     assert seen.rate < new.rate == of_all.rate < 0.1
 
 
-def test_rounds_without_drafts_return_a_rate_to_that_of_all():
+def test_rounds_without_drafts_return_to_the_common_rate():
     """They tell nothing about the other requests."""
     of_all = AcceptanceEstimate()
     acceptance = AcceptanceEstimate(of_all)

@@ -62,7 +62,7 @@ def test_other_kinds_of_files_are_refused(checkpoint, reader):
             reader.read(checkpoint)
 
 
-def test_file_beyond_its_limit_is_refused_before_it_is_read(tmp_path):
+def test_file_beyond_its_limit_is_not_read(tmp_path):
     for number, reader in enumerate(reader for reader in READERS if reader.file in MAX_FILE_BYTES):
         checkpoint = tmp_path / str(number)
         checkpoint.mkdir()

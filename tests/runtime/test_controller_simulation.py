@@ -132,14 +132,6 @@ def compare_with_best(times: Times, runs: Sequence[Sequence], batch: int, **aske
     return spent[0] / min(spent[1:])
 
 
-@pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
-def test_mixed_texts_are_near_the_best_fixed_k(times, seed=100):
-    texts = [[(256, EASY)], [(256, HARD)]] * 48
-    spent = simulate(adaptive(times), times, texts, 1, seed)
-    for share in (EASY, HARD):
-        assert spent[share] <= MIX_LIMIT * best_fixed(times, [[(256, share)]] * 48, 1)
-
-
 @pytest.mark.parametrize("times", [BUSY_CPU, ACCELERATOR], ids=["busy_cpu", "accelerator"])
 def test_late_easy_texts_between_hard_ones(times, seed=100):
     late, hopeless = [(48, 0.4), (272, LATE)], [(320, HOPELESS)]
@@ -189,10 +181,3 @@ def test_first_eight_hard_requests_of_an_engine(machine, shares):
     texts = [[(64, share)] for share in shares] * (8 // len(shares))
     ratio = compare_with_best(MACHINES[machine], [texts] * 20, 8, together=True, resume=RESUME)
     assert ratio <= 1.08
-
-
-def test_simulation_detects_a_bad_choice():
-    """The best K of easy text is far over the limit for hard text, and the other way round."""
-    for share, other in ((EASY, 0), (HARD, 7)):
-        texts = [[(256, share)]] * 8
-        assert sum(simulate(FixedK(other), CPU, texts, 1).values()) > 1.5 * best_fixed(CPU, texts, 1)

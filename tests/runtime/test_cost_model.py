@@ -25,7 +25,7 @@ def test_single_outlier_changes_little(seconds):
     assert times[PLAIN] == pytest.approx(1.0, rel=0.06)
 
 
-def test_rounds_that_resume_drafting_change_the_time_of_resuming_only():
+def test_resuming_rounds_change_the_time_of_resuming_only():
     times = CostModel({PLAIN: 1.0, DEEP: 3.0})
     times.note_served(DEEP, 3.8, resumed=True)
     assert times.resume == {1: pytest.approx(0.8)}
@@ -46,7 +46,7 @@ def test_shortest_measured_time_counts_until_a_round_is_served():
     assert times[DEEP] == pytest.approx(2.0)
 
 
-def test_burst_holds_as_many_rounds_as_fit_into_its_seconds():
+def test_burst_holds_the_rounds_that_fit():
     times = CostModel()
     assert times.count_burst_rounds(PLAIN) == 1, "no time is known yet"
     times.note_served(PLAIN, 0.19 * BURST_SECONDS)

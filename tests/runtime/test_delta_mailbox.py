@@ -51,7 +51,7 @@ def test_deltas_of_many_streams_wake_the_event_loop_once():
         assert runner.run(serve()) == (1, [[0, 1, 2, 3, 4]] * 8)
 
 
-def test_deltas_posted_while_the_event_loop_runs_all_arrive_in_order():
+def test_deltas_posted_to_a_running_loop_keep_order():
     async def serve() -> list[int]:
         mailbox, queue, total = DeltaMailbox(asyncio.get_running_loop()), asyncio.Queue[Delta](), 2000
         thread = threading.Thread(target=lambda: [mailbox.post(queue, Delta((token,), "")) for token in range(total)])
@@ -78,7 +78,7 @@ def test_full_queue_delays_no_delta_of_other_streams():
     assert asyncio.run(serve()) == ([asyncio.QueueFull] * 2, [[0], [0, 1, 2, 3, 4]])
 
 
-def test_event_loop_has_one_mailbox_while_a_request_posts_to_it():
+def test_event_loop_has_one_mailbox_while_in_use():
     mailboxes = Mailboxes()
 
     async def find() -> DeltaMailbox:

@@ -72,12 +72,6 @@ def test_request_without_seed_draws_one():
 # -- arrays on the device
 
 
-def test_sampled_request_starts_at_the_last_prompt_token():
-    call = admitted()
-    assert [call[name].tolist() for name in ("slots", "starts", "anchor")] == [[3], [3], [96]]
-    assert admit(row(sampled=False)).calls[0]["anchor"].tolist() == [-1]
-
-
 def test_preempted_request_continues_after_its_output():
     running = row(frequency_penalty=1.0)
     running.request.take([9, 3, 9])

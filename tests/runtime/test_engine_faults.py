@@ -1,6 +1,5 @@
 """Programs that fail in mid-round in a real engine: running requests end, waiting ones are served."""
 
-import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,19 +62,6 @@ def test_fault_ends_running_requests_and_serves_waiting_ones(engine, cases, capl
     assert saboteur.token_ids == cases["len70"].answer[: len(saboteur.token_ids)] and len(saboteur.token_ids) >= 3
     assert engine.stats().failures == failures + 1 and engine.failure is None
     assert [record.levelname for record in caplog.records if "engine step failed" in record.message] == ["ERROR"]
-
-
-def test_streams_report_a_fault(engine, cases):
-    case = cases["len5"]
-    wait_until(lambda: engine.stats().running == 0)
-
-    async def read() -> list[Delta]:
-        return [delta async for delta in engine.astream(case.prompt, up_to(10))]
-
-    for ask in (lambda: list(engine.stream(case.prompt, up_to(10))), lambda: asyncio.run(read())):
-        delete_state(engine, "target_k")
-        (last,) = ask()
-        assert (last.token_ids, last.finish_reason) == ((), "error") and "engine step failed" in last.error
 
 
 def test_detokenizer_failure_ends_one_request(engine, cases):

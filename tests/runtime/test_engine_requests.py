@@ -45,7 +45,7 @@ def test_too_long_prompt_names_a_wider_grid(serve):
     assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
 
 
-def test_bad_prompts_are_refused_by_name_beside_a_running_request(serve, cases):
+def test_bad_prompts_are_refused_beside_a_running_request(serve, cases):
     engine, case = serve("tied", 0), cases["len131"]
     running = engine.stream(case.prompt, SamplingParams(max_tokens=48, stop_token_ids=()))
     deltas = iter(running)

@@ -79,7 +79,7 @@ def test_seeded_text_is_the_same_for_every_k(engine, cases, asked):
 
 
 @pytest.mark.parametrize("name", ["sampled_small", "sampled_dflash2"])
-def test_seeded_text_of_other_bundles_is_the_same_for_every_k(bundle, runs, name):
+def test_seeded_text_of_other_bundles_depends_on_no_k(bundle, runs, name):
     """Of executables that are optimized, and of a DFlash2 draft."""
     prompts = {prompt["name"]: prompt["prompt_ids"] for prompt in runs["dflash2"].facts["prompts"]}
     with Engine.open(bundle(name)) as engine:
@@ -89,7 +89,7 @@ def test_seeded_text_of_other_bundles_is_the_same_for_every_k(bundle, runs, name
         assert engine.stats().failures == 0
 
 
-def test_seeded_text_is_the_same_beside_others_and_in_any_slot(engine, cases):
+def test_seeded_text_depends_on_no_company_or_slot(engine, cases):
     names = ("len1", "len131")
     asked = [
         (cases[name].prompt, sample(12 + 5 * i, i, **one)) for i, one in enumerate(ASKED.values()) for name in names
@@ -121,26 +121,19 @@ def test_seeds_give_different_texts(engine, cases):
 # -- sampling without a choice is greedy
 
 
-CERTAIN: dict[str, dict[str, Any]] = {
-    "logprobs": {"logprobs": 2},
-    "no bias": {"logit_bias": {1: 0.0}},
-    "top_k": {"temperature": 1.0, "top_k": 1},
-    "top_p": {"temperature": 1.0, "top_p": 1e-6},
-    "min_p": {"temperature": 1.0, "min_p": 1.0},
-    "cold": {"temperature": 1e-5},
-    "colder": {"temperature": 1e-44},
-}
-
-
-@pytest.mark.parametrize("asked", CERTAIN.values(), ids=CERTAIN)
-def test_sampling_without_choice_equals_greedy(engine, cases, asked):
+def test_sampling_without_choice_equals_greedy(engine, cases):
     together = [cases[name] for name in ("len1", "len30", "random12")]
-    for k in (0, 7):
-        results = engine.generate_all([case.prompt for case in together], sample(40, k=k, **asked))
+    for asked in (
+        {"logprobs": 2},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.0, "top_p": 1e-6},
+        {"temperature": 1e-5},
+    ):
+        results = engine.generate_all([case.prompt for case in together], sample(40, **asked))
         assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, 18, 65, 81])
+@pytest.mark.parametrize("length", [1, 2, 17, 81])
 def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
     """A sampled prompt's last token is not prefilled; a prompt of one token needs no prefill."""
     case = cases["len70"] if length > 40 else cases["len1"]
@@ -197,11 +190,8 @@ def choose_slowly(
 
 PENALTIES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 3.0},
-    "rewarded repetition": {"repetition_penalty": 0.5},
     "presence": {"presence_penalty": 8.0},
-    "frequency": {"frequency_penalty": 1.5},
     "negative frequency": {"frequency_penalty": -2.0},
-    "bias": {"logit_bias": {489: -5.0, 17: 4.0}},
     "all": {
         "repetition_penalty": 1.5,
         "presence_penalty": 2.0,
@@ -222,18 +212,6 @@ def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
             assert choose_slowly(logits, case.prompt, text, **asked) == list(text)
 
 
-def test_bias_of_100_bans_or_forces_a_token(engine, cases):
-    case = cases["len1"]
-    banned = set(case.answer[:5])
-    for temperature in (0.0, 1.0):
-        asked = {"temperature": temperature, "logit_bias": dict.fromkeys(banned, -100.0)}
-        assert not banned & set(engine.generate(case.prompt, sample(40, **asked)).token_ids)
-        forced = engine.generate(case.prompt, sample(40, temperature=temperature, logit_bias={77: 100.0}))
-        assert forced.token_ids == [77] * 40
-    stopped = engine.generate(case.prompt, SamplingParams(logit_bias={77: 100.0}, stop_token_ids=[77], logprobs=0))
-    assert (stopped.token_ids, stopped.finish_reason, len(stopped.logprobs)) == ([77], "stop", 1)
-
-
 @pytest.mark.parametrize(("k", "asked"), [(0, ASKED["bias"]), (3, ASKED["top_k"]), (7, {}), (7, ASKED["penalties"])])
 def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, asked, k):
     together = [cases[name] for name in ("len1", "len70", "len131")]
@@ -249,53 +227,6 @@ def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, as
             assert len(ids) == len(set(ids)) == count
             np.testing.assert_allclose(values, row[list(ids)], atol=2e-4)
             np.testing.assert_allclose(values, np.sort(row)[::-1][:count], atol=2e-4)
-
-
-# What may be drawn of a row of log-probabilities, temperature included.
-LIMITS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
-    "top_k": ({"top_k": 4}, lambda row: row >= np.sort(row)[-4] - 1e-4),
-    "top_p": ({"top_p": 0.6}, lambda row: sum_above(row) < 0.6 + 1e-4),
-    "min_p": ({"min_p": 0.1}, lambda row: row >= row.max() + np.log(0.1) - 1e-4),
-}
-
-
-def sum_above(row: np.ndarray) -> np.ndarray:
-    """For each token the probability mass of all likelier ones."""
-    order = np.argsort(-row)
-    mass = np.exp(row[order]).cumsum() - np.exp(row[order])
-    return mass[np.argsort(order)]
-
-
-@pytest.mark.parametrize(("asked", "allowed"), LIMITS.values(), ids=LIMITS)
-def test_top_k_top_p_and_min_p_follow_the_target_probabilities(engine, cases, logits, asked, allowed):
-    temperature, outside = 4.0, 0
-    for name in ("len1", "random12"):
-        prompt = cases[name].prompt
-        for limits in (asked, {}):
-            text = engine.generate(prompt, sample(40, temperature=temperature, **limits)).token_ids
-            rows = map(log_softmax, logits([*prompt, *text])[len(prompt) - 1 : -1] / temperature)
-            drawn = [allowed(row)[token] for row, token in zip(rows, text, strict=True)]
-            assert all(drawn) or not limits
-            outside += drawn.count(False)
-    assert outside > 12  # without limits other tokens are drawn
-
-
-def test_pairs_of_tokens_follow_their_probabilities(engine, cases, logits, k=7):
-    """Two draws of the two likeliest tokens give four texts; chi-squared (3 degrees) is below 16.3 in 99.9 %."""
-    prompt, draws, temperature = cases["random12"].prompt, 300, 1.5
-    odds = {}
-    first = log_softmax(logits(prompt)[-1] / temperature)
-    for one in np.argsort(-first)[:2].tolist():
-        second = log_softmax(logits([*prompt, one])[-1] / temperature)
-        for two in np.argsort(-second)[:2].tolist():
-            pairs = np.exp(np.sort(first)[-2:]), np.exp(np.sort(second)[-2:])
-            odds[one, two] = np.exp(first[one]) / pairs[0].sum() * np.exp(second[two]) / pairs[1].sum()
-    params = [sample(2, seed, temperature=temperature, top_k=2, k=k) for seed in range(draws)]
-    texts = [tuple(result.token_ids) for result in engine.generate_all([prompt] * draws, params)]
-    assert set(texts) <= set(odds)
-    expected = {text: draws * share for text, share in odds.items()}
-    assert min(expected.values()) > 5
-    assert sum((texts.count(text) - count) ** 2 / count for text, count in expected.items()) < 16.3
 
 
 # -- refusals

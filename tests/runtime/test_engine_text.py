@@ -38,7 +38,7 @@ def test_streamed_deltas_add_up_to_the_text(engine, tokenizer, tokens):
     assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
 
 
-def test_any_part_of_the_text_can_be_a_stop_string(engine, tokenizer, tokens):
+def test_any_part_of_the_text_can_stop(engine, tokenizer, tokens):
     whole = tokenizer.decode(tokens)
     # U+FFFD stands for an incomplete character, which is known only later.
     for stop in {whole[at : at + size] for at in range(len(whole)) for size in (1, 3)}:

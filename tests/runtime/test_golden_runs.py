@@ -66,7 +66,7 @@ def test_k_zero_equals_plain_greedy_decoding(golden, serve):
         assert result.drafted == [[]] * (len(plain) - 1)
 
 
-def test_smaller_k_verifies_the_first_tokens_of_the_same_blocks(tied, serve, k=3):
+def test_smaller_k_verifies_beginnings_of_the_blocks(tied, serve, k=3):
     compared = 0
     for prompt in tied.facts["prompts"]:
         result = generate(serve("tied", k), prompt)

@@ -103,7 +103,7 @@ def logits(rounded) -> Callable[[list[int]], torch.Tensor]:
     return compute
 
 
-def test_tokens_of_every_k_equal_greedy_decoding_with_rounded_weights(rounded, results, logits):
+def test_tokens_equal_greedy_decoding_with_rounded_weights(rounded, results, logits):
     prompts = find_prompts(rounded[0])
     for number, prompt in enumerate(prompts):
         chosen = logits(prompt["prompt_ids"] + results[0][number].token_ids).argmax(-1).tolist()
@@ -130,7 +130,7 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
 
 
 @pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
-def test_draft_in_floats_changes_the_blocks_and_not_the_text(rounded, results, bundle):
+def test_draft_in_floats_changes_blocks_not_text(rounded, results, bundle):
     k, drafted = max(results), []
     formats = read_manifest(bundle("int8 target")).weight_formats
     assert (formats.target, formats.draft) == ("int8", "plain")
@@ -143,7 +143,7 @@ def test_draft_in_floats_changes_the_blocks_and_not_the_text(rounded, results, b
 
 
 @pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
-def test_activations_in_bfloat16_choose_nearly_the_tokens_of_rounded_weights(rounded_run, rounded, logits, bundle):
+def test_bfloat16_activations_choose_nearly_the_same_tokens(rounded_run, rounded, logits, bundle):
     """Each token is compared behind the same text: the first that differs does not change what follows."""
     gaps, accepted, rounds = [], 0, 0
     with Engine.open(bundle("int8 bfloat16"), k=15) as engine:

@@ -93,7 +93,7 @@ def test_thread_loads_everything_in_order(make_loader):
     assert len(recorded.loader.list_loaded()) == 5
 
 
-def test_prefetched_executables_come_next_and_look_ups_do_not_wait(make_loader):
+def test_prefetched_executables_come_next(make_loader):
     recorded = make_loader(6, held=True)
     recorded.resume()
     recorded.loader.start()
@@ -123,7 +123,7 @@ def test_paused_thread_loads_only_what_is_needed_soon(make_loader):
     assert recorded.log == [0, 1, 4, 2, 3]
 
 
-def test_corrupt_executable_raises_in_each_look_up_and_the_rest_is_loaded(make_loader, caplog):
+def test_corrupt_executable_raises_in_each_look_up(make_loader, caplog):
     recorded = make_loader(3)
     recorded.errors[1] = CorruptBundle("no executable. Rebuild it: so")
     recorded.resume()
@@ -153,7 +153,7 @@ def test_load_that_failed_for_another_reason_is_tried_again(make_loader, error):
     assert recorded.log == [0, 0]
 
 
-def test_close_waits_for_the_load_in_progress_and_starts_no_other(make_loader):
+def test_close_waits_for_the_load_in_progress(make_loader):
     recorded = make_loader(3, held=True)
     recorded.loader.start()
     assert recorded.begun.acquire(timeout=LONG)

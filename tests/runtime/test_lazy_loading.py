@@ -135,7 +135,7 @@ def test_failed_timing_is_logged_and_the_others_go_on(bundle, caplog):
     assert len(resets) == 1 and all(map(costs.is_measured, shapes))
 
 
-def test_failed_warm_up_call_is_logged_and_the_state_is_reset(bundle, caplog):
+def test_failed_warm_up_call_is_logged_and_state_reset(bundle, caplog):
     parts = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
     executables = parts.bundle.executables
     try:

@@ -23,7 +23,7 @@ from tests.runtime.toy import ToyEngine
 
 
 @pytest.mark.slow
-def test_engine_without_memory_goes_on_or_ends_with_a_typed_error(bundle):
+def test_engine_without_memory_goes_on_or_ends_typed(bundle):
     command = [sys.executable, "-m", "tests.runtime.run_out_of_memory", str(bundle("served"))]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # libtpu would look for its TPU for minutes
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
@@ -64,7 +64,7 @@ def take_mappings() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not MAPPINGS_LIMIT.exists(), reason="only Linux limits the mappings of a process")
-def test_engine_does_not_map_kernels_beyond_the_limit_of_the_process(bundle):
+def test_engine_keeps_the_limit_of_memory_mappings(bundle):
     refusal = r"memory mappings that Linux allows it, .* and \d+ more are needed. Raise the limit: sysctl --write vm"
     path = bundle("tiny")
     with take_mappings(), pytest.raises(IncompatibleBundle, match=refusal):
@@ -85,8 +85,6 @@ def test_delta_is_sent_again_where_memory_was_short():
     request.emit = emit_without_memory
     engine.run()
     assert (request.finish_reason, waiting.finish_reason) == ("error", "length")
-    for one in (request, waiting):
-        engine.check(one)
 
 
 @pytest.mark.parametrize(

@@ -193,14 +193,14 @@ def test_other_shape_than_the_config_implies_is_refused(write, form):
 
 
 @pytest.mark.parametrize(("form", "key"), [("fp8", "modules_to_not_convert"), ("int8", "ignore"), ("packed", "ignore")])
-def test_plain_layer_that_the_config_does_not_list_is_refused(write, form, key):
+def test_plain_layer_that_is_not_listed_is_refused(write, form, key):
     message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{NAME[:-7]}down_proj.weight": MATRIX}))
     assert "down_proj.weight is F32, but by " in message
     assert f"quantization_config.{key} {NAME[:-7]}down_proj is quantized: expected " in message
 
 
 @pytest.mark.parametrize("form", STORED)
-def test_scales_of_a_layer_that_the_config_lists_are_refused(write, form):
+def test_scales_of_a_listed_layer_are_refused(write, form):
     message = refusal(write(form, STORED[form], [NAME]))
     assert message.endswith(f"says that {NAME} is not quantized")
 
@@ -219,7 +219,7 @@ def test_head_and_router_may_be_either(write, form):
         np.testing.assert_array_equal(tensors.read(name, MATRIX.shape, FLOATS), MATRIX)
 
 
-def test_list_may_name_the_head_of_a_checkpoint_without_one(write):
+def test_list_may_name_a_head_that_is_absent(write):
     assert open_checkpoint(write("int8", INT8, ["lm_head"]), "target").names() == {WEIGHT}
 
 

@@ -25,7 +25,7 @@ def make(limit: int, stops=()) -> Request:
     limit=st.integers(1, 20),
     stops=st.sets(st.integers(0, 7), max_size=2),
 )
-def test_tokens_are_kept_up_to_the_first_stop_or_the_limit(rounds, limit, stops):
+def test_tokens_are_kept_up_to_stop_or_limit(rounds, limit, stops):
     request, deltas = make(limit, stops), []
     for tokens in rounds:
         if request.finish_reason is None:
@@ -94,7 +94,7 @@ class FailAt:
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_stop_text_ends_an_answer_before_its_grammar_sees_the_tokens_behind(block):
+def test_grammar_sees_no_tokens_after_a_stop_text(block):
     ids = [token for letter in "abcd" for token in TOKENIZER.encode(letter)]
     grammar = FailAt(ids[2])
     request = Request([1], SamplingParams(), 9, frozenset(), Detokenizer(TOKENIZER, ["b"]), print)
@@ -107,7 +107,7 @@ def test_stop_text_ends_an_answer_before_its_grammar_sees_the_tokens_behind(bloc
 
 
 @pytest.mark.parametrize("stops", [[], ["c"]])
-def test_token_that_the_grammar_cannot_follow_raises_before_a_stop_text(stops):
+def test_token_against_the_grammar_raises_before_a_stop_text(stops):
     ids = [token for letter in "abc" for token in TOKENIZER.encode(letter)]
     request = Request([1], SamplingParams(), 9, frozenset(), Detokenizer(TOKENIZER, stops), print)
     request.matcher = FailAt(ids[1])  # type: ignore[assignment]

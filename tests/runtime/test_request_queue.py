@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -307,47 +306,6 @@ def test_wake_ends_one_wait():
 
 
 CALLERS, EACH = 8, 120
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_eight_threads_lose_no_request(waits):
-    """One thread takes; refused requests are put again. Requests of one thread and one priority stay in order."""
-    line, ready = RequestQueue(16), threading.Barrier(CALLERS + 1)
-    taken: list[Request] = []
-    refused = itertools.count()
-
-    def join(one: Request) -> None:
-        while True:
-            try:
-                return line.put(one)
-            except QueueFull:
-                next(refused)
-                time.sleep(0)  # lets the taker run
-
-    def call(caller: int) -> None:
-        ready.wait(LONG)
-        for number in range(EACH):
-            one = request(priority=number % 2, name=caller * EACH + number)
-            if waits:
-                line.put_when_free(one).result(LONG)
-            else:
-                join(one)
-
-    def take() -> None:
-        ready.wait(LONG)
-        while comes(line):
-            taken.append(line.take())
-
-    taker, callers = start(take), start(*[lambda caller=caller: call(caller) for caller in range(CALLERS)])
-    finish(callers)
-    line.close("all have come")
-    finish(taker)
-    names = [one.prompt[0] for one in taken]
-    assert sorted(names) == list(range(CALLERS * EACH))
-    assert line.refused == next(refused)
-    for caller, priority in itertools.product(range(CALLERS), range(2)):
-        own = [name for name in names if name // EACH == caller and name % 2 == priority]
-        assert own == sorted(own)
 
 
 def test_every_request_ends_once_under_concurrent_cancels():

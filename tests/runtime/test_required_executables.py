@@ -34,7 +34,7 @@ def test_loading_order_by_hand():
     ]
 
 
-def test_sampled_rounds_load_after_greedy_ones_of_the_same_k():
+def test_sampled_rounds_load_after_greedy_ones():
     found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
     assert found[2:] == [
         *("draft 1,16,3", "verify 1,16,3", "admit", "sampled_verify 1,16,3"),

@@ -54,7 +54,7 @@ def test_timed_rounds_write_kv_to_page_zero_only(bundle):
         opened.bundle.executables.close()
 
 
-def test_rounds_are_timed_at_the_middle_of_their_positions_and_programs_at_the_end(bundle):
+def test_rounds_are_timed_in_the_middle_of_their_positions(bundle):
     opened = load_engine_parts(bundle("tiny"), None, None, "auto")
     timer, grid = RoundTimer(opened.bundle, opened.state), opened.bundle.manifest.grid
     batch, k = grid.batch[0], grid.k[-1]

@@ -166,16 +166,14 @@ def test_greedy_bundle_serves_every_k(k, planned):
 
 def test_requests_join_and_leave_between_rounds():
     engine = ToyEngine(pick=0)
-    first = engine.submit([1], 6)
+    engine.submit([1], 6)
     engine.step()
-    second = engine.submit([2], 2)
+    engine.submit([2], 2)
     engine.step()
     engine.step()
     assert [call.heads for call in engine.rounds] == [(1,), (1, 2), (1,)]  # two tokens are certain after one round
     engine.run()
     assert [call.heads for call in engine.rounds] == [(1,)] + [(1, 2)] + [(1,)] * 3
-    engine.check(first)
-    engine.check(second)
 
 
 def test_next_round_is_dispatched_before_the_last_is_read():
@@ -196,7 +194,7 @@ def test_prefill_chunks_run_between_rounds():
     running = engine.submit([1], 12)
     engine.step()
     engine.step()
-    long = engine.submit(LONG, 2)
+    engine.submit(LONG, 2)
     engine.run()
     chunks = [call.bucket for call in engine.calls("prefill")[1:]]
     assert chunks == [Chunk(16, 16), Chunk(16, 64), Chunk(16, 64)]
@@ -205,7 +203,6 @@ def test_prefill_chunks_run_between_rounds():
         assert programs(step)[: len(late) + 3] == [*late, "prefill", "kv_write", "verify"]
     # A round with K = 0 is one verify. A kv_write precedes it behind the first chunk, and when the other request joins.
     assert sorted(gaps(engine, running)) == [3.0] * 6 + [3.0 + 1.0] * 2 + [4.0 + CHUNK] * 2 + [5.0 + CHUNK]
-    engine.check(long)
 
 
 @settings(derandomize=True, max_examples=60)
@@ -251,20 +248,18 @@ def test_remaining_requests_are_compacted(gone, asked):
     expected = 0 if left >= 3 else len([number for number in set(range(4)) - gone if number >= left])
     assert engine.counters.moves == expected
     engine.run()
-    for request in requests:
-        engine.check(request)
 
 
 def test_half_prefilled_request_moves():
     engine = ToyEngine(pick=0)
-    short, long = engine.submit([1], 30), engine.submit(LONG, 4, **SAMPLED)
+    short = engine.submit([1], 30)
+    engine.submit(LONG, 4, **SAMPLED)
     engine.step()
     engine.step()
     short.cancel()
     assert programs(engine.step())[:3] == ["move", "kv_write", "prefill"]
     engine.run()
     assert engine.calls("prefill")[-1].slots == (0,)
-    engine.check(long)
 
 
 def test_new_request_fills_a_free_slot_before_any_move():
@@ -341,7 +336,7 @@ def expire(request: Request) -> None:
 
 @pytest.mark.parametrize("end", [cancel, expire])
 @pytest.mark.parametrize("steps", [1, 3, 6])
-def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
+def test_slot_of_an_ended_request_is_reused(end, steps):
     engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4,16", k=3, right=always(1))
     gone, waiting = engine.submit([8] * 30, 20), engine.submit([9], 5)
     for _ in range(steps):
@@ -355,8 +350,6 @@ def test_slot_of_an_ended_request_is_reused_within_two_rounds(end, steps):
     assert begun_at == ended_at  # in fact at once: the round on its way is the old row's last
     assert gone.finish_reason == "cancelled"
     assert waiting.finish_reason == "length"
-    engine.check(gone)
-    engine.check(waiting)
 
 
 def test_deadline_gives_an_error_and_cancel_none():
@@ -372,17 +365,6 @@ def test_deadline_gives_an_error_and_cancel_none():
     assert kept.finish_reason == "length"
 
 
-def test_free_slot_is_reused_in_the_next_step():
-    engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3, right=always(3))
-    stopped = engine.submit([1], 20, stop_token_ids=[continue_alone([1], 3)[-1]])
-    engine.submit([2], 1)
-    engine.step()
-    engine.step()  # reads the stop; the second round is on its way and lost
-    assert stopped.finish_reason == "stop"
-    assert programs(engine.step())[:2] == ["prefill", "kv_write"]
-    assert len(engine.rounds) == 2
-
-
 # -- K
 
 
@@ -392,10 +374,9 @@ def test_k_shrinks_to_zero_near_the_capacity():
     The K of a round is the largest for which length + what is in flight + 1 + K fits into 16.
     """
     engine = ToyEngine("batch=1 length=16 k=0,3,7 prefill=4", right=always(0))
-    request = engine.submit([1, 2, 3, 4], 13)
+    engine.submit([1, 2, 3, 4], 13)
     engine.run()
     assert [call.bucket.k for call in engine.rounds] == [7, 3, 3, 3, 3, 3, 0, 3, 0, 0, 0, 0]
-    engine.check(request)
 
 
 def test_stats_never_wait_for_the_device():
@@ -422,24 +403,6 @@ def test_stats_never_wait_for_the_device():
 def test_every_prompt_continues_to_the_last_position(right):
     for prompt in range(1, 17):
         engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
-        request, company = engine.submit([1] * prompt, 17 - prompt), engine.submit([2], 16, **SAMPLED)
+        engine.submit([1] * prompt, 17 - prompt)
+        engine.submit([2], 16, **SAMPLED)
         engine.run()
-        engine.check(request)
-        engine.check(company)
-
-
-def test_batch_runs_at_the_largest_requested_k():
-    engine = ToyEngine(pick=3, right=always(0))
-    own = engine.submit([1], 12, k=0)
-    engine.step()
-    assert [call.bucket.k for call in engine.rounds] == [0]  # alone it has its own
-    usual = engine.submit([2], 3)
-    engine.step()
-    large = engine.submit([3], 2, k=7)
-    engine.step()
-    engine.run()
-    assert [call.bucket.k for call in engine.rounds][:3] == [0, 3, 7]
-    assert {call.bucket.k for call in engine.rounds[3:]} == {0}
-    assert own.accepted == [0] * len(own.accepted)
-    for request in (own, usual, large):
-        engine.check(request)

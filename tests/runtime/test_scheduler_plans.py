@@ -55,7 +55,7 @@ def finish(plan: RoundPlan, accepted: int) -> None:
         running.request.token_ids += [7] * plan.rounds * (accepted + 1)
 
 
-def test_round_takes_the_smallest_bucket_that_holds_the_length_bound():
+def test_round_takes_the_smallest_bucket_for_its_bound():
     scheduler, queue = make_scheduler()
     ask(queue, 8)
     scheduler.fill_slots()
@@ -77,7 +77,7 @@ def test_loose_length_bounds_ask_for_a_commit_first():
     assert start(scheduler).bucket == Bucket(1, 16, 3)  # 8 + 2 positions are certain
 
 
-def test_multi_round_steps_begin_with_one_round_of_a_new_k():
+def test_multi_round_steps_of_a_new_k_begin_singly():
     scheduler, queue = make_scheduler("batch=1,2 length=64 k=0,3 prefill=16 rounds=4")
     ask(queue, 8, limit=50)
     scheduler.fill_slots()
@@ -154,7 +154,7 @@ def test_invalid_option_is_refused(options, error, message):
         check_options(options)
 
 
-def test_length_bound_of_a_batch_is_that_of_its_longest_request():
+def test_longest_request_bounds_the_length_of_a_batch():
     scheduler, queue = make_scheduler()
     ask(queue, 3)
     ask(queue, 9)

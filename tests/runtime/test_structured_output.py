@@ -63,14 +63,14 @@ def follows(asked: dict[str, Any], text: str) -> bool:
     ("form", "temperature"),
     [("json", 0.0), ("json", 1.5), ("json text", 1.5), ("regex", 0.0), ("choice", 1.5), ("grammar", 0.0)],
 )
-def test_answers_follow_their_grammar_and_do_not_depend_on_k(engine, form, temperature):
+def test_answers_follow_their_grammar_at_every_k(engine, form, temperature):
     params = {"max_tokens": 100, "temperature": temperature, "seed": 4, "structured_outputs": FORMS[form]}
     plain, drafted = (engine.generate("Once upon", SamplingParams(**params, k=k)) for k in KS)
     assert plain.finish_reason == "stop" and follows(FORMS[form], plain.text)
     assert (plain.token_ids, plain.text) == (drafted.token_ids, drafted.text)
 
 
-def test_forced_tokens_are_accepted_without_being_drafted_by_the_model(engine):
+def test_forced_tokens_need_no_draft_of_the_model(engine):
     long = "all that follows here is given " * 8
     result = engine.generate("a", SamplingParams(structured_outputs={"choice": [long]}, k=7))
     assert result.text == long and len(result.accepted) <= len(result.token_ids) / 7
@@ -139,7 +139,7 @@ def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
     assert result.text == "no" and len(result.logprobs) == len(result.token_ids)
 
 
-def test_grammar_that_cannot_be_followed_ends_its_own_request_only(engine):
+def test_grammar_too_complex_ends_its_own_request_only(engine):
     """A pattern whose automaton outgrows the limits after some tokens."""
     hostile = {"regex": "(.*a){60}.{500}"}
     streams = [engine.stream("a", SamplingParams(max_tokens=200, structured_outputs=one)) for one in (hostile, None)]
@@ -164,7 +164,7 @@ def test_bad_grammars_are_refused_before_the_queue(engine):
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 70), (35, 35)])
-def test_read_mask_finds_the_bits_of_a_part_of_the_vocabulary(first, count):
+def test_read_mask_finds_bits_of_a_vocabulary_part(first, count):
     rng = np.random.default_rng(0)
     words = rng.integers(-(1 << 31), 1 << 31, (2, 3, 3)).astype(np.int32)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(bool)

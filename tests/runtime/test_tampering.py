@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dflash_aot.cache.bundle.manifest import SCHEMA, parse_manifest, read_manife
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine
 
 DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')
 # Fields that serving does not depend on: build time and memory, inspection, recorded self-tests, and the K that the
@@ -110,23 +109,6 @@ def test_any_change_with_a_correct_digest_raises(copy, content):
             named = str(copy) in str(error) and "dflash-precompile" in str(error)
             assert named or isinstance(error, BadCheckpoint), error
     assert served == []
-
-
-def test_change_of_a_harmless_field_changes_no_tokens(copy, content, cases):
-    facts = json.loads(content)
-    for path in [path for path in leaves(facts) if is_harmless(path)]:
-        with suppress(CorruptBundle):  # a value of another form raises, harmless or not
-            facts = check_parsed(copy, tamper(facts, path))
-    write(copy, encode_with_digest(facts))
-    with Engine.open(copy) as engine:
-        answer = engine.generate(cases["len5"].prompt, SamplingParams(max_tokens=9, stop_token_ids=()))
-    assert answer.token_ids == cases["len5"].answer[:9]
-
-
-def check_parsed(copy: Path, facts: Any) -> Any:
-    """Returns `facts` if they form a manifest. Raises CorruptBundle."""
-    parse_manifest(copy, encode_with_digest(facts))
-    return facts
 
 
 def is_harmless(path: tuple) -> bool:

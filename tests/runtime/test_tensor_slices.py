@@ -76,7 +76,7 @@ def assemble_reference(kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slice_of_each_device_equals_that_of_the_whole_argument(kind, devices=2):
+def test_device_slice_equals_that_of_the_whole_argument(kind, devices=2):
     shape, split, _ = KINDS[kind]
     whole = assemble_reference(kind)
     assert whole.min() == 0  # filled completely

@@ -2,9 +2,7 @@
 
 import json
 import math
-import random
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.weight_recipe import MaskedMap, Placement, WeightRecipe
-from dflash_aot.cache.errors import BadCheckpoint, DflashError
+from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 CPU = jax.devices("cpu")[0]
@@ -37,7 +35,7 @@ def read_reference(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_tensors_of_a_pair_fill_every_argument_as_the_recipes_say(golden, bundle):
+def test_tensors_fill_every_argument_as_recipes_say(golden, bundle):
     manifest = read_manifest(bundle(golden.key))
     places = {"target": golden.target, "draft": golden.draft}
     stored = {
@@ -99,7 +97,7 @@ def refusal(place: Path, recipes=RECIPES, role="target") -> str:
     return str(error.value)
 
 
-def test_bare_parameter_may_be_stored_as_the_weight_of_a_module(place):
+def test_bare_parameter_may_be_stored_as_a_modules_weight(place):
     """As some checkpoints spell the codebooks of DFlash2."""
     save_file({"a": VALID["a"], "b.weight": VALID["b"], "c.weight": VALID["c"]}, place / SINGLE)
     assert load(place)["target.ab"].tolist() == [A.tolist(), (A + 10).tolist()]
@@ -351,7 +349,7 @@ def test_invalid_offsets_of_a_vocabulary_map_raise(place):
         assert "d2t and t2d disagree on 1 tokens" in refusal(place, [MAPPING], "draft")
 
 
-def test_vocabulary_map_or_mask_of_another_dtype_or_size_raises(place):
+def test_vocabulary_map_of_another_dtype_or_size_raises(place):
     for offsets, mask, words in (
         (OFFSETS.astype(np.float32), MASK, "expected one of I32, I64"),
         (OFFSETS.astype(np.int16), MASK, "expected one of I32, I64"),
@@ -367,75 +365,6 @@ def test_vocabulary_map_or_mask_of_another_dtype_or_size_raises(place):
 def test_vocabulary_map_and_mask_need_each_other(place, kept, lost):
     save_file({kept: {"d2t": OFFSETS, "t2d": MASK}[kept]}, place / SINGLE)
     assert f"missing: {lost}" in refusal(place, [MAPPING], "draft")
-
-
-NUMBERS = (0, 1, 2, -1, 3, 5, 7, 8, 24, 1 << 31, (1 << 63) - 1, 1 << 64, 1.5, "3", None, [], {}, True)
-DTYPES = ("F32", "F16", "BF16", "F64", "I64", "BOOL", "U8", "F8_E4M3", "F4", "C64", "f32", "", None, 3)
-NAMES = ("a", "b", "c", "__metadata__", "verifier_x", "", "\0", "ä" * 99, "lm_head.weight")
-
-
-def mutate_header(rng: random.Random, header: dict) -> bytes:
-    """Changes one field of one tensor, its name, or its whole entry."""
-    name = rng.choice(list(header))
-    facts = header[name]
-    match rng.randrange(6):
-        case 0:
-            facts["dtype"] = rng.choice(DTYPES)
-        case 1:
-            shape = facts["shape"]
-            shape.insert(rng.randrange(len(shape) + 1), rng.choice(NUMBERS))
-        case 2:
-            facts["shape"] = rng.choice([[6], [3, 2], [2, 3], [], None, 6, [0], [1 << 32, 1 << 32, 0]])
-        case 3:
-            facts["data_offsets"][rng.randrange(2)] = rng.choice(NUMBERS)
-        case 4:
-            header[rng.choice(NAMES)] = header.pop(name)
-        case 5:
-            header[name] = rng.choice(NUMBERS)
-    return json.dumps(header, ensure_ascii=rng.random() < 0.5).encode()
-
-
-def mutate(rng: random.Random, whole: bytes) -> bytes:
-    """Changes bytes, the header's length, the file's length, or the header's JSON."""
-    size = int.from_bytes(whole[:8], "little")
-    content, header = bytearray(whole), whole[8 : 8 + size]
-    match rng.randrange(4):
-        case 0:
-            for _ in range(rng.randrange(1, 4)):
-                content[rng.randrange(8 + size)] = rng.randrange(256)
-        case 1:
-            length = rng.choice([size + rng.randrange(-9, 9), rng.getrandbits(rng.randrange(1, 64))])
-            content[:8] = length.to_bytes(8, "little")
-        case 2:
-            at, gone = rng.randrange(len(content)), rng.randrange(5)
-            content[at : at + gone] = rng.randbytes(rng.randrange(5))
-        case 3:
-            text = mutate_header(rng, json.loads(header))
-            content[: 8 + size] = len(text).to_bytes(8, "little") + text
-    return bytes(content)
-
-
-def outcome(place: Path) -> str:
-    """Returns "loaded" or the name of the project's error; any other error is raised."""
-    try:
-        found = load(place)
-    except DflashError as error:
-        return type(error).__name__
-    assert {name: array.shape for name, array in found.items()} == {"target.ab": (2, 2, 3), "target.c": (4,)}
-    assert all(np.isfinite(array).all() for array in found.values())
-    return "loaded"
-
-
-def test_mutated_file_is_loaded_or_raises_bad_checkpoint(place):
-    save_file(VALID, place / SINGLE)
-    whole, rng = (place / SINGLE).read_bytes(), random.Random(17)
-    outcomes: Counter[str] = Counter()
-    for _ in range(800):
-        (place / SINGLE).unlink()  # a new file: the one before may still be mapped
-        (place / SINGLE).write_bytes(mutate(rng, whole))
-        outcomes[outcome(place)] += 1
-    assert outcomes.keys() == {"loaded", "BadCheckpoint"}
-    assert min(outcomes.values()) > 15
 
 
 @pytest.mark.parametrize("change", ["missing", "NaN"])

@@ -631,12 +631,14 @@ class ToyEngine:
         return self.steps[-1]
 
     def run(self, most: int = 1000) -> None:
-        """Steps until the loop is idle."""
+        """Steps until the loop is idle, and checks every request."""
         for _ in range(most):
             if self.loop.is_idle:
-                return
+                break
             self.step()
-        raise AssertionError(f"after {most} steps there is still something to do")
+        assert self.loop.is_idle, f"after {most} steps there is still something to do"
+        for request in self.requests:
+            self.check(request)
 
     def calls(self, *programs: str) -> list[Call]:
         return [call for call in self.bundle.log if call.program in programs]
