@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,6 +11,15 @@ from dflash_aot.runtime.metrics.counters import Counters
 
 LONG = 120.0  # seconds: longer than anything that does not hang
 T = TypeVar("T")
+
+
+def up_to(tokens: int | None) -> SamplingParams:
+    """Parameters of a greedy answer that no token ends."""
+    return SamplingParams(max_tokens=tokens, stop_token_ids=())
+
+
+def join(deltas: Iterable[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
 
 
 class Stepper:

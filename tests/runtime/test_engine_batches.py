@@ -5,14 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.runtime import SamplingParams
+from tests.runtime.stepper import up_to
 
 KS = (0, 3, 7)
 SLOTS = 3
 NAMES = ("len1", "len_eq_block", "len5", "len30", "len70", "len131", "random12", "len_block_plus1")
-
-
-def up_to(tokens: int | None) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
 
 
 request_cuts = st.tuples(st.sampled_from(NAMES), st.integers(0, 39), st.integers(1, 64))

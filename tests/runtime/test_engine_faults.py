@@ -6,16 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dflash_aot.cache.errors import EngineFailed
-from dflash_aot.runtime import Delta, Engine, SamplingParams
+from dflash_aot.runtime import Delta, Engine
 from dflash_aot.runtime.requests.request import Request
-from tests.runtime.stepper import finish, hold, wait_until
+from tests.runtime.stepper import finish, hold, up_to, wait_until
 
 K, SLOTS = 7, 3
 FAILED = r"the engine step failed: \w+Error: .*deleted"
-
-
-def up_to(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,9 @@ import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.stepper import LONG, finish, hold, wait_until
+from tests.runtime.stepper import LONG, finish, hold, up_to, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
-
-
-def up_to(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
 
 
 @pytest.fixture
@@ -148,13 +144,13 @@ FORK = """
     params = SamplingParams(max_tokens=9, stop_token_ids=())
     answer = engine.generate([1, 2], params).token_ids
     running = engine.stream([1, 2], SamplingParams(stop_token_ids=()))
-    waiting = engine.stream([1, 2], params)  # the answer comes in the parent process only
+    waiting = [engine.stream([1, 2], params) for _ in range(100)]  # their answers come in the parent process only
     child = os.fork()
     if child == 0:
         signal.alarm(60)
         asks = (
             engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt], wait=True),
-            lambda _: engine.stats(), lambda _: waiting.result(),
+            lambda _: engine.stats(), lambda _: waiting[-1].result(),
         )
         for ask in asks:
             try:

@@ -7,20 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
-from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.stepper import finish, hold, settle, wait_until
+from dflash_aot.runtime import Engine
+from tests.runtime.stepper import finish, hold, join, settle, up_to, wait_until
 
 PLACES = 3
 SOON = 0.05  # seconds
 FULL = rf"the request queue is full: {PLACES} of {PLACES} .*wait=True or seconds.*larger max_waiting"
-
-
-def up_to(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
-
-
-def join(deltas) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 @pytest.fixture(scope="module")

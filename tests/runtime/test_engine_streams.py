@@ -16,18 +16,10 @@ from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
 from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from tests.runtime.stepper import finish, hold, wait_until
+from tests.runtime.stepper import finish, hold, join, up_to, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
 SLOTS = 3
-
-
-def up_to(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, stop_token_ids=())
-
-
-def join(deltas) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def test_stream_result_is_complete_read_or_unread(serve, cases):
@@ -201,7 +193,8 @@ def test_interrupted_caller_frees_slots_and_places(serve, cases, on_alarm, promp
         with pytest.raises(Interrupt) as kept:  # with its frames, and what lives in them
             if prompts == 1:
                 engine.generate(cases["len1"].prompt, EVERYTHING)
-            engine.generate_all([cases["len1"].prompt] * prompts, EVERYTHING)
+            else:
+                engine.generate_all([cases["len1"].prompt] * prompts, EVERYTHING)
         stepper.advance(2)
         assert (engine.stats().running, engine.stats().waiting) == (1, 0)
     assert kept

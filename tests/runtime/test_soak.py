@@ -62,7 +62,7 @@ class ToySoak:
             self.ended += 1
             self.output_tokens += len(request.token_ids)
             engine.requests.remove(request)
-            del engine.deltas[request], engine.submitted_at[request]
+            del engine.deltas[request]
         engine.bundle.log.clear()
         engine.steps.clear()
 

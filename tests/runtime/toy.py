@@ -589,7 +589,6 @@ class ToyEngine:
             self.bundle, self.state, self.counters, self.queue, controller, prefix_caching=prefix_caching
         )
         self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
-        self.submitted_at: dict[Request, float] = {}  # the host's time
         self.requests: list[Request] = []
         self.steps: list[list[Call]] = []
 
@@ -617,7 +616,7 @@ class ToyEngine:
             on_cancel=self.queue.note_cancel,
         )
         self.queue.put(request)
-        self.deltas[request], self.submitted_at[request] = deltas, self.bundle.clock.host
+        self.deltas[request] = deltas
         self.requests.append(request)
         return request
 
