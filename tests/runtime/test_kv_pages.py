@@ -305,10 +305,10 @@ def make_controller(seed: int) -> SpeculationController:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 10**6))
-def test_random_requests_with_shared_prefixes_get_their_tokens(seed, count=12):
+@given(seed=st.integers(0, 10**6))
+def test_random_requests_with_shared_prefixes_get_their_tokens(seed):
     """Random requests in a pool that does not hold them all: each has its own text, and every page is returned."""
-    rng = random.Random(seed)
+    rng, count = random.Random(seed), 12
     rounds = rng.choice(("", " rounds=4"))
     engine = serve(f"{SMALL}{rounds}", right=lambda text: sum(text) % 4, controller=make_controller(seed))
     bases = [[rng.randrange(1, 97) for _ in range(40)] for _ in range(2)]

@@ -136,7 +136,7 @@ ASKED = (
 )
 
 
-@settings(derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=100)
 @given(
     buckets=st.sampled_from(GRIDS),
     planned=plans(ASKED),
@@ -153,7 +153,7 @@ def test_random_schedules_give_each_request_its_own_text(buckets, planned, choic
     assert engine.counters.output_tokens == sum(len(request.token_ids) for request in engine.requests)
 
 
-@settings(derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=30)
 @given(k=st.sampled_from([0, 3, 7]), planned=plans(({}, {"k": 0})))
 def test_greedy_bundle_serves_every_k(k, planned):
     engine = ToyEngine(k=k, sampling=("greedy",), right=by_first_token)
@@ -205,7 +205,7 @@ def test_prefill_chunks_run_between_rounds():
     assert sorted(gaps(engine, running)) == [3.0] * 6 + [3.0 + 1.0] * 2 + [4.0 + CHUNK] * 2 + [5.0 + CHUNK]
 
 
-@settings(derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=30)
 @given(planned=plans(ASKED, priorities=0), k=st.sampled_from([0, 3, 7]))
 def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):
     engine = ToyEngine(pick=k, right=by_first_token, costs=COSTS)
