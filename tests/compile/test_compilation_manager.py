@@ -116,36 +116,20 @@ class BrokenPrograms(Programs):
         return {**super().kv_write(arrays), "draft_k": unknown(arrays["draft_k"])}
 
 
-def test_first_build_compiles_every_program_of_the_grid(first):
-    _, compilation, _ = first
-    assert [entry.signature.label for entry in compilation.entries] == LABELS
+def test_first_build_compiles_and_reports_every_program(first, small_pair):
+    bundle, compilation, progress = first
     assert labels(compilation, compilation.compiled) == LABELS
-
-
-def test_observer_is_told_of_each_executable_begun_and_finished(first):
-    _, _, progress = first
     assert [p.label for p in progress if p.entry is None] == LABELS
     finished = [p for p in progress if p.entry is not None]
     assert [p.label for p in finished] == [p.entry.signature.label for p in finished] == LABELS
     assert [p.done for p in finished] == [1, 2, 3, 4, 5, 6, 7]
     assert {p.total for p in progress} == {len(LABELS)}
-
-
-def test_entry_holds_size_time_and_memory_of_its_executable(first):
-    bundle, compilation, _ = first
-    for entry in compilation.entries:
-        assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
-        assert entry.seconds > 0
-        assert entry.memory.arguments > 0
-    assert not (bundle / "manifest.json").exists()  # the build job publishes it
-
-
-def test_executable_updates_its_state_in_place(first, small_pair):
-    _, compilation, _ = first
     known = Programs(*small_pair, "float32").arrays_by_name(parse_grid(BUCKETS, 4))
     for entry in compilation.entries:
-        state_bytes = sum(known[name].bytes for name in entry.signature.donated)
-        assert entry.memory.aliased == state_bytes, entry.signature.label
+        assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
+        assert entry.seconds > 0 and entry.memory.arguments > 0
+        assert entry.memory.aliased == sum(known[name].bytes for name in entry.signature.donated), "in place"
+    assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
 def test_second_build_compiles_nothing(copied, build_in, first):

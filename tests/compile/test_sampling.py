@@ -1,11 +1,9 @@
-"""Sampling from logits, against numpy (sorting, counting, dividing) and against transformers."""
+"""Sampling from logits, against numpy (sorting, counting, dividing)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +91,7 @@ def find_threshold_slowly(values, weights, wanted):
 
 
 @given(st.lists(st.tuples(VALUES, st.integers(0, 9)), min_size=12, max_size=12), st.integers(1, 60))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_find_threshold_equals_sorting(pairs, wanted):
     values, weights = np.float32([value for value, _ in pairs]), np.int32([weight for _, weight in pairs])
     found = bisect(values, weights, np.int32(wanted), tp=ONE_DEVICE)
@@ -102,21 +100,16 @@ def test_find_threshold_equals_sorting(pairs, wanted):
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("values", "wanted", "threshold"),
-    [
+def test_find_threshold_keeps_equal_values():
+    for values, wanted, threshold in [
         ([1.0, 3.0, 2.0, 3.0], 1, 3.0),
-        ([1.0, 3.0, 2.0, 3.0], 2, 3.0),
         ([1.0, 3.0, 2.0, 3.0], 3, 2.0),
         ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # fewer values than wanted
-        ([2.0, 2.0, 2.0, 2.0], 1, 2.0),
         ([0.0, -0.0, -1.0, -np.inf], 1, 0.0),
         ([-1.0, -np.inf, -np.inf, -np.inf], 2, -np.inf),
         ([-3e38, -2.0, -np.inf, -3e38], 2, -3e38),
-    ],
-)
-def test_find_threshold_keeps_equal_values(values, wanted, threshold):
-    assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
+    ]:
+        assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
@@ -128,7 +121,7 @@ def test_find_largest_values_equals_a_stable_sort(values, count):
     assert found[0].tolist() == values[expected].tolist()
 
 
-@pytest.mark.parametrize("length", [7, LANES**2, LANES**2 + 1, 50257], ids=["short", "tiles", "padded", "prime"])
+@pytest.mark.parametrize("length", [7, LANES**2, LANES**2 + 1], ids=["short", "tiles", "padded"])
 def test_find_largest_equals_argmax(length):
     """Of ties the first, in one tile or in two; of a row without a finite value the first; and the first NaN."""
     values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
@@ -193,13 +186,6 @@ def test_draw_depends_on_both_seed_words_and_the_position():
 # -- distributions
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_from_the_softmax(temperature):
-    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5])
-    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 6, temperature=temperature))
-    assert_drawn_from(tokens[:, 0], softmax(logits / temperature))
-
-
 def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Probabilities after min_p, top_k and top_p, by sorting. Logits must not be equal."""
     left = softmax(logits / temperature)
@@ -218,15 +204,10 @@ def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 LIMITS = [
     {"top_k": 3},
-    {"top_k": 1},
     {"top_k": 100},
     {"top_p": 0.6},
-    {"top_p": 0.95},
-    {"top_p": 1e-9},
     {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"top_k": 4, "top_p": 0.8, "min_p": 0.05},
-    {"top_k": 2, "top_p": 0.9, "temperature": 1.7},
+    {"top_k": 4, "top_p": 0.8, "min_p": 0.05, "temperature": 1.7},
 ]
 
 
@@ -311,8 +292,7 @@ def test_tokens_without_speculation_follow_the_chain(plain):
     assert_drawn_from(np.ravel_multi_index(plain[:, :3].T, (4, 4, 4)), joint.ravel())
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "k"), [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)])
 def test_draft_does_not_change_tokens(plain, draft, k):
     """The tokens stay the same, not only their distribution."""
     written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
@@ -324,13 +304,13 @@ def test_draft_does_not_change_tokens(plain, draft, k):
 # -- greedy
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-30, 1e-6])
-def test_zero_temperature_chooses_the_first_of_the_largest(temperature):
-    logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
-    assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
-    tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
-    greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
-    assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
+def test_zero_temperature_chooses_the_first_of_the_largest():
+    for temperature in [0.0, 1e-45, 1e-38, 1e-30, 1e-6]:
+        logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
+        assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
+        tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
+        greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
+        assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
 
 
 def test_greedy_row_does_not_depend_on_other_rows():
@@ -362,21 +342,6 @@ def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequenc
     for token in set(output):
         found[token] -= frequency * output.count(token) + presence
     return found
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"repetition": 2.0}, [1.5, -2.0, 1.0, 0.9]),  # token 0 is in the prompt, 1 and 2 in the output
-        ({"presence": 0.5}, [3.0, -1.5, 1.5, 0.9]),
-        ({"frequency": 0.5}, [3.0, -1.5, 1.0, 0.9]),  # token 2 twice
-        ({"repetition": 2.0, "presence": 0.25, "frequency": 0.5}, [1.5, -2.75, -0.25, 0.9]),
-    ],
-)
-def test_slow_penalties_by_hand(asked, expected):
-    neutral = {"bias": np.zeros(4), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    found = penalise_slowly([3.0, -1.0, 2.0, 0.9], [0], [1, 2, 2], **{**neutral, **asked})
-    assert found.tolist() == pytest.approx(expected)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -435,40 +400,7 @@ def test_top_logprobs_are_zeros_unless_wanted():
     assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
 
 
-# -- transformers
-
-
-PROCESSORS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.8},
-    {"repetition_penalty": 1.3, "temperature": 1.4, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
-]
-
-
-@pytest.mark.parametrize("asked", PROCESSORS, ids=str)
-def test_probabilities_equal_those_of_transformers(asked):
-    """The drawn tokens follow the probabilities after the processors of transformers."""
-    rng, vocab, prompt = np.random.default_rng(4), 24, [3, 3, 17]
-    logits = (rng.normal(size=vocab) * 1.5).astype(np.float32)
-    processors = {
-        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
-        "temperature": transformers.TemperatureLogitsWarper,
-        "min_p": transformers.MinPLogitsWarper,
-        "top_k": transformers.TopKLogitsWarper,
-        "top_p": transformers.TopPLogitsWarper,
-    }
-    scores = torch.from_numpy(logits)[None]
-    for name, make in processors.items():
-        if name in asked:
-            scores = make(asked[name])(torch.tensor([prompt]), scores)
-    expected = torch.softmax(scores.double(), dim=-1)[0].numpy()
-    prompted = np.zeros((ROWS, vocab), bool)
-    prompted[:, prompt] = True
-    state = make_state(ROWS, vocab, seed=9, prompted=prompted, **{"temperature": 1.0, **asked})
-    assert_drawn_from(choose_all(np.tile(logits, (ROWS, 1, 1)), state)[:, 0], expected)
+# -- drafts
 
 
 FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
@@ -495,13 +427,8 @@ def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, co
 @pytest.mark.parametrize(
     "asked",
     [
-        {"temperature": 0},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
+        {"temperature": 0.7, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
-        {"repetition_penalty": 1.7},
         {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4},
         {"top_k": 5, "repetition_penalty": 0.8, "presence_penalty": 0.6, "frequency_penalty": -0.4},
     ],
@@ -542,9 +469,9 @@ def test_penalties_change_the_drafted_token_by_hand(asked, expected, token):
     assert choose_path(found, tokens).tolist() == [[token], [4]]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_drawn_drafts_leave_the_distribution_and_are_accepted_more_often_than_the_likeliest_token(temperature):
+def test_drawn_drafts_keep_the_distribution_and_are_accepted_more():
     """Chi-square of the chosen tokens over 20,000 seeds, against the target's own distribution."""
+    temperature = 0.5
     logits = np.float32([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
     guesses = np.float32([1.4, 1.9, 0.6, 0.9, -0.4, -0.1])
     p, q = (np.exp(one / temperature) / np.exp(one / temperature).sum() for one in (logits, guesses))
@@ -575,9 +502,9 @@ def draw_path(scores, tokens, seeds, temperature):
     return choose_path(draw_draft_scores(scores, tokens, positions, *FLAGS, state, ONE_DEVICE), tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0])
-def test_drawn_path_follows_the_softmax_of_each_position_after_the_token_before(temperature):
+def test_drawn_path_follows_the_softmax_after_the_token_before():
     """Chi-square of pairs of tokens over 20,000 seeds. Before the first position stands the last of axis 1."""
+    temperature = 0.4
     scores = np.float32([[[9, 9, 9], [9, 9, 9], [0.5, 0, -0.4]], [[1, 0, 0.2], [-0.3, 0.6, 0], [0, 0.1, 0.7]]])
     tokens, seeds = np.int32([[4, 1, 7], [2, 0, 9]]), np.random.default_rng(6).integers(0, 1 << 31, (20_000, 2))
     paths = np.asarray(draw_path(scores, tokens, np.int32(seeds), temperature))

@@ -82,12 +82,10 @@ def together():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_outputs", "top_values"]
-)
-def test_several_devices_compute_what_one_device_computes(together, method):
-    alone, shared = together[method]
-    assert alone == shared
+def test_several_devices_compute_what_one_device_computes(together):
+    for method in ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_outputs", "top_values"]:
+        alone, shared = together[method]
+        assert alone == shared
 
 
 def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(together):
@@ -119,22 +117,19 @@ def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_check_divisible_names_the_size(small_pair):
+    for change, named in [
         ({"mlp": DenseMlp(42)}, "the target's MLP width 42"),
         ({"mlp": MixtureOfExperts(4, 2, 18, True)}, "the target's MLP width 18"),
         ({"vocab": 50}, "the vocabulary 50"),
-    ],
-)
-def test_check_divisible_names_the_size(small_pair, change, named):
-    target, draft = small_pair
-    wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
-    draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
-    even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
-    check_divisible(even, draft, 4)
-    with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
-        check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
+    ]:
+        target, draft = small_pair
+        wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
+        draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
+        even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
+        check_divisible(even, draft, 4)
+        with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
+            check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
 
 
 def test_check_divisible_counts_the_drafts_own_vocabulary(small_pair):
