@@ -42,7 +42,6 @@ BUILDS = {
         (
             "prefill prefill=64 length=1024",
             "draft batch=8 length=1024 k=3",  # outputs of all 128 rows, instead of 24, would take 156 MB
-            VERIFY,
             "sampled_verify batch=8 length=1024 k=15",
             "kv_write rows=8 width=16",
             "rounds batch=1 length=1024 k=15 rounds=4",
@@ -53,7 +52,7 @@ BUILDS = {
     ),
     "v5p:1x1x1": ((VERIFY,), 0),  # gate and up were copied here, once as one weight
     WITH_EXPERTS: ((VERIFY,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
-    "v5e:1x1" + INT8: (("draft batch=1 length=1024 k=15", VERIFY), 0),
+    "v5e:1x1" + INT8: ((VERIFY,), 0),
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": (("verify batch=1 length=1024 k=0",), 4),  # all weights were copied to another layout here
 }
