@@ -56,7 +56,7 @@ def test_id_is_the_sha256_of_the_der_form(make_key):
     assert read_public_key(path).id == hashlib.sha256(der).hexdigest()
 
 
-def test_other_half_and_encrypted_key_are_refused_with_the_remedy(make_key):
+def test_wrong_half_and_encrypted_key_are_refused(make_key):
     private, public = make_key("a")
     assert f"openssl pkey -in {private} -pubout" in refusal(read_public_key, private)
     assert "signing needs the private one" in refusal(read_private_key, public)

@@ -116,7 +116,7 @@ def test_default_grid_covers_its_own_maximum(data, block, positions):
     assert grid.k[0] == 0
 
 
-def test_default_grid_refuses_models_with_fewer_positions_than_a_block():
+def test_default_grid_refuses_models_shorter_than_a_block():
     assert default_grid(16, 16, 15).capacity == 16
     with pytest.raises(BadInput, match="max_position_embeddings .* 15 .*block of 16.* --buckets with k below 15"):
         default_grid(16, 15, 15)

@@ -79,7 +79,7 @@ def test_irregular_layer_types_are_followed(read_changed):
     assert read_changed(layer_types=kinds).attention_layers == (1, 2)
 
 
-def test_rotary_factor_stands_in_either_place_or_is_a_quarter(read_changed, text):
+def test_rotary_factor_is_read_in_either_place(read_changed, text):
     rope = {key: value for key, value in text.values["rope_parameters"].items() if key != "partial_rotary_factor"}
     assert read_changed(partial_rotary_factor=None).decoder.rope.head_dim == 8
     assert read_changed(rope_parameters=rope, partial_rotary_factor=0.5).decoder.rope.head_dim == 16

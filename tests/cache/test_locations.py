@@ -16,7 +16,7 @@ def test_checkpoint_directory_is_returned_as_given(tmp_path):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
 
 
-def test_directory_that_looks_like_a_hub_id_counts_as_a_directory(tmp_path, monkeypatch):
+def test_directory_precedes_a_hub_id_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert locate_checkpoint("models/mine", "draft").resolve() == tmp_path / "models" / "mine"
@@ -58,7 +58,7 @@ def test_hub_id_outside_the_hub_cache_is_refused(tmp_path, monkeypatch):
         assert str(refused.value).endswith(f"hf download {hub_id}")
 
 
-def test_hub_id_in_the_hub_cache_is_located_without_a_network(tmp_path):
+def test_hub_id_is_located_in_the_hub_cache(tmp_path):
     snapshot = tmp_path / "models--some-owner--some-model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

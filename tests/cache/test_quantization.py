@@ -258,7 +258,7 @@ def test_conversion_names_layers_that_stay_floats(read_section):
         assert conversion.summary.endswith(summary)
 
 
-def test_section_among_the_keys_of_the_text_model_is_read(published):
+def test_section_of_the_text_model_is_read(published):
     for key in ["quantization_config", "compression_config"]:
         config = published("Qwen3.5-4B")
         config["text_config"] = {**config["text_config"], key: FP8}

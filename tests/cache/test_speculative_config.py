@@ -91,7 +91,7 @@ def test_invalid_ranges_of_batch_sizes_are_refused():
         assert words in str(refused.value)
 
 
-def test_ranges_above_num_speculative_tokens_are_refused_with_every_k():
+def test_ranges_above_num_speculative_tokens_are_refused():
     with pytest.raises(BadInput, match="has K = 8, 9, more than num_speculative_tokens = 7, .* write 7"):
         parse_ranges([[1, 1, 9], [2, 2, 8], [3, 9, 7]], 7)
 

@@ -138,7 +138,7 @@ def test_missing_blob_is_refused(find, store, entry, blob_path):
     assert find(store, entry) is None
 
 
-def test_unreadable_build_record_or_of_another_key_is_not_found(find, store, entry, manifest):
+def test_unreadable_or_foreign_build_record_is_not_found(find, store, entry, manifest):
     for content in (b"", b"{}", b"\xff\xfe"):
         (store.bundle / "entries" / f"{entry.key}.json").write_bytes(content)
         assert find(store, entry) is None

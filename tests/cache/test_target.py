@@ -75,7 +75,7 @@ def test_transformers_5_layout_gives_the_same_facts(read_published_target):
     assert read_published_target("Qwen3-4B", layer_types=["full_attention"] * 36) == read_published_target("Qwen3-4B")
 
 
-def test_transformers_5_layout_of_the_goldens_gives_the_same_facts(published, rewritten):
+def test_transformers_5_goldens_give_the_same_facts(published, rewritten):
     for name in ["llama-tiny/target", "qwen3-tiny-tied/target"]:
         older, newer = published(name), rewritten(name)
         assert newer != older

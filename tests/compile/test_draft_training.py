@@ -76,7 +76,7 @@ def test_blocks_in_training_equal_the_draft_program(monkeypatch, kind):
     assert len(paths) > 4  # contexts decide
 
 
-def test_steps_lower_the_loss_and_the_saved_draft_is_read(monkeypatch, tmp_path):
+def test_steps_lower_the_loss_of_a_readable_draft(monkeypatch, tmp_path):
     kind = "DFlash2"
     monkeypatch.syspath_prepend(str(TRAINING))
     training, optimize, checkpoint = map(importlib.import_module, ("draft_training", "optimize", "checkpoint"))

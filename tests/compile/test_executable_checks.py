@@ -136,7 +136,7 @@ def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
 
 
-def test_written_part_of_a_page_may_be_copied_and_no_more(entries, known):
+def test_only_the_written_part_of_a_page_may_be_copied(entries, known):
     """VERIFY writes four positions of each row."""
     pool = known["target_k"]
     whole = pool.bytes
@@ -175,7 +175,7 @@ def test_different_layouts_of_weights_or_state_are_a_conflict(entries):
         assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
 
 
-def test_different_layouts_of_a_result_and_an_argument_are_a_conflict(entries):
+def test_different_layouts_of_result_and_argument_are_a_conflict(entries):
     write = "kv_write rows=2 width=4"
     (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
     assert line.startswith("features has different layouts: ") and line.endswith(f"; {{0,1,2}} in {write}")

@@ -93,7 +93,7 @@ ROOT %r = ({TURNED}) tuple(%turned)"""
     assert (copy.shape, copy.operation) == (TURNED, "jit(verify)/swapaxes")
 
 
-def test_sliced_layer_is_a_copy_in_main_memory_and_in_vmem():
+def test_sliced_layer_is_a_copy_in_each_memory():
     for space in ["", "S(1)"]:
         layer = LAYER.replace("}", f"{space}}}")
         text = fused(layer, f"ROOT %s = {layer} dynamic-slice(%f.0, %f.1), dynamic_slice_sizes={{1,8,1024,128}}")

@@ -70,7 +70,7 @@ def test_chunked_prefill_equals_one_prefill(rig, read_committed):
         )
 
 
-def test_prefill_chooses_a_token_only_where_it_gives_the_first(rig, running):
+def test_prefill_chooses_a_token_only_where_asked(rig, running):
     chunk = {"tokens": [[7, 8, 9, 1]], "slots": [1], "starts": [0], "counts": [3]}
     with_token, without = (
         rig.run("prefill prefill=4 length=32", running, **chunk, gives_first=[gives]) for gives in (True, False)
@@ -226,7 +226,7 @@ def test_kv_write_writes_to_the_given_slots(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
-def test_kv_write_of_a_row_without_pages_changes_page_0_only(rig, running):
+def test_kv_write_without_pages_changes_page_0_only(rig, running):
     arrays = rig.run("draft batch=1 length=32 k=3", running)
     arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[True])
     written = rig.run("kv_write rows=1 width=4", arrays, pages=[[0] * rig.grid.row_pages])

@@ -83,7 +83,7 @@ def test_call_fails_after_three_crashed_processes(cluster):
     assert cluster.call(json.loads, '"the next one lives"') == "the next one lives"
 
 
-def test_node_that_cannot_start_a_task_says_why_in_one_line(cluster):
+def test_node_that_cannot_start_a_task_says_why(cluster):
     with pytest.raises(BuildFailed, match=r"^a task could not start on a node: Expecting .* dflash-aot\[ray\]$"):
         cluster.call(json.loads, "{")
 

@@ -76,7 +76,7 @@ def test_continued_request_counts_the_tokens_of_its_answer(decode):
 
 
 @pytest.mark.parametrize("kind", ASKED)
-def test_tokens_of_a_seed_do_not_depend_on_k_row_and_bucket(decode, kind):
+def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode, kind):
     asked = ASKED[kind]
     tokens, likelihoods, _ = decode(asked, k=0)
     assert len(set(tokens)) > 3

@@ -25,7 +25,6 @@ from dflash_aot.compile.programs.sampling import (
 from tests.compile.quick import jit_quickly
 
 ROWS = 8_000  # draws of a distribution in one batch
-CHI_SQUARE = 20.5  # with 5 degrees of freedom, exceeded by chance as often
 SIGMAS = 3.1  # chance exceeds this once in a thousand times; the seeds are fixed
 
 choose = jit_quickly(choose_tokens, static_argnames="tp")
@@ -400,7 +399,7 @@ def test_top_logprobs_are_zeros_unless_wanted():
     assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
 
 
-# -- drafts
+# -- drafts, whose distributions test_draft_drawing.py tests
 
 
 FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
@@ -467,49 +466,3 @@ def test_penalties_change_the_drafted_token_by_hand(asked, expected, token):
     np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
     assert found[1].tolist() == scores[1].tolist()
     assert choose_path(found, tokens).tolist() == [[token], [4]]
-
-
-def test_drawn_drafts_keep_the_distribution_and_are_accepted_more():
-    """Chi-square of the chosen tokens over 20,000 seeds, against the target's own distribution."""
-    temperature = 0.5
-    logits = np.float32([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
-    guesses = np.float32([1.4, 1.9, 0.6, 0.9, -0.4, -0.1])
-    p, q = (np.exp(one / temperature) / np.exp(one / temperature).sum() for one in (logits, guesses))
-    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": temperature}[name] for name in SAMPLING_COLUMNS])
-    seeds = np.random.default_rng(4).integers(0, 1 << 31, (20_000, 2), np.int32)
-    rows = (np.broadcast_to(one, (len(seeds), len(p))) for one in (logits, guesses))
-    chosen, drafted = draft_and_choose(*rows, columns, seeds)
-    for tokens, expected in ((chosen, p), (drafted, q)):
-        counts = np.bincount(tokens, minlength=len(p))
-        expected = expected * len(seeds)
-        assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE
-    accepted = np.mean(np.asarray(chosen) == np.asarray(drafted))
-    overlap = np.minimum(p, q).sum()
-    assert p[guesses.argmax()] + 0.1 < overlap / (2 - overlap) - 0.02 < accepted < overlap + 0.02
-
-
-@jit_quickly
-def draw_path(scores, tokens, seeds, temperature):
-    """Paths int32 [B, K] of `seeds` through `tokens` [K, C] with `scores` [K, C, C]."""
-    B, K = len(seeds), len(tokens)
-    columns = jnp.array([NEUTRAL_SAMPLING[name] for name in SAMPLING_COLUMNS])
-    columns = columns.at[SAMPLING_COLUMNS.index("temperature")].set(temperature)
-    nothing = jnp.zeros((B, 10), jnp.int32)
-    state = {"bias": nothing.astype(jnp.float32), "prompted": nothing > 0, "counts": nothing}
-    state |= {"sampling": jnp.broadcast_to(columns, (B, columns.size)), "seeds": seeds}
-    positions = jnp.broadcast_to(5 + jnp.arange(K), (B, K))
-    scores, tokens = (jnp.broadcast_to(one, (B, *one.shape)) for one in (scores, tokens))
-    return choose_path(draw_draft_scores(scores, tokens, positions, *FLAGS, state, ONE_DEVICE), tokens)
-
-
-def test_drawn_path_follows_the_softmax_after_the_token_before():
-    """Chi-square of pairs of tokens over 20,000 seeds. Before the first position stands the last of axis 1."""
-    temperature = 0.4
-    scores = np.float32([[[9, 9, 9], [9, 9, 9], [0.5, 0, -0.4]], [[1, 0, 0.2], [-0.3, 0.6, 0], [0, 0.1, 0.7]]])
-    tokens, seeds = np.int32([[4, 1, 7], [2, 0, 9]]), np.random.default_rng(6).integers(0, 1 << 31, (20_000, 2))
-    paths = np.asarray(draw_path(scores, tokens, np.int32(seeds), temperature))
-    first, second = softmax(scores[0, 2] / temperature), softmax(scores[1] / temperature)
-    expected = (first[:, None] * second).ravel() * len(seeds)
-    index = (paths[:, :1] == tokens[0]).argmax(axis=1) * 3 + (paths[:, 1:] == tokens[1]).argmax(axis=1)
-    counts = np.bincount(index, minlength=9)
-    assert ((counts - expected) ** 2 / expected).sum() < 26.1  # with 8 degrees of freedom, once in a thousand times

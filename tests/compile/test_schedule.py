@@ -301,7 +301,7 @@ def compiled():
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_large_product_is_estimated_near_the_peak_of_its_chip(compiled):
+def test_large_product_is_estimated_near_the_peak(compiled):
     """The clock of each generation: 1.03 to 1.21 times the time at peak flops (libtpu 0.0.42.1)."""
     for topology in SINGLE_CHIPS:
         chip = TOPOLOGIES[topology].chip

@@ -88,7 +88,7 @@ def test_several_devices_compute_what_one_device_computes(together):
         assert alone == shared
 
 
-def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(together):
+def test_both_searches_find_the_same_outputs_on_several_devices(together):
     """Of equal outputs, those of the lowest tokens."""
     products = np.array(together["products"])
     tokens = np.argsort(-products, axis=-1, kind="stable")[..., :8]
@@ -97,12 +97,12 @@ def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(togeth
     assert together["searches"] == [[values.tolist(), tokens.tolist()]] * 4
 
 
-def test_tiles_are_searched_on_tpu_if_more_than_twice_the_count():
+def test_tiles_are_searched_on_tpu_if_there_are_many():
     for vocab, count, tpu in ((2304, 8, search_tiles), (2304, 9, search_outputs), (2312, 8, search_outputs)):
         assert choose_searches(vocab, count) == {"tpu": tpu, "default": search_outputs}
 
 
-def test_several_devices_compute_the_logsumexp_and_logits_of_one_device(together):
+def test_several_devices_compute_the_logsumexp_of_one_device(together):
     (total, logits), (shared_total, shared_logits) = together["logsumexp_and_logits"]
     np.testing.assert_allclose(shared_total, total, rtol=1e-6)
     assert shared_logits == logits

@@ -93,7 +93,7 @@ def test_pool_compiles_for_a_tpu_that_is_not_attached(first, source, bundle):
             assert [word for word in PATHS if word.encode() in kept] == [], entry.signature.label
 
 
-def test_second_build_finds_all_executables_and_leaves_no_process_or_log(first, source, bundle, logs):
+def test_second_build_compiles_nothing_and_leaves_no_process(first, source, bundle, logs):
     before = children()
     with WorkerPool(SLICE, bundle, 1) as pool:
         assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
