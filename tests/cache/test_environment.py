@@ -30,9 +30,10 @@ def test_additional_cpu_features_are_compatible(environment):
 
 
 def test_missing_cpu_features_are_incompatible(environment):
-    here = structs.replace(environment, cpu_features=("sse4_2", "vaes"))
+    here = structs.replace(environment, jax="0.11", cpu_features=("sse4_2", "vaes"))
     assert find_differences(environment, here) == [
-        EnvironmentDifference("cpu_features", "uses avx2 fma", "not on this processor")
+        EnvironmentDifference("jax", environment.jax, "0.11"),
+        EnvironmentDifference("cpu_features", "uses avx2 fma", "not on this processor"),
     ]
 
 

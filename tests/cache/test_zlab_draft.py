@@ -122,6 +122,7 @@ def test_draft_of_gpt_oss_shape_is_read(read_changed_draft):
 
 def test_missing_target_layer_ids_get_the_default(read_changed_draft):
     assert read_changed_draft({"target_layer_ids": None}).target_layer_ids == (1, 9, 17, 25, 33)
+    assert read_changed_draft({"target_layer_ids": [33, 1]}).target_layer_ids == (33, 1)
     assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).target_layer_ids == (
         18,
     )

@@ -235,13 +235,6 @@ def test_kv_write_without_pages_changes_page_0_only(rig, running):
         assert not np.array_equal(written[name][:, 0], arrays[name][:, 0])
 
 
-def test_move_copies_one_slot_and_changes_no_other(rig, running):
-    moved = rig.run("move", running, source=[2], destination=[0])
-    for name in ("lengths", "anchors"):
-        np.testing.assert_array_equal(moved[name], np.take(running[name], [2, 1, 2]), err_msg=name)
-    assert_same(moved, running, KV)
-
-
 LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", block=4)
 
 

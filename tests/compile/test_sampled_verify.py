@@ -75,17 +75,17 @@ def test_continued_request_counts_the_tokens_of_its_answer(decode):
     assert decode(asked, prompt=[*prompt, *tokens[:4]], steps=STEPS - 4)[0] != tokens[4:]
 
 
-@pytest.mark.parametrize("kind", ASKED)
-def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode, kind):
-    asked = ASKED[kind]
-    tokens, likelihoods, _ = decode(asked, k=0)
-    assert len(set(tokens)) > 3
-    for k, batch, length, slot in ((3, 1, 32, 0), (0, 3, 32, 1), (3, 3, 32, 2)):
-        found, as_likely, _ = decode(asked, slot, k=k, batch=batch, length=length)
-        assert found == tokens, (k, batch, length, slot)
-        np.testing.assert_allclose(as_likely, likelihoods, atol=1e-4)
-    assert decode(asked, k=3, length=16, steps=4)[0] == tokens[:4]
-    assert decode({**asked, "seed": 8}, k=0)[0] != tokens
+def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode):
+    for kind in ASKED:
+        asked = ASKED[kind]
+        tokens, likelihoods, _ = decode(asked, k=0)
+        assert len(set(tokens)) > 3
+        for k, batch, length, slot in ((3, 1, 32, 0), (0, 3, 32, 1), (3, 3, 32, 2)):
+            found, as_likely, _ = decode(asked, slot, k=k, batch=batch, length=length)
+            assert found == tokens, (k, batch, length, slot)
+            np.testing.assert_allclose(as_likely, likelihoods, atol=1e-4)
+        assert decode(asked, k=3, length=16, steps=4)[0] == tokens[:4]
+        assert decode({**asked, "seed": 8}, k=0)[0] != tokens
 
 
 def choose_slowly(logits, prompt, output, asked):
@@ -98,20 +98,20 @@ def choose_slowly(logits, prompt, output, asked):
     return int(found.argmax())
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_penalties_equal_those_of_decoding_token_by_token(small, decode, k):
-    asked = {**ASKED["penalised"], "temperature": 0}
-    prompt, output = PROMPTS[1], []
-    for _ in range(STEPS):
+def test_penalties_equal_those_of_decoding_token_by_token(small, decode):
+    for k in [0, 3]:
+        asked = {**ASKED["penalised"], "temperature": 0}
+        prompt, output = PROMPTS[1], []
+        for _ in range(STEPS):
+            logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
+            output.append(choose_slowly(logits[-1], prompt, output, asked))
+        tokens, likelihoods, arrays = decode(asked, prompt=prompt, k=k)
+        assert tokens == output
         logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
-        output.append(choose_slowly(logits[-1], prompt, output, asked))
-    tokens, likelihoods, arrays = decode(asked, prompt=prompt, k=k)
-    assert tokens == output
-    logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
-    rows = np.float64(logits[len(prompt) - 1 : -1])
-    expected = rows[np.arange(STEPS), output] - np.log(np.exp(rows).sum(axis=1))
-    np.testing.assert_allclose(likelihoods, expected, atol=1e-3)
-    assert arrays["counts"][0].sum() == arrays["lengths"][0] - len(prompt) + 1 >= STEPS
+        rows = np.float64(logits[len(prompt) - 1 : -1])
+        expected = rows[np.arange(STEPS), output] - np.log(np.exp(rows).sum(axis=1))
+        np.testing.assert_allclose(likelihoods, expected, atol=1e-3)
+        assert arrays["counts"][0].sum() == arrays["lengths"][0] - len(prompt) + 1 >= STEPS
 
 
 def test_sampled_verify_with_neutral_parameters_equals_verify(rig, prefilled):
@@ -182,19 +182,19 @@ def make_distinct_state(rig):
     }
 
 
-@pytest.mark.parametrize("anchor", [5, 0, -1])
-def test_admit_sets_its_slot_and_changes_no_other(rig, anchor):
-    before = make_distinct_state(rig)
-    after = admit(rig, before, 1, PROMPTS[1], seed=3, tops=1, anchor=anchor, bias=np.arange(VOCAB), temperature=0.5)
-    for name in rig.empty():
-        kept = np.delete(np.asarray(after[name]), 1, axis=0) if name in PER_SLOT else after[name]
-        expected = np.delete(before[name], 1, axis=0) if name in PER_SLOT else before[name]
-        np.testing.assert_array_equal(kept, expected, err_msg=name)
-    started = (len(PROMPTS[1]) - 1, anchor) if anchor >= 0 else (before["lengths"][1], before["anchors"][1])
-    assert (after["lengths"][1], after["anchors"][1]) == started
-    assert after["sampling"][1].tolist() == [0.5, 0, 1, 0, 1, 0, 0] and after["seeds"][1].tolist() == [0, 3]
-    assert after["bias"][1].tolist() == [*range(VOCAB)] and after["tops"][1] == 1
-    assert np.flatnonzero(after["prompted"][1]).tolist() == sorted(set(PROMPTS[1])) and not after["counts"][1].any()
+def test_admit_sets_its_slot_and_changes_no_other(rig):
+    for anchor in [5, 0, -1]:
+        before = make_distinct_state(rig)
+        after = admit(rig, before, 1, PROMPTS[1], seed=3, tops=1, anchor=anchor, bias=np.arange(VOCAB), temperature=0.5)
+        for name in rig.empty():
+            kept = np.delete(np.asarray(after[name]), 1, axis=0) if name in PER_SLOT else after[name]
+            expected = np.delete(before[name], 1, axis=0) if name in PER_SLOT else before[name]
+            np.testing.assert_array_equal(kept, expected, err_msg=name)
+        started = (len(PROMPTS[1]) - 1, anchor) if anchor >= 0 else (before["lengths"][1], before["anchors"][1])
+        assert (after["lengths"][1], after["anchors"][1]) == started
+        assert after["sampling"][1].tolist() == [0.5, 0, 1, 0, 1, 0, 0] and after["seeds"][1].tolist() == [0, 3]
+        assert after["bias"][1].tolist() == [*range(VOCAB)] and after["tops"][1] == 1
+        assert np.flatnonzero(after["prompted"][1]).tolist() == sorted(set(PROMPTS[1])) and not after["counts"][1].any()
 
 
 def test_move_copies_the_sampling_state(rig):

@@ -120,31 +120,31 @@ def test_find_largest_values_equals_a_stable_sort(values, count):
     assert found[0].tolist() == values[expected].tolist()
 
 
-@pytest.mark.parametrize("length", [7, LANES**2, LANES**2 + 1], ids=["short", "tiles", "padded"])
-def test_find_largest_equals_argmax(length):
+def test_find_largest_equals_argmax():
     """Of ties the first, in one tile or in two; of a row without a finite value the first; and the first NaN."""
-    values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
-    values[0, 0, [5, length - 1]], values[0, 1], values[0, 2, [length - 1]] = 9, -np.inf, 9
-    values[1, 0, [3, length // 2]], values[1, 1, :] = np.nan, 2
-    found = jit_quickly(find_largest)(values)
-    assert found.dtype == np.int32
-    assert found.tolist() == values.argmax(axis=-1).tolist()
+    for length in [7, LANES**2, LANES**2 + 1]:
+        values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
+        values[0, 0, [5, length - 1]], values[0, 1], values[0, 2, [length - 1]] = 9, -np.inf, 9
+        values[1, 0, [3, length // 2]], values[1, 1, :] = np.nan, 2
+        found = jit_quickly(find_largest)(values)
+        assert found.dtype == np.int32
+        assert found.tolist() == values.argmax(axis=-1).tolist()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_largest_outputs_by_tile_equal_those_of_the_whole_product(scaled):
+def test_largest_outputs_by_tile_equal_those_of_the_whole_product():
     """Of ten rows, which are padded to sixteen."""
-    rng = np.random.default_rng(8)
-    x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
-    if scaled:
-        weight, scale = rng.integers(-127, 128, weight.shape, np.int8), rng.uniform(0.1, 1, 768).astype(np.float32)
-    tiles = matmul_by_tile(weight, x, scale, 128)
-    assert tiles.shape == (6, 16, 128)
-    found, tokens = find_largest_in_tiles(tiles, 10, 3)
-    logits = np.float64(x) @ np.float64(weight if scale is None else weight * scale[:, None]).T
-    expected = np.argsort(-logits, axis=1)[:, :3]
-    assert tokens.tolist() == expected.tolist()
-    np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
+    for scaled in [False, True]:
+        rng = np.random.default_rng(8)
+        x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
+        if scaled:
+            weight, scale = rng.integers(-127, 128, weight.shape, np.int8), rng.uniform(0.1, 1, 768).astype(np.float32)
+        tiles = matmul_by_tile(weight, x, scale, 128)
+        assert tiles.shape == (6, 16, 128)
+        found, tokens = find_largest_in_tiles(tiles, 10, 3)
+        logits = np.float64(x) @ np.float64(weight if scale is None else weight * scale[:, None]).T
+        expected = np.argsort(-logits, axis=1)[:, :3]
+        assert tokens.tolist() == expected.tolist()
+        np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
 
 
 # -- noise
@@ -210,11 +210,11 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("asked", LIMITS, ids=str)
-def test_limits_keep_the_relative_probabilities(asked):
-    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
-    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
-    assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
+def test_limits_keep_the_relative_probabilities():
+    for asked in LIMITS:
+        logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
+        tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
+        assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
 
 
 def test_limits_keep_equal_logits_together():
@@ -291,13 +291,13 @@ def test_tokens_without_speculation_follow_the_chain(plain):
     assert_drawn_from(np.ravel_multi_index(plain[:, :3].T, (4, 4, 4)), joint.ravel())
 
 
-@pytest.mark.parametrize(("draft", "k"), [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)])
-def test_draft_does_not_change_tokens(plain, draft, k):
+def test_draft_does_not_change_tokens(plain):
     """The tokens stay the same, not only their distribution."""
-    written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
-    np.testing.assert_array_equal(written, plain[:, :3])
-    least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
-    assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
+    for draft, k in [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)]:
+        written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
+        np.testing.assert_array_equal(written, plain[:, :3])
+        least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
+        assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
 
 
 # -- greedy
@@ -423,46 +423,38 @@ def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, co
     return chosen[:, 0], scores.argmax(axis=-1)[:, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+def test_draft_with_the_targets_logits_draws_the_chosen_tokens():
+    """Whatever the bias, the prompt and the output."""
+    for asked in [
         {"temperature": 0.7, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
         {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4},
         {"top_k": 5, "repetition_penalty": 0.8, "presence_penalty": 0.6, "frequency_penalty": -0.4},
-    ],
-    ids=str,
-)
-def test_draft_with_the_targets_logits_draws_the_chosen_tokens(asked):
-    """Whatever the bias, the prompt and the output."""
-    rng = np.random.default_rng(3)
-    texts = rng.standard_normal(24, np.float32), rng.random(24) < 0.3, rng.integers(0, 4, 24, np.int32)
-    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
-    logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
-    chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
-    assert chosen.tolist() == drafted.tolist()
+    ]:
+        rng = np.random.default_rng(3)
+        texts = rng.standard_normal(24, np.float32), rng.random(24) < 0.3, rng.integers(0, 4, 24, np.int32)
+        columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
+        logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
+        chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
+        assert chosen.tolist() == drafted.tolist()
 
 
 # Of tokens 4, 1 and 7. Token 1 has a bias of 0.5, 4 is in the prompt and 7 in the output, twice.
-@pytest.mark.parametrize(
-    ("asked", "expected", "token"),
-    [
+def test_penalties_change_the_drafted_token_by_hand():
+    """The second row asks for nothing and has no bias: its scores stay as they are."""
+    for asked, expected, token in [
         ({}, [3.0, 2.9, 2.8], 4),
         ({"repetition_penalty": 2.0}, [1.5, 2.9, 1.4], 1),
         ({"presence_penalty": -0.5}, [3.0, 2.9, 3.3], 7),
         ({"frequency_penalty": -0.25}, [3.0, 2.9, 3.3], 7),
         ({"repetition_penalty": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [6.0, 2.9, 3.6], 4),
-    ],
-    ids=str,
-)
-def test_penalties_change_the_drafted_token_by_hand(asked, expected, token):
-    """The second row asks for nothing and has no bias: its scores stay as they are."""
-    columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
-    bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
-    bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
-    state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
-    scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
-    found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
-    np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
-    assert found[1].tolist() == scores[1].tolist()
-    assert choose_path(found, tokens).tolist() == [[token], [4]]
+    ]:
+        columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
+        bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
+        bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
+        state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
+        scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
+        found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
+        np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
+        assert found[1].tolist() == scores[1].tolist()
+        assert choose_path(found, tokens).tolist() == [[token], [4]]
