@@ -15,7 +15,7 @@ from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_sto
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
 from tests.executable_stand_in import make_stand_in
-from tests.object_server import afterwards, change, cut, refuse, silence
+from tests.object_server import afterwards, change, cut, refuse
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
@@ -258,13 +258,6 @@ def test_single_failures_do_not_disable_the_store(bucket, open_store, local, bui
         assert find(store, built) is None
         assert is_same_executable(find(store, built), local, built)
     assert len(store.report().failures) == 4
-
-
-def test_silent_store_does_not_delay_a_build(bucket, open_store, local, built, find):
-    store = open_store(RetryPolicy(attempts=2, seconds=0.5, pause=0))
-    bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
-    assert find(store, built) is None
-    assert "no answer in time" in store.report().failures[0]
 
 
 @pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("s3", 4)])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,17 +119,6 @@ def test_blob_with_valid_hash_and_wrong_content_is_refused(find, store, texts, e
         assert find(store, other) is None and not store.executable_path(other).exists()
 
 
-def test_blob_is_not_unpacked_beyond_the_expected_size(store, entry):
-    blob, bomb = pack_blob(bytes(10**7))
-    other = structs.replace(entry, sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=0)
-    store.add(other, bomb, b"")
-    tracemalloc.start()
-    with pytest.raises(CorruptBundle, match="does not unpack to 0 bytes"):
-        store.read_executable(other)
-    assert tracemalloc.get_traced_memory()[1] < 10**6
-    tracemalloc.stop()
-
-
 def test_missing_blob_is_refused(find, store, entry, blob_path):
     blob_path.unlink()
     with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
@@ -159,17 +147,14 @@ def test_build_record_of_another_executable_is_quarantined(find, store, manifest
     assert find(store, one) == one
 
 
-@pytest.mark.parametrize("length", ["the same", "another"])
-def test_build_record_of_another_program_is_quarantined(find, store, entry, blobs, texts, length):
-    text = texts[2][::-1] if length == "the same" else texts[3]
+def test_build_record_of_another_program_is_quarantined(find, store, entry, blobs, texts):
+    text = texts[2][::-1]
     (blob, executable), (program_blob, program) = pack_blob(blobs[2]), pack_blob(text)
     changed = structs.replace(entry, **structs.asdict(blob), program=program_blob)
     store.add(changed, executable, program)
     assert find(store, entry) is None
     assert quarantine_reasons(store) == ["the build record of an executable that was compiled from another program"]
-    assert (
-        store.executable_path(changed).exists() and store.program_path(changed).exists()
-    )  # which are what they should be
+    assert store.executable_path(changed).exists() and store.program_path(changed).exists()
 
 
 def quarantine_reasons(store) -> list[str]:
@@ -212,10 +197,6 @@ def test_full_disk_error_names_the_file_and_keeps_the_old(store, manifest, entry
         assert {path: path.read_bytes() for path in store.bundle.rglob("*") if path.is_file()} == before
 
 
-def test_published_files_are_readable_by_others(store):
-    assert (store.bundle / "manifest.json").stat().st_mode & 0o777 == 0o644
-
-
 def test_failed_publish_keeps_the_signature_of_the_old_manifest(store, manifest, full_disk):
     signatures = store.bundle / "manifest.sig.json"
     signatures.write_bytes(b"of the old one")
@@ -234,11 +215,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def dangle(path):
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
 def test_stored_are_executables_with_build_records(store, manifest):
     wanted = [entry.signature for entry in manifest.entries[:2]]
     (store.bundle / "executables" / ("0" * 64)).write_bytes(b"of nobody")
@@ -252,9 +228,7 @@ def test_executable_of_several_compilers_is_stored_once(store, entry, texts):
     assert store.list_stored([entry.signature]) == [entry.signature]
 
 
-@pytest.mark.parametrize(
-    "damage", [cut, Path.unlink, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere")), dangle]
-)
+@pytest.mark.parametrize("damage", [cut, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere"))])
 def test_missing_truncated_and_linked_files_are_not_stored(store, entry, blob_path, damage):
     damage(blob_path)
     (store.bundle / "entries" / f"{'0' * 64}.json").write_bytes(b"{")
@@ -290,10 +264,10 @@ def test_directory_without_write_permission_is_refused(store, room):
             pytest.fail("a builder that will not be able to keep what it compiles")
 
 
-def test_complete_bundle_may_be_read_only(bundle):
+def test_complete_bundle_may_be_read_only(store):
     with tempfile.TemporaryDirectory() as place:  # pytest's own is for nobody else
         os.chmod(place, 0o755)
-        store = Store(Path(shutil.copytree(bundle("tiny"), Path(place) / "bundle")))
+        store = Store(Path(shutil.copytree(store.bundle, Path(place) / "bundle")))
         manifest = read_manifest(store.bundle)
         (entry, *_), before = manifest.entries, sorted(store.bundle.rglob("*"))
         program = store.read_program(entry)
@@ -305,7 +279,7 @@ def test_complete_bundle_may_be_read_only(bundle):
             with pytest.raises(BadInput, match=f"it is missing, and {store.bundle} is read-only"):
                 store.check_writable()
             with pytest.raises(BadInput, match="is read-only, and its manifest would change: name another bundle"):
-                store.publish(structs.replace(manifest, dtype="bfloat16"))
+                store.publish(structs.replace(manifest, dtype="float32"))
         assert sorted(store.bundle.rglob("*")) == before
         store.check_writable()
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 
 import pytest
 from msgspec import structs
@@ -50,14 +49,6 @@ def test_whole_bundle_has_no_flaws_and_no_unexpected_files(bundle, manifest, pat
     assert find_file_flaws(bundle, manifest) == []
     assert find_unexpected_files(bundle, manifest) == []
     assert set(paths) == {path for name in ("executables", "programs") for path in (bundle / name).iterdir()}
-
-
-def test_copy_without_modification_times_has_no_flaws(bundle, manifest, tmp_path):
-    copy = shutil.copytree(bundle, tmp_path / "a path, mit Umlauten äöü ☃" / "bundle", copy_function=shutil.copyfile)
-    for path in copy.rglob("*"):
-        os.utime(path, (0, 0))
-    assert find_file_flaws(copy, manifest) == []
-    assert find_unexpected_files(copy, manifest) == []
 
 
 def test_all_flaws_are_reported_together(bundle, manifest, paths):

@@ -1,13 +1,8 @@
 """Lowering from signature to StableHLO and key: what changes a key and what does not."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import jax.numpy as jnp
-import msgspec
 import pytest
 from msgspec import structs
 
@@ -25,21 +20,6 @@ from dflash_aot.compile.programs.programs import Programs
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
 VERIFY = "verify batch=2 length=32 k=3"
-PRINT_KEYS = """
-import json, sys
-import msgspec
-from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.devices import read_environment
-from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.key import executable_key
-from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.program_source import TracedPrograms
-
-target, draft = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
-source = TracedPrograms(Programs(target, draft, "float32"), parse_grid(sys.argv[1], draft.block), "cpu")
-environment = read_environment("cpu")
-print(json.dumps({one.label: executable_key(source.export(one), one, environment) for one in source.signatures}))
-"""
 
 
 class Build:
@@ -76,18 +56,6 @@ def verify_key(small_build, environment):
 def test_every_executable_has_its_own_key(small_build, environment):
     keys = small_build.keys(environment)
     assert len(set(keys.values())) == len(keys) == len(small_build.signatures)
-
-
-def test_keys_are_equal_in_another_process_and_directory(small_pair, small_build, environment, tmp_path):
-    other_process = subprocess.run(
-        [sys.executable, "-c", PRINT_KEYS, BUCKETS],
-        input=msgspec.json.encode(small_pair),
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert json.loads(other_process.stdout) == small_build.keys(environment)
 
 
 def test_source_location_does_not_change_the_key(small_build, environment, verify_key):

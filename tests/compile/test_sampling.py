@@ -16,7 +16,6 @@ from dflash_aot.compile.programs.acceptance import accept
 from dflash_aot.compile.programs.sampling import (
     choose_tokens,
     compute_logprobs,
-    count_tokens,
     draw_bits,
     draw_draft_scores,
     find_threshold,
@@ -99,18 +98,6 @@ def test_find_threshold_equals_sorting(pairs, wanted):
     assert found == expected
 
 
-def test_find_threshold_keeps_equal_values():
-    for values, wanted, threshold in [
-        ([1.0, 3.0, 2.0, 3.0], 1, 3.0),
-        ([1.0, 3.0, 2.0, 3.0], 3, 2.0),
-        ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # fewer values than wanted
-        ([0.0, -0.0, -1.0, -np.inf], 1, 0.0),
-        ([-1.0, -np.inf, -np.inf, -np.inf], 2, -np.inf),
-        ([-3e38, -2.0, -np.inf, -3e38], 2, -3e38),
-    ]:
-        assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
-
-
 @given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
 def test_find_largest_values_equals_a_stable_sort(values, count):
     values = np.float32(values)
@@ -168,18 +155,6 @@ def test_gumbel_noise_is_finite_and_has_the_whole_range():
     evenly = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint32)
     falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function gives even steps
     np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
-
-
-def test_draw_depends_on_both_seed_words_and_the_position():
-    logits = np.zeros((1, 1, 1000))
-
-    def draw(high, low, position):
-        state = {**make_state(1, 1000, temperature=1), "seeds": np.int32([[high, low]])}
-        return choose_all(logits, state, positions=[[position]]).item()
-
-    seeds = [(0, 0), (1, 0), (0, 1), (-(2**31), 0), (0, -(2**31)), (1, 1), (-1, -1)]
-    draws = [draw(*seed, position) for seed in seeds for position in (1, 2)]
-    assert len(set(draws)) > len(draws) - 2 and draw(1, 0, 2) == draw(1, 0, 2)
 
 
 # -- distributions
@@ -371,14 +346,6 @@ def test_penalties_count_the_drafted_tokens_before_each_position(seed):
             assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
 
 
-def test_count_tokens_equals_bincount():
-    rng = np.random.default_rng(0)
-    tokens, counted = rng.integers(0, 7, (4, 9)), rng.random((4, 9)) < 0.6
-    found = count_tokens(jnp.asarray(tokens), jnp.asarray(counted), jnp.arange(2, 7))
-    expected = [np.bincount(row[mask], minlength=7)[2:] for row, mask in zip(tokens, counted, strict=True)]
-    np.testing.assert_array_equal(found, expected)
-
-
 # -- log-probabilities
 
 
@@ -392,11 +359,6 @@ def test_logprobs_are_those_of_the_raw_logits():
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
     np.testing.assert_array_equal(tokens, order)
     np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
-
-
-def test_top_logprobs_are_zeros_unless_wanted():
-    _, tokens, tops = compute_logprobs(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ONE_DEVICE)
-    assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
 
 
 # -- drafts, whose distributions test_draft_drawing.py tests

@@ -107,36 +107,6 @@ def test_known_trip_count_of_the_compiler_is_taken():
     assert (found.cycles, found.notes) == (350, ())
 
 
-def test_nested_loops_multiply():
-    """The outer loop runs the inner one's 5 iterations 4 times: from 0 in steps of 1 while 4 is greater."""
-    outer_condition = computation(
-        "outer_condition",
-        "state: (s32[], f32[256])",
-        "%state.2 = (s32[], f32[256]) parameter(0)",
-        "%counter.2 = s32[] get-tuple-element(%state.2), index=0",
-        "%four = s32[] constant(4)",
-        "ROOT %outer_goes_on = pred[] compare(%four, %counter.2), direction=GT",
-    )
-    outer_body = computation(
-        "outer_body",
-        "state: (s32[], f32[256])",
-        "%state.3 = (s32[], f32[256]) parameter(0)",
-        "%counter.3 = s32[] get-tuple-element(%state.3), index=0",
-        "%x = f32[256]{0} get-tuple-element(%state.3), index=1",
-        *loop(CONSTANT_BOUND).replace("ROOT ", "").splitlines(),
-        "%one = s32[] constant(1)",
-        "%next.3 = s32[] add(%counter.3, %one)",
-        "ROOT %new.3 = (s32[], f32[256]) tuple(%next.3, %result)",
-    )
-    entry = """%zero = s32[] constant(0)
-%initial.2 = (s32[], f32[256]) tuple(%zero, %x)
-%outer = (s32[], f32[256]) while(%initial.2), condition=%outer_condition, body=%outer_body
-ROOT %all = f32[256]{0} get-tuple-element(%outer), index=1"""
-    found = estimate(entry, *loop_computations(LIMIT_IN_STATE), outer_condition, outer_body)
-    assert found.cycles == 4 * 5 * 50
-    assert found.largest[0].runs == 20
-
-
 def test_conditional_counts_its_longest_branch_and_calls_whole():
     branches = [
         computation(
