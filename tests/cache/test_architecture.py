@@ -23,6 +23,6 @@ def test_draft_with_a_smaller_vocabulary_is_pruned(read_changed_draft):
         assert structs.replace(read_changed_draft(), vocab=vocab).pruned is pruned
 
 
-def test_default_k_is_the_suggested_k_or_the_whole_block(read_changed_draft):
+def test_default_k_is_suggested_or_the_whole_block(read_changed_draft):
     for k, default_k in [(None, 15), (7, 7), (15, 15)]:
         assert structs.replace(read_changed_draft(), k=k).default_k == default_k

@@ -75,7 +75,7 @@ def test_size_beyond_the_limit_is_refused_without_unpacking():
         tracemalloc.stop()
 
 
-def test_lack_of_memory_is_not_a_flaw_of_the_content():
+def test_lack_of_memory_is_no_flaw_of_content():
     done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
     assert done.stdout == f"False unpacks to {1 << 26} bytes, more than the free memory\n"
 

@@ -1,6 +1,5 @@
-"""Builds as processes: killed at any moment, several at once, and readers during publications."""
+"""Builds as processes: killed at any moment, and several at once."""
 
-import os
 import random
 import re
 import shutil
@@ -19,30 +18,9 @@ from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, r
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import FileFlaw, find_file_flaw, list_expected_files
 from tests.cache.toy_builder import Order, Outcome
-from tests.executable_stand_in import make_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
 MOMENTS = 20
-PUBLISH_UNTIL_STOPPED = """
-import sys, threading
-from pathlib import Path
-import msgspec
-from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.store import Store
-from tests.cache.test_builders import make_edition
-
-manifest = msgspec.json.decode(sys.stdin.buffer.readline(), type=Manifest)
-stopped = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), stopped.set()), daemon=True).start()
-store, number = Store(Path(sys.argv[1])), 0
-with store.open_for_building():
-    while not stopped.is_set():
-        number += 1
-        edition, blobs = make_edition(manifest, number)
-        for entry, blob in zip(edition.entries, blobs, strict=True):
-            store.add(entry, *blob)
-        store.publish(edition)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -152,37 +130,3 @@ def test_one_of_concurrent_builds_is_not_refused(run_builders, order, tmp_path, 
     )
     assert (bundle / "manifest.json").read_bytes() == encode_manifest(loser.manifest)
     assert_whole(bundle)
-
-
-def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[bytes, bytes]]]:
-    """Returns a manifest with executables that no other edition has, and their blobs."""
-    entries, blobs = [], []
-    for at, entry in enumerate(manifest.entries):
-        (blob, executable), (program_blob, program) = (
-            pack_blob(make_stand_in((kind, number, at))) for kind in ("x", "p")
-        )
-        entries.append(structs.replace(entry, **structs.asdict(blob), program=program_blob))
-        blobs.append((executable, program))
-    return structs.replace(manifest, entries=tuple(entries)), blobs
-
-
-def test_reader_during_publications_sees_a_whole_bundle(manifest, tmp_path):
-    few = structs.replace(manifest, entries=manifest.entries[:2])
-    command = [sys.executable, "-c", PUBLISH_UNTIL_STOPPED, str(tmp_path)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE) as builder:
-        try:
-            builder.stdin.write(msgspec.json.encode(few) + b"\n")
-            builder.stdin.flush()
-            seen: set[str] = set()
-            while len(seen) < 25:
-                assert builder.poll() is None
-                if not os.path.exists(tmp_path / "manifest.json"):
-                    continue
-                found = read_manifest(tmp_path)
-                assert find_executable_flaws(tmp_path, found) == []
-                seen.add(found.digest)
-            builder.stdin.close()
-            assert builder.wait() == 0
-        finally:
-            builder.kill()
-    assert_whole(tmp_path)

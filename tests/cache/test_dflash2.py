@@ -71,22 +71,6 @@ def test_published_draft_of_muse_glimmer_is_read(published, muse_target):
     assert (draft.decoder.hidden, draft.decoder.vocab, draft.mask_token) == (6656, 202048, 201818)
 
 
-def test_golden_drafts_are_read(read_published_draft):
-    for name, facts in [
-        (
-            "dflash2-tiny/draft",
-            (BlockConvolution(2, 16), CandidateSelector(16, 8), DraftScaling(logits=0.6, cap=5.0), 7),
-        ),
-        ("dflash2-tiny-speculators/draft", (BlockConvolution(2, 16), CandidateSelector(16, 8), DraftScaling(), 7)),
-        (
-            "dflash2-tiny-speculators/draft_sliding",
-            (BlockConvolution(3, 32), CandidateSelector(24, 6), DraftScaling(), 7),
-        ),
-    ]:
-        draft = read_published_draft(name, "dflash2-tiny/target")
-        assert (draft.convolution, draft.selector, draft.scaling, draft.default_k) == facts
-
-
 def test_keys_may_be_at_the_top(published, read_changed):
     inner = published(NAME)["dflash_config"]
     assert read_changed(dict.fromkeys(inner), **inner) == read_changed()

@@ -183,13 +183,13 @@ def test_united_grid_has_the_given_or_the_built_pool():
         small.united(parse_grid(f"{plain} page=16", BLOCK))
 
 
-def test_pool_that_does_not_hold_the_longest_request_is_refused():
+def test_pool_shorter_than_the_longest_request_is_refused():
     with pytest.raises(BadInput, match="kv_positions=99 hold no request of the longest length=100"):
         parse_grid("batch=1,4 length=32,100 k=0 prefill=8 kv_positions=99", BLOCK)
 
 
 @given(GRIDS, st.integers(1, 40), st.integers(1, 3))
-def test_separate_tables_name_pages_of_the_pool_once_per_row(grid, page, rows):
+def test_separate_tables_name_each_page_once(grid, page, rows):
     grid = msgspec.structs.replace(grid, page=page, kv_positions=rows * grid.capacity)
     tables = grid.separate_tables(range(grid.slots))
     assert all(len(set(table)) == grid.row_pages for table in tables)

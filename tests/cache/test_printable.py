@@ -44,7 +44,7 @@ def test_escape_line_is_bounded_and_stable(text, limit):
     assert len(shown) <= limit and shown.isprintable() and escape_line(shown, limit) == shown
 
 
-def test_escape_line_keeps_begin_and_end_of_a_long_text():
+def test_escape_line_keeps_both_ends_of_long_text():
     shown = escape_line(f"begin{'x' * LONGEST_LINE}end")
     assert shown.startswith("beginx") and shown.endswith("xend") and f" … ({LONGEST_LINE + 8} characters) … " in shown
 

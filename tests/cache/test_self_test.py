@@ -78,7 +78,7 @@ def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
     assert "TypeError" in reasons[1] and str(path) in reasons[2]
 
 
-def test_crashing_executable_is_a_fault_and_the_next_runs(copy, run_all):
+def test_crashing_executable_is_a_fault(copy, run_all):
     """With machine code that no processor executes."""
     good = find(read_manifest(copy), "kv_write rows=1 width=4")
     serialized = Store(copy).read_executable(good)

@@ -236,7 +236,7 @@ def test_unreadable_store_is_refused_on_open(bucket, open_store):
         SharedStore(open_object_store("s3://nobodys", HASTY))
 
 
-def test_store_is_not_used_after_three_failures_in_a_row(bucket, open_store, local, built, manifest, find):
+def test_store_is_not_used_after_three_failures(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
     bucket.server.asked.clear()
@@ -299,7 +299,7 @@ def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, b
     assert store.report().written == 0
 
 
-def test_found_executable_with_a_new_self_test_is_uploaded_again(open_store, local, built, find):
+def test_executable_with_a_new_self_test_is_uploaded_again(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     assert is_same_executable(find(store, built), local, built)

@@ -109,7 +109,7 @@ def test_every_k_larger_than_a_block_is_named(draft):
         choose_k(parse_ranges([[1, 1, 20], [2, 2, 16], [3, 3, 15]]), draft)
 
 
-def test_k_is_the_override_or_the_default_of_the_draft(draft):
+def test_k_is_the_override_or_the_default(draft):
     assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
     assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
     assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3

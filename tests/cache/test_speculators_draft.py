@@ -96,37 +96,6 @@ def test_null_value_gets_no_default(read_changed_speculators, refusal):
             assert refusal(read_changed_speculators, {key: None}).startswith(f"{INNER}{key} is ")
 
 
-def test_golden_drafts_are_read(published, read_published_draft):
-    for directory, vocab, pruned in [
-        ("draft_v090", 160, True),
-        ("draft_converted", 512, False),
-    ]:
-        draft = read_published_draft(f"speculators-tiny/{directory}", "qwen3-tiny-tied/target")
-        decoder = Decoder(
-            layers=2,
-            hidden=64,
-            mlp=DenseMlp(160),
-            attention=AttentionShape(heads=4, kv_heads=2, head_dim=32),
-            rope=Rope(1e6, 32),
-            epsilon=1e-6,
-            vocab=512,
-            positions=40960,
-        )
-        assert draft == Draft(
-            decoder=decoder,
-            block=8,
-            mask_token=511,
-            target_layer_ids=(1, 3),
-            target_hidden=64,
-            windows=(None, None),
-            dialect="speculators",
-            vocab=vocab,
-            k=7,
-        )
-        assert draft.pruned is pruned
-        assert read_verifier(ConfigFile(PATH, published(f"speculators-tiny/{directory}"))) == "qwen3-tiny-tied/target"
-
-
 def test_golden_drafts_with_windows_are_read(read_published_draft):
     for directory, causal in [("draft_speculators", True), ("draft_speculators_noncausal", False)]:
         draft = read_published_draft(f"qwen3-tiny-swa/{directory}", "qwen3-tiny-swa/target")

@@ -60,7 +60,7 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
     assert summarize_flaws(find_file_flaws(bundle, manifest)) == list(zip(paths, fields, content, strict=False))
 
 
-def test_flaw_has_both_values_and_the_label_of_the_file(bundle, manifest, paths):
+def test_flaw_has_both_values_and_the_label(bundle, manifest, paths):
     entry = manifest.entries[0]
     cut(paths[0])
     (flaw,) = find_file_flaws(bundle, manifest)

@@ -84,7 +84,7 @@ VALUES = WeightRecipe(
 SCALES = make_scale_recipe(VALUES)
 
 
-def test_scales_have_a_number_for_each_row_of_their_weight():
+def test_scales_have_a_number_for_each_row():
     assert (SCALES.name, SCALES.shape, SCALES.dtype, SCALES.sharding) == ("w_scale", (2, 2, 3), "float32", ())
     assert [find_recipe_flaw(one) for one in (VALUES, SCALES)] == [None, None]
     assert find_pairing_flaw([SCALES, VALUES]) is None

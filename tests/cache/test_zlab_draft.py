@@ -98,23 +98,9 @@ def test_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
 
 
 def test_draft_of_gpt_oss_shape_is_read(read_changed_draft):
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    }
-    draft = read_changed_draft(
-        model_type="gpt_oss",
-        attention_bias=True,
-        head_dim=64,
-        layer_types=SLIDING,
-        sliding_window=128,
-        rope_scaling=yarn,
-        rope_theta=150000,
-    )
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    sizes = {"attention_bias": True, "head_dim": 64, "layer_types": SLIDING, "sliding_window": 128}
+    draft = read_changed_draft(model_type="gpt_oss", rope_scaling=yarn, rope_theta=150000, **sizes)
     assert draft.decoder.attention == AttentionShape(heads=32, kv_heads=8, head_dim=64, normed=True, biased=True)
     assert isinstance(draft.decoder.rope.scaling, YarnScaling) and not draft.decoder.rope.scaling.truncated
     assert [window is not None for window in draft.windows] == [True, False, True, False, False]

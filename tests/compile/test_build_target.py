@@ -56,7 +56,7 @@ def test_compiler_describes_every_topology(described):
         assert {"0,0,0,0", f"{corner},{topology.chip.devices - 1}"} <= set(environment.coordinates)
 
 
-def test_available_bytes_of_a_chip_are_at_most_the_compilers(described):
+def test_available_bytes_are_at_most_the_compilers(described):
     """The report is rounded to 0.01 GiB, and compilers differ by up to 0.016 GiB."""
     for chip in CHIPS:
         reported = re.search(r"exceeds available HBM \(([\d.]+)G\)", described[1][chip.name])

@@ -154,7 +154,7 @@ def test_only_the_written_part_of_a_page_may_be_copied(entries, known):
     assert line.startswith(f"{VERIFY}: target_k is copied, ")
 
 
-def test_copies_by_a_move_and_of_arguments_are_no_problem(entries, known):
+def test_copies_by_moves_and_of_arguments_are_allowed(entries, known):
     for label, buffer in [("move", "target_v"), ("kv_write rows=1 width=4", "features")]:
         copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
         assert find_problems(with_analysis(entries[label], copies=(copy,)), known, 1, 0) == []

@@ -78,7 +78,7 @@ def test_kernels_verify_and_commit_as_xla_does(case, capfd):
 QWEN35_4B = DeltaSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 
 
-def test_heads_of_a_grid_step_are_whole_registers_that_fit():
+def test_heads_of_a_grid_step_fit_whole_registers():
     for sizes, cores, expected in [
         (QWEN35_4B, 1, 8),
         (QWEN35_4B, 2, 8),

@@ -121,7 +121,7 @@ SCALED = f"""%c = {WIDE} convert(%f.0)
     ],
     ids=["converted", "computed", "scaled", "broadcast and reshaped", "summed"],
 )
-def test_int8_weight_that_is_converted_and_scaled_is_a_copy(inner, result, found):
+def test_converted_or_scaled_int8_weight_is_a_copy(inner, result, found):
     """Unless the same instruction reduces it, as a product in the vector unit does."""
     parameters = f"%f.0 = {INT8} parameter(0)\n%f.1 = bf16[1024]{{0}} parameter(1)\n"
     body = f"""%p.0 = {INT8} parameter(0)

@@ -136,7 +136,7 @@ def test_choose_tiling_divides_heads_queries_and_pages():
         assert choose_tiling(sizes, cores) == expected
 
 
-def test_kernels_are_for_known_chips_and_heads_of_whole_registers(small_pair):
+def test_kernels_need_known_chips_and_whole_registers(small_pair):
     v5p = next(chip for chip in CHIPS if chip.name == "v5p")
 
     def choose(chip, head_dim):

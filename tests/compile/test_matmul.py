@@ -14,7 +14,7 @@ from dflash_aot.compile.models.matmul import (
 )
 
 
-def test_tile_is_a_divisor_or_leaves_a_smaller_last_tile():
+def test_tile_is_a_divisor_or_leaves_a_smaller_tile():
     for outputs, width, size in [
         (3072, 1024, 1024),
         (1280, 1024, 1280),

@@ -144,7 +144,7 @@ def check(programs, available, measured=None):
     return check_fits(programs, GRID, 1, chip, 4096, measured)
 
 
-def test_check_fits_refuses_weights_and_state_that_do_not_fit(programs):
+def test_check_fits_refuses_too_much_weights_and_state(programs):
     found = MemoryPlanner(programs, 1, tiled=True).plan(GRID)
     certain = found.weights + found.state
     message = r"does not fit toy, per device: weights .* GB too much\. No grid of this pair fits"

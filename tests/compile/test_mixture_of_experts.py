@@ -73,7 +73,7 @@ def test_int8_experts_equal_plain_experts_of_the_same_numbers(weights, tokens):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_output_does_not_depend_on_other_tokens_of_the_batch(weights, tokens):
+def test_output_does_not_depend_on_other_tokens(weights, tokens):
     padded = np.full_like(tokens, np.nan)
     padded[7] = tokens[7]
     np.testing.assert_array_equal(run(weights, padded)[7], run(weights, tokens)[7])
@@ -173,7 +173,7 @@ def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, cap
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_mlp_of_sizes_without_whole_memory_tiles_has_no_kernel():
+def test_mlp_without_whole_memory_tiles_has_no_kernel():
     device = KernelDevice("", 1)
     assert Mlp(128, 96, INT8, kernels=device).kernels is device
     assert Mlp(128, 80, INT8, kernels=device).kernels is None

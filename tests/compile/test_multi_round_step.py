@@ -126,7 +126,7 @@ def test_rows_without_tokens_left_or_request_stay_inactive(rig, running, step):
     assert (outcomes[2:] == -1).all(), "no row has tokens left after two rounds"
 
 
-def test_early_stop_ends_after_the_round_that_ends_a_row(rig, running, step):
+def test_early_stop_ends_after_a_row_is_done(rig, running, step):
     outcomes, _ = check_equal(rig, running, step, left=[99, 1, 99], stop_early=True)
     assert (outcomes[0] >= 0).all() and (outcomes[1:] == -1).all()
     outcomes, _ = check_equal(rig, running, step, stop_early=True)

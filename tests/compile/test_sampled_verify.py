@@ -76,8 +76,7 @@ def test_continued_request_counts_the_tokens_of_its_answer(decode):
 
 
 def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode):
-    for kind in ASKED:
-        asked = ASKED[kind]
+    for asked in ASKED.values():
         tokens, likelihoods, _ = decode(asked, k=0)
         assert len(set(tokens)) > 3
         for k, batch, length, slot in ((3, 1, 32, 0), (0, 3, 32, 1), (3, 3, 32, 2)):
@@ -99,17 +98,17 @@ def choose_slowly(logits, prompt, output, asked):
 
 
 def test_penalties_equal_those_of_decoding_token_by_token(small, decode):
-    for k in [0, 3]:
-        asked = {**ASKED["penalised"], "temperature": 0}
-        prompt, output = PROMPTS[1], []
-        for _ in range(STEPS):
-            logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
-            output.append(choose_slowly(logits[-1], prompt, output, asked))
+    asked = {**ASKED["penalised"], "temperature": 0}
+    prompt, output = PROMPTS[1], []
+    for _ in range(STEPS):
+        logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
+        output.append(choose_slowly(logits[-1], prompt, output, asked))
+    logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
+    rows = np.float64(logits[len(prompt) - 1 : -1])
+    expected = rows[np.arange(STEPS), output] - np.log(np.exp(rows).sum(axis=1))
+    for k in (0, 3):
         tokens, likelihoods, arrays = decode(asked, prompt=prompt, k=k)
         assert tokens == output
-        logits, _ = small.read([*prompt, *output], small.draft.target_layer_ids)
-        rows = np.float64(logits[len(prompt) - 1 : -1])
-        expected = rows[np.arange(STEPS), output] - np.log(np.exp(rows).sum(axis=1))
         np.testing.assert_allclose(likelihoods, expected, atol=1e-3)
         assert arrays["counts"][0].sum() == arrays["lengths"][0] - len(prompt) + 1 >= STEPS
 

@@ -118,7 +118,7 @@ def test_find_largest_equals_argmax():
         assert found.tolist() == values.argmax(axis=-1).tolist()
 
 
-def test_largest_outputs_by_tile_equal_those_of_the_whole_product():
+def test_largest_outputs_by_tile_equal_the_whole_product():
     """Of ten rows, which are padded to sixteen."""
     for scaled in [False, True]:
         rng = np.random.default_rng(8)
@@ -137,7 +137,7 @@ def test_largest_outputs_by_tile_equal_those_of_the_whole_product():
 # -- noise
 
 
-def test_draw_bits_equals_jax_for_any_part_of_the_vocabulary():
+def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
     """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
     found = draw_all_bits(seeds, positions, jnp.arange(37))
@@ -216,7 +216,7 @@ def test_top_p_is_exact_for_large_vocabularies():
     def draw(seed, **limits):
         return choose_all(logits, make_state(1, vocab, seed, temperature=1, **limits), choose=choose_of_many).item()
 
-    assert abs(sum(draw(seed) < 100 for seed in range(300)) - 150) < SIGMAS * (300 / 4) ** 0.5
+    assert abs(sum(draw(seed) < 100 for seed in range(200)) - 100) < SIGMAS * (200 / 4) ** 0.5
     for top_p, several in ((0.49, False), (0.51, True)):
         assert any(draw(seed, top_p=top_p) >= 100 for seed in range(60)) == several
 

@@ -93,7 +93,7 @@ def test_loop_counts_as_often_as_it_runs():
         assert (work.runs, work.seconds) == (5, 2.5)
 
 
-def test_loop_bounded_at_run_time_counts_once_and_is_named():
+def test_loop_bounded_at_run_time_counts_once():
     entry = loop('%bound = s32[] custom-call(%x), custom_call_target="Sensor"')
     found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
     assert found.cycles == 50
