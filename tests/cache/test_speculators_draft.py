@@ -96,14 +96,6 @@ def test_null_value_gets_no_default(read_changed_speculators, refusal):
             assert refusal(read_changed_speculators, {key: None}).startswith(f"{INNER}{key} is ")
 
 
-def test_golden_drafts_with_windows_are_read(read_published_draft):
-    for directory, causal in [("draft_speculators", True), ("draft_speculators_noncausal", False)]:
-        draft = read_published_draft(f"qwen3-tiny-swa/{directory}", "qwen3-tiny-swa/target")
-        window = SlidingWindow(20, causal, anchored=True)
-        assert draft.windows == (window, window, None)
-        assert (draft.target_layer_ids, draft.vocab, draft.pruned, draft.k) == ((0, 2, 3), 320, False, 7)
-
-
 def test_target_layer_ids_are_counted_from_the_embedding(read_changed_speculators):
     assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).target_layer_ids == (0, 34)
 

@@ -15,7 +15,8 @@ from dflash_aot.cache.model_config.architecture import (
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from dflash_aot.cache.model_config.rope import LinearScaling, Rope, YarnScaling
+from dflash_aot.cache.model_config.target import read_target
 
 PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
@@ -58,21 +59,6 @@ def test_published_draft_of_llama_is_read(read_published_draft):
         assert draft.decoder.mlp == DenseMlp(14336)
 
 
-def test_golden_drafts_of_llama_are_read(read_published_draft):
-    names = ("llama-tiny/draft", "llama-tiny/draft_llama3rope")
-    plain, scaled = (read_published_draft(name, "llama-tiny/target") for name in names)
-    assert plain.target_layer_ids == scaled.target_layer_ids == (1, 3)
-    assert plain.block == scaled.block == 10
-    assert plain.decoder.rope == Rope(500000.0, 16)
-    assert scaled.decoder.rope == Rope(500000.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 64))
-
-
-def test_golden_draft_with_windows_is_read(read_published_draft):
-    draft = read_published_draft("qwen3-tiny-swa/draft", "qwen3-tiny-swa/target")
-    assert draft.windows == (SlidingWindow(20, causal=True), SlidingWindow(20, causal=True), None)
-    assert (draft.block, draft.mask_token, draft.target_layer_ids) == (8, 318, (0, 2, 3))
-
-
 def test_transformers_5_layout_gives_the_same_facts(read_changed_draft):
     rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
     assert read_changed_draft({"block_size": 16}, block_size=None, **rope) == read_changed_draft()
@@ -80,12 +66,14 @@ def test_transformers_5_layout_gives_the_same_facts(read_changed_draft):
     assert read_changed_draft({"block_size": 16}, block_size=16) == read_changed_draft()
 
 
-def test_transformers_5_goldens_give_the_same_facts(published, rewritten, read_published_target):
-    for name in ["qwen3-tiny-tied/draft", "llama-tiny/draft_llama3rope"]:
-        older, newer = published(name), rewritten(name)
-        target = read_published_target(f"{name.partition('/')[0]}/target")
+def test_transformers_5_goldens_give_the_same_facts(published, rewritten):
+    for family, draft in (("qwen3-tiny-tied", "draft"), ("llama-tiny", "draft_llama3rope")):
+        names = f"{family}/target", f"{family}/{draft}"
+        older, newer = ([ConfigFile(PATH, read(name)) for name in names] for read in (published, rewritten))
         assert newer != older
-        assert read_draft(ConfigFile(PATH, newer), target) == read_draft(ConfigFile(PATH, older), target)
+        target = read_target(older[0])
+        assert read_target(newer[0]) == target
+        assert read_draft(newer[1], target) == read_draft(older[1], target)
 
 
 def test_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
