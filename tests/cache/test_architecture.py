@@ -1,14 +1,12 @@
 """Derived facts of drafts."""
 
-import pytest
 from msgspec import structs
 
 from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 
 
-@pytest.mark.parametrize(
-    ("layers", "layer_ids"),
-    [
+def test_default_target_layer_ids_are_spread_evenly():
+    for layers, layer_ids in [
         ((36, 5), (1, 9, 17, 25, 33)),
         ((32, 5), (1, 8, 15, 22, 29)),
         ((28, 5), (1, 7, 13, 19, 25)),
@@ -16,17 +14,15 @@ from dflash_aot.cache.model_config.architecture import default_target_layer_ids
         ((7, 3), (1, 2, 4)),  # 1 + 1.5 rounds to even, as Python does
         ((36, 1), (18,)),
         ((7, 1), (3,)),
-    ],
-)
-def test_default_target_layer_ids_are_spread_evenly(layers, layer_ids):
-    assert default_target_layer_ids(*layers) == layer_ids
+    ]:
+        assert default_target_layer_ids(*layers) == layer_ids
 
 
-@pytest.mark.parametrize(("vocab", "pruned"), [(None, False), (151936, False), (32000, True)])
-def test_draft_with_a_smaller_vocabulary_is_pruned(read_changed_draft, vocab, pruned):
-    assert structs.replace(read_changed_draft(), vocab=vocab).pruned is pruned
+def test_draft_with_a_smaller_vocabulary_is_pruned(read_changed_draft):
+    for vocab, pruned in [(None, False), (151936, False), (32000, True)]:
+        assert structs.replace(read_changed_draft(), vocab=vocab).pruned is pruned
 
 
-@pytest.mark.parametrize(("k", "default_k"), [(None, 15), (7, 7), (15, 15)])
-def test_default_k_is_the_suggested_k_or_the_whole_block(read_changed_draft, k, default_k):
-    assert structs.replace(read_changed_draft(), k=k).default_k == default_k
+def test_default_k_is_suggested_or_the_whole_block(read_changed_draft):
+    for k, default_k in [(None, 15), (7, 7), (15, 15)]:
+        assert structs.replace(read_changed_draft(), k=k).default_k == default_k

@@ -43,66 +43,59 @@ class Calls:
         return print, ("called",)
 
 
-@pytest.mark.parametrize("serialized", [b"", b"x", bytes(range(256)) * 100])
-def test_unpack_inverts_pack(serialized):
-    blob, content = pack_blob(serialized)
-    assert (blob.bytes, blob.serialized_bytes) == (len(content), len(serialized))
-    assert unpack_blob(blob, content) == serialized
-    assert find_blob_flaw(blob, content) is None
+def test_unpack_inverts_pack():
+    for serialized in [b"", b"x", bytes(range(256)) * 100]:
+        blob, content = pack_blob(serialized)
+        assert (blob.bytes, blob.serialized_bytes) == (len(content), len(serialized))
+        assert unpack_blob(blob, content) == serialized
+        assert find_blob_flaw(blob, content) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "words"),
-    [
+def test_flaw_has_field_and_both_values():
+    for change, field, words in [
         (lambda content: content[:-1], "bytes", "bytes, the manifest says"),
         (lambda content: bytes([content[0] ^ 1]) + content[1:], "sha256", "its sha256 is"),
-    ],
-)
-def test_flaw_has_field_and_both_values(change, field, words):
-    blob, content = pack_blob(b"serialized")
-    flaw = find_blob_flaw(blob, change(content))
-    assert flaw.field == field and words in str(flaw) and flaw.content
-    assert flaw.expected == str(getattr(blob, field)) != flaw.found
+    ]:
+        blob, content = pack_blob(b"serialized")
+        flaw = find_blob_flaw(blob, change(content))
+        assert flaw.field == field and words in str(flaw) and flaw.content
+        assert flaw.expected == str(getattr(blob, field)) != flaw.found
 
 
-@pytest.mark.parametrize("size", [SMALL_BLOB_BYTES + 1, (1 << 63) - 1, 1 << 63, 1 << 80])
-def test_size_beyond_the_limit_is_refused_without_unpacking(size):
-    _, bomb = pack_blob(bytes(10**7))
-    blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
-    tracemalloc.start()
-    with pytest.raises(
-        BrokenBlob, match=rf"unpack to {size} bytes, more than the limit of {SMALL_BLOB_BYTES} for a file of"
-    ):
-        unpack_blob(blob, bomb)
-    assert tracemalloc.get_traced_memory()[1] < 10**6
-    tracemalloc.stop()
+def test_size_beyond_the_limit_is_refused_without_unpacking():
+    for size in [SMALL_BLOB_BYTES + 1, 1 << 80]:
+        _, bomb = pack_blob(bytes(10**7))
+        blob = Blob(hashlib.sha256(bomb).hexdigest(), len(bomb), size)
+        tracemalloc.start()
+        with pytest.raises(
+            BrokenBlob, match=rf"unpack to {size} bytes, more than the limit of {SMALL_BLOB_BYTES} for a file of"
+        ):
+            unpack_blob(blob, bomb)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+        tracemalloc.stop()
 
 
-def test_lack_of_memory_is_not_a_flaw_of_the_content():
+def test_lack_of_memory_is_no_flaw_of_content():
     done = subprocess.run([sys.executable, "-c", UNPACK_WITH_LITTLE_MEMORY], capture_output=True, text=True, check=True)
     assert done.stdout == f"False unpacks to {1 << 26} bytes, more than the free memory\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "program", "limit"),
-    [
+def test_executable_is_limited_by_its_file_and_its_program(manifest):
+    for file, program, limit in [
         (1 << 17, 1 << 20, MAX_EXPANSION << 17),
         (1 << 22, 1 << 10, MAX_PROGRAM_EXPANSION << 10),
         (1 << 27, 1 << 27, MAX_BLOB_BYTES),
         (10, 10, SMALL_BLOB_BYTES),
-    ],
-    ids=["file", "program", "any", "small"],
-)
-def test_executable_is_limited_by_its_file_and_its_program(manifest, file, program, limit):
-    entry = manifest.entries[0]
-    program_blob = structs.replace(entry.program, serialized_bytes=program)
-    for size, words in (
-        (limit, "Error"),
-        (limit + 1, f"should unpack to {limit + 1} bytes, more than the limit of {limit}"),
-    ):
-        entry = structs.replace(entry, bytes=file, serialized_bytes=size, program=program_blob)
-        with pytest.raises(BrokenBlob, match=words):
-            decompress_blob(entry, b"no compressed bytes")
+    ]:
+        entry = manifest.entries[0]
+        program_blob = structs.replace(entry.program, serialized_bytes=program)
+        for size, words in (
+            (limit, "Error"),
+            (limit + 1, f"should unpack to {limit + 1} bytes, more than the limit of {limit}"),
+        ):
+            entry = structs.replace(entry, bytes=file, serialized_bytes=size, program=program_blob)
+            with pytest.raises(BrokenBlob, match=words):
+                decompress_blob(entry, b"no compressed bytes")
 
 
 def test_bomb_of_memo_entries_is_refused_without_unpacking(manifest):
@@ -119,12 +112,12 @@ def test_bomb_of_memo_entries_is_refused_without_unpacking(manifest):
     assert used < 10**6
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Calls()), b"no pickle"])
-def test_pickle_is_checked_for_executables_only(manifest, content):
-    blob, packed = pack_blob(content)
-    flaw = find_blob_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
-    assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
-    assert unpack_blob(blob, packed) == content
+def test_pickle_is_checked_for_executables_only(manifest):
+    for content in [pickle.dumps(Calls()), b"no pickle"]:
+        blob, packed = pack_blob(content)
+        flaw = find_blob_flaw(structs.replace(manifest.entries[0], **structs.asdict(blob)), packed)
+        assert flaw.field == "pickle" and "pickle" in str(flaw) and flaw.content
+        assert unpack_blob(blob, packed) == content
 
 
 def test_file_beyond_the_limit_is_not_read(tmp_path):

@@ -1,6 +1,5 @@
-"""Builds as processes: killed at any moment, several at once, and readers during publications."""
+"""Builds as processes: killed at any moment, and several at once."""
 
-import os
 import random
 import re
 import shutil
@@ -19,30 +18,9 @@ from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, r
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import FileFlaw, find_file_flaw, list_expected_files
 from tests.cache.toy_builder import Order, Outcome
-from tests.executable_stand_in import make_stand_in
 
 REPOSITORY = Path(__file__).parents[2]
-MOMENTS = 30
-PUBLISH_UNTIL_STOPPED = """
-import sys, threading
-from pathlib import Path
-import msgspec
-from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.store import Store
-from tests.cache.test_builders import make_edition
-
-manifest = msgspec.json.decode(sys.stdin.buffer.readline(), type=Manifest)
-stopped = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), stopped.set()), daemon=True).start()
-store, number = Store(Path(sys.argv[1])), 0
-with store.open_for_building():
-    while not stopped.is_set():
-        number += 1
-        edition, blobs = make_edition(manifest, number)
-        for entry, blob in zip(edition.entries, blobs, strict=True):
-            store.add(entry, *blob)
-        store.publish(edition)
-"""
+MOMENTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +78,7 @@ def assert_whole(bundle: Path) -> None:
             assert find_blob_flaw(blob, path.read_bytes()) is None
 
 
-def test_build_killed_at_any_moment_leaves_a_readable_bundle_and_is_continued(run_builders, order, tmp_path):
+def test_killed_build_leaves_a_readable_bundle_and_is_continued(run_builders, order, tmp_path):
     """The bundle has one executable of three. The moments are lines of our code, the same in every run."""
     old, new = order(tmp_path / "template", slice(1)), order(tmp_path / "whole", slice(3))
     run_builders(old)
@@ -128,9 +106,8 @@ def test_build_killed_at_any_moment_leaves_a_readable_bundle_and_is_continued(ru
     assert seen == readable and left  # among the moments were some behind the end, and some in the middle of a file
 
 
-@pytest.mark.parametrize("count", [2, 8])
-@pytest.mark.parametrize("same", [True, False], ids=["the same grid", "other grids"])
-def test_of_concurrent_builds_one_builds_and_the_others_are_refused(run_builders, order, tmp_path, count, same):
+@pytest.mark.parametrize(("count", "same"), [(2, True), (8, False)], ids=["the same grid", "other grids"])
+def test_one_of_concurrent_builds_is_not_refused(run_builders, order, tmp_path, count, same):
     bundle = tmp_path / "bundle"
     grids = [slice(4) if same else slice(at % 4, at % 4 + 4) for at in range(count)]
     outcomes = run_builders(*(order(bundle, grid) for grid in grids))
@@ -153,37 +130,3 @@ def test_of_concurrent_builds_one_builds_and_the_others_are_refused(run_builders
     )
     assert (bundle / "manifest.json").read_bytes() == encode_manifest(loser.manifest)
     assert_whole(bundle)
-
-
-def make_edition(manifest: Manifest, number: int) -> tuple[Manifest, list[tuple[bytes, bytes]]]:
-    """Returns a manifest with executables that no other edition has, and their blobs."""
-    entries, blobs = [], []
-    for at, entry in enumerate(manifest.entries):
-        (blob, executable), (program_blob, program) = (
-            pack_blob(make_stand_in((kind, number, at))) for kind in ("x", "p")
-        )
-        entries.append(structs.replace(entry, **structs.asdict(blob), program=program_blob))
-        blobs.append((executable, program))
-    return structs.replace(manifest, entries=tuple(entries)), blobs
-
-
-def test_reader_during_publications_sees_a_whole_bundle(manifest, tmp_path):
-    few = structs.replace(manifest, entries=manifest.entries[:2])
-    command = [sys.executable, "-c", PUBLISH_UNTIL_STOPPED, str(tmp_path)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE) as builder:
-        try:
-            builder.stdin.write(msgspec.json.encode(few) + b"\n")
-            builder.stdin.flush()
-            seen: set[str] = set()
-            while len(seen) < 25:
-                assert builder.poll() is None
-                if not os.path.exists(tmp_path / "manifest.json"):
-                    continue
-                found = read_manifest(tmp_path)
-                assert find_executable_flaws(tmp_path, found) == []
-                seen.add(found.digest)
-            builder.stdin.close()
-            assert builder.wait() == 0
-        finally:
-            builder.kill()
-    assert_whole(tmp_path)

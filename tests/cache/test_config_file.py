@@ -17,18 +17,15 @@ def test_unreadable_file_is_refused(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_content_other_than_an_object_is_refused(write_config):
+    for content, words in [
         ("", "is not JSON: Expecting value"),
         ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
         ("[1, 2]", "holds a list, expected an object"),
         ("null", "holds a NoneType, expected an object"),
-    ],
-)
-def test_content_other_than_an_object_is_refused(write_config, content, words):
-    with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
-        read_config(write_config(content))
+    ]:
+        with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
+            read_config(write_config(content))
 
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path):
@@ -37,9 +34,8 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "words"),
-    [
+def test_value_of_another_type_is_refused_with_the_value(write_config):
+    for value, kind, words in [
         (1, bool, "expected true or false"),
         (True, int, "expected a whole number"),
         (1.5, int, "expected a whole number"),
@@ -47,13 +43,11 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path):
         (3, str, "expected a text"),
         ({}, list, "expected a list"),
         ([], dict, "expected an object"),
-    ],
-)
-def test_value_of_another_type_is_refused_with_the_value(write_config, value, kind, words):
-    config = read_config(write_config({"key": value}))
-    with pytest.raises(BadCheckpoint) as refused:
-        config.optional("key", kind)
-    assert str(refused.value) == f"{config.path}: key is {value!r}: {words}"
+    ]:
+        config = read_config(write_config({"key": value}))
+        with pytest.raises(BadCheckpoint) as refused:
+            config.optional("key", kind)
+        assert str(refused.value) == f"{config.path}: key is {value!r}: {words}"
 
 
 def test_null_counts_as_absent(write_config):
@@ -72,14 +66,14 @@ def test_error_names_the_dotted_place_of_a_key(write_config):
         section.integer("inner")
 
 
-@pytest.mark.parametrize("text", ["0", "-1e-6", "NaN", "Infinity", "true", '"1e-6"', "null"])
-def test_positive_number_refuses_other_values(write_config, text):
-    config = read_config(write_config(f'{{"key": {text}}}'))
-    with pytest.raises(BadCheckpoint, match="key is .*: expected a positive number"):
-        config.positive_number("key")
+def test_positive_number_refuses_other_values(write_config):
+    for text in ["0", "-1e-6", "NaN", "Infinity", "true", '"1e-6"', "null"]:
+        config = read_config(write_config(f'{{"key": {text}}}'))
+        with pytest.raises(BadCheckpoint, match="key is .*: expected a positive number"):
+            config.positive_number("key")
 
 
-@pytest.mark.parametrize(("text", "number"), [("1000000", 1e6), ("1e-06", 1e-6), ("0.5", 0.5)])
-def test_positive_number_accepts_integers_and_floats(write_config, text, number):
-    found = read_config(write_config(f'{{"key": {text}}}')).positive_number("key")
-    assert found == number and type(found) is float
+def test_positive_number_accepts_integers_and_floats(write_config):
+    for text, number in [("1000000", 1e6), ("1e-06", 1e-6), ("0.5", 0.5)]:
+        found = read_config(write_config(f'{{"key": {text}}}')).positive_number("key")
+        assert found == number and type(found) is float

@@ -39,7 +39,7 @@ def test_missing_tpu_raises_without_asking_libtpu():
         read_environment("tpu")
 
 
-def test_xla_flags_are_recorded_without_the_number_of_virtual_devices():
+def test_xla_flags_are_recorded_without_the_device_count():
     report = """
 from dflash_aot.cache.devices import read_environment
 four = read_environment("cpu", 4)

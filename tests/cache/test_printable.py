@@ -5,7 +5,6 @@ import pickle
 import sys
 import unicodedata
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +12,8 @@ from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.printable import LONGEST_LINE, LONGEST_QUOTE, escape_json, escape_line, quote_first_line
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_escape_line_escapes_what_is_invisible():
+    for text, shown in [
         ("target, τ → ½, 日本語 😀", "target, τ → ½, 日本語 😀"),
         ("a\nb\r\tc", r"a\nb\r\tc"),
         ("\x1b[2K\x7f\x9b1A", r"\x1b[2K\x7f\x9b1A"),
@@ -25,10 +23,8 @@ from dflash_aot.cache.printable import LONGEST_LINE, LONGEST_QUOTE, escape_json,
         ("\U000e0041\ud800\udcff", r"\U000e0041\ud800\udcff"),
         ("\u3164\ufe0f\u00a0", r"\u3164\ufe0f\xa0"),
         (r"C:\new", r"C:\new"),
-    ],
-)
-def test_escape_line_escapes_what_is_invisible(text, shown):
-    assert escape_line(text) == escape_line(escape_line(text)) == shown
+    ]:
+        assert escape_line(text) == escape_line(escape_line(text)) == shown
 
 
 def test_escape_line_leaves_no_control_separator_or_ignorable_character():
@@ -48,7 +44,7 @@ def test_escape_line_is_bounded_and_stable(text, limit):
     assert len(shown) <= limit and shown.isprintable() and escape_line(shown, limit) == shown
 
 
-def test_escape_line_keeps_begin_and_end_of_a_long_text():
+def test_escape_line_keeps_both_ends_of_long_text():
     shown = escape_line(f"begin{'x' * LONGEST_LINE}end")
     assert shown.startswith("beginx") and shown.endswith("xend") and f" … ({LONGEST_LINE + 8} characters) … " in shown
 
@@ -59,9 +55,8 @@ def test_escape_json_keeps_the_value(value):
     assert json.loads(line) == value and line.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
+def test_quote_first_line_cuts_before_it_looks():
+    for text, first in [
         ("", ""),
         (" \n\n no such bucket \u2028more", "no such bucket"),
         ("x" * LONGEST_QUOTE, "x" * LONGEST_QUOTE),
@@ -69,10 +64,8 @@ def test_escape_json_keeps_the_value(value):
         (f"first\n{'x' * LONGEST_QUOTE}", "first"),
         (f"at https://me:{'secret' * LONGEST_QUOTE}@host/", "at https://…"),
         (f"at https://host/a b{'x' * LONGEST_QUOTE}", f"at https://host/a b{'x' * (LONGEST_QUOTE - 19)}…"),
-    ],
-)
-def test_quote_first_line_cuts_before_it_looks(text, first):
-    assert quote_first_line(text) == first
+    ]:
+        assert quote_first_line(text) == first
 
 
 def test_error_message_has_the_lines_it_was_made_of():

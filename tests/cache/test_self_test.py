@@ -50,22 +50,35 @@ def plant(copy: Path, entry: Entry, serialized: bytes) -> Entry:
     return structs.replace(entry, **structs.asdict(blob))
 
 
-def test_every_executable_of_a_build_has_a_record_and_passes(copy, run_all):
-    entries = read_manifest(copy).entries
+def test_executables_of_a_build_have_records_and_pass(copy, run_all):
+    """A record of other inputs is not compared."""
+    first, *_ = entries = read_manifest(copy).entries
     assert all(entry.self_test and entry.self_test.outputs for entry in entries)
-    assert [result.fault for result in run_all(*entries)] == [None] * len(entries)
+    old = structs.replace(first, self_test=structs.replace(first.self_test, version=0, outputs=()))
+    *results, again = run_all(*entries, old)
+    assert [(result.fault, result.compared) for result in results] == [(None, True)] * len(entries)
+    assert (again.fault, again.compared, again.record) == (None, False, first.self_test)
 
 
-def test_executable_that_deviates_from_its_record_is_a_fault(copy, run_all):
-    entry = find(read_manifest(copy), "verify batch=1 length=32 k=3")
+def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
+    manifest, store = read_manifest(copy), Store(copy)
+    entry = find(manifest, "verify batch=1 length=32 k=3")
     first, *rest = entry.self_test.outputs
     wrong = structs.replace(first, mean=2 * first.mean)
-    (result,) = run_all(structs.replace(entry, self_test=structs.replace(entry.self_test, outputs=(wrong, *rest))))
-    assert result.fault == "canary"
-    assert result.reason.startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in result.reason
+    deviating = structs.replace(entry, self_test=structs.replace(entry.self_test, outputs=(wrong, *rest)))
+    wide, narrow = (find(manifest, f"kv_write rows=1 width={width}") for width in (16, 4))
+    exchanged = plant(copy, narrow, store.read_executable(wide))
+    broken = find(manifest, "verify batch=1 length=32 k=0")
+    path = store.executable_path(broken)
+    path.write_bytes(path.read_bytes()[:-1])
+    results = run_all(deviating, exchanged, broken, narrow)
+    assert [result.fault for result in results] == ["canary", "canary", "bytes", None]
+    reasons = [result.reason for result in results]
+    assert reasons[0].startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in reasons[0]
+    assert "TypeError" in reasons[1] and str(path) in reasons[2]
 
 
-def test_crashing_executable_is_a_fault_and_the_next_one_runs(copy, run_all):
+def test_crashing_executable_is_a_fault(copy, run_all):
     """With machine code that no processor executes."""
     good = find(read_manifest(copy), "kv_write rows=1 width=4")
     serialized = Store(copy).read_executable(good)
@@ -75,23 +88,6 @@ def test_crashing_executable_is_a_fault_and_the_next_one_runs(copy, run_all):
     assert (crashed.fault, crashed.record) == ("crash", None)
     assert crashed.reason.startswith("the process that called it was ended by SIGILL")
     assert again.fault is None
-
-
-def test_executable_of_another_signature_is_a_fault(copy, run_all):
-    manifest = read_manifest(copy)
-    wide, narrow = (find(manifest, f"kv_write rows=1 width={width}") for width in (16, 4))
-    exchanged = plant(copy, narrow, Store(copy).read_executable(wide))
-    wrong, right = run_all(exchanged, narrow)
-    assert wrong.fault == "canary" and "TypeError" in wrong.reason
-    assert right.fault is None
-
-
-def test_broken_file_is_never_called(copy, run_all):
-    entry = read_manifest(copy).entries[0]
-    path = copy / "executables" / entry.sha256
-    path.write_bytes(path.read_bytes()[:-1])
-    (result,) = run_all(entry)
-    assert result.fault == "bytes" and str(path) in result.reason
 
 
 @pytest.mark.parametrize(
@@ -118,11 +114,3 @@ def test_killed_process_is_not_a_fault_of_its_executable(copy):
         os.kill(worker, signal.SIGKILL)
         with pytest.raises(IncompatibleBundle, match="was killed, probably because memory ran out"):
             self_tests.run(manifest.entries[0])
-
-
-def test_record_of_other_inputs_is_not_compared(copy, run_all):
-    entry = read_manifest(copy).entries[0]
-    old = structs.replace(entry, self_test=structs.replace(entry.self_test, version=0, outputs=()))
-    (again,), (now,) = run_all(old), run_all(entry)
-    assert (again.fault, again.compared, again.record) == (None, False, entry.self_test)
-    assert (now.fault, now.compared) == (None, True)

@@ -15,7 +15,7 @@ from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_sto
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
 from tests.executable_stand_in import make_stand_in
-from tests.object_server import afterwards, change, cut, refuse, silence
+from tests.object_server import afterwards, change, cut, refuse
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
@@ -77,26 +77,21 @@ def make_another(local, entry, number=0):
     return made
 
 
-@pytest.mark.parametrize("kind", ["directory", "memory", "s3"])
-def test_added_executable_is_found_by_another_build(kind, tmp_path, bucket, local, built, find):
-    place = {"directory": str(tmp_path / "für alle"), "memory": f"memory://{tmp_path}/a b", "s3": f"{bucket.url}/a ü"}
-    first, other = (SharedStore(open_object_store(place[kind])) for _ in range(2))
+def test_added_executable_is_found_by_another_build(bucket, open_store, local, built, find):
+    """Its build record is written after its blobs."""
+    first, other = open_store(), open_store()
+    bucket.server.asked.clear()
     assert find(first, built) is None
     add(first, local, built)
     assert is_same_executable(find(other, built), local, built)
     counts = [(one.hits, one.misses, one.written, one.failures) for one in (first.report(), other.report())]
     assert counts == [(0, 1, 1, ()), (1, 0, 0, ())]
-
-
-def test_build_record_is_written_after_its_blobs(bucket, open_store, local, built):
-    add(open_store(), local, built)
-    assert bucket.asked("PUT") == [".writable", *(name(kind, built) for kind in ("program", "executable", "record"))]
+    assert bucket.asked("PUT") == [name(kind, built) for kind in ("program", "executable", "record")]
     assert ".writable" not in bucket.names()
 
 
-@pytest.mark.parametrize("kind", ["program", "executable"])
-def test_failed_blob_write_leaves_no_build_record(bucket, open_store, local, built, kind):
-    store = open_store()
+def test_failed_blob_write_leaves_no_build_record(bucket, open_store, local, built):
+    store, kind = open_store(), "executable"
     bucket.server.fail("PUT", name(kind, built), *[refuse(500, "InternalError")] * 2)
     add(store, local, built)
     assert not any(found.startswith("entries/") for found in bucket.names())
@@ -106,12 +101,9 @@ def test_failed_blob_write_leaves_no_build_record(bucket, open_store, local, bui
 
 
 @pytest.mark.parametrize("kind", ["record", "executable", "program"])
-@pytest.mark.parametrize(
-    "damage", [lambda _: b"", lambda body: body[:-1], lambda body: body[:-1] + b"?", lambda body: body * 2]
-)
-def test_corrupt_object_is_rejected_and_replaced(directory, local, built, kind, damage, find):
+def test_corrupt_object_is_rejected_and_replaced(directory, local, built, kind, find):
     path = directory / name(kind, built)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     (failure,) = store.report().failures
@@ -134,14 +126,11 @@ def test_build_record_of_another_executable_is_rejected(directory, local, built,
         assert words in store.report().failures[0]
 
 
-def test_build_record_without_its_blob_is_rejected(directory, local, built, find):
+def test_missing_blob_and_other_unpacked_size_are_rejected(directory, built, find):
     (directory / name("executable", built)).unlink()
     store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert "missing, although the manifest or record names it" in store.report().failures[0]
-
-
-def test_blob_is_not_unpacked_beyond_the_recorded_size(directory, local, built, find):
     bomb, executable = pack_blob(bytes(10**7))
     entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
     (directory / name("executable", entry)).write_bytes(executable)
@@ -175,7 +164,7 @@ def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, lo
     assert is_same_executable(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
-def test_recorded_size_beyond_the_limit_is_not_read(directory, local, built, find):
+def test_sizes_beyond_the_limit_are_not_read(directory, built, find):
     entry = structs.replace(built, bytes=1 << 40)
     with open(directory / name("executable", built), "r+b") as executable:
         executable.truncate(entry.bytes)
@@ -183,9 +172,6 @@ def test_recorded_size_beyond_the_limit_is_not_read(directory, local, built, fin
     store = SharedStore(DirectoryStore(directory))
     assert find(store, built) is None
     assert f"1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read" in store.report().failures[0]
-
-
-def test_build_record_beyond_the_limit_is_not_read(directory, local, built, find):
     with open(directory / name("record", built), "r+b") as record:
         record.truncate(1 << 40)
     store = SharedStore(DirectoryStore(directory))
@@ -194,9 +180,13 @@ def test_build_record_beyond_the_limit_is_not_read(directory, local, built, find
 
 
 @pytest.mark.parametrize(
-    "fault", [cut, refuse(500, "InternalError"), refuse(503, "SlowDown"), change(lambda body: body[: len(body) // 2])]
+    ("kind", "fault"),
+    [
+        ("record", cut),
+        ("executable", change(lambda body: body[:9])),
+        ("program", refuse(503, "SlowDown")),
+    ],
 )
-@pytest.mark.parametrize("kind", ["record", "executable", "program"])
 def test_transient_fault_is_retried(bucket, open_store, local, built, kind, fault, find):
     add(open_store(), local, built)
     store = open_store()
@@ -238,25 +228,15 @@ def test_store_without_delete_permission_is_written(bucket, open_store, local, b
     assert is_same_executable(find(open_store(), built), local, built)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (refuse(403, "AccessDenied"), "not allowed: told to say AccessDenied"),
-        (refuse(500, "InternalError"), r"told to say InternalError \(2 attempts\)"),
-    ],
-)
-def test_unreadable_store_is_refused_on_open(bucket, open_store, fault, words):
-    bucket.server.fail("GET", bucket.name, fault, fault)
-    with pytest.raises(StoreFailed, match=words):
+def test_unreadable_store_is_refused_on_open(bucket, open_store):
+    bucket.server.fail("GET", bucket.name, *[refuse(403, "AccessDenied")] * 2)
+    with pytest.raises(StoreFailed, match="not allowed: told to say AccessDenied"):
         open_store()
-
-
-def test_missing_store_is_refused_on_open(bucket):
     with pytest.raises(StoreFailed, match="s3://nobodys/.writable: The specified bucket does not exist"):
         SharedStore(open_object_store("s3://nobodys", HASTY))
 
 
-def test_store_is_not_used_after_three_failures_in_a_row(bucket, open_store, local, built, manifest, find):
+def test_store_is_not_used_after_three_failures(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
     bucket.server.asked.clear()
@@ -280,14 +260,7 @@ def test_single_failures_do_not_disable_the_store(bucket, open_store, local, bui
     assert len(store.report().failures) == 4
 
 
-def test_silent_store_does_not_delay_a_build(bucket, open_store, local, built, find):
-    store = open_store(RetryPolicy(attempts=2, seconds=0.5, pause=0))
-    bucket.server.fail("GET", "entries/", *[silence(bucket.server)] * 20)
-    assert find(store, built) is None
-    assert "no answer in time" in store.report().failures[0]
-
-
-@pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("directory", 8), ("s3", 2), ("s3", 8)])
+@pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("s3", 4)])
 def test_concurrent_builds_leave_the_store_whole(kind, builders, tmp_path, bucket, local, manifest, find):
     """All build the same, each with other bytes; for each key, all files have to be from one build."""
     place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
@@ -314,11 +287,6 @@ def test_concurrent_builds_leave_the_store_whole(kind, builders, tmp_path, bucke
     assert reader.report().failures == ()
 
 
-def test_directory_store_has_the_layout_of_a_bundle(directory, built):
-    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    assert names == sorted(name(kind, built) for kind in ("record", "executable", "program"))
-
-
 def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, built):
     """It was not looked up, because the bundle had it already."""
     store = open_store()
@@ -331,7 +299,7 @@ def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, b
     assert store.report().written == 0
 
 
-def test_found_executable_with_a_new_self_test_is_uploaded_again(open_store, local, built, find):
+def test_executable_with_a_new_self_test_is_uploaded_again(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
     assert is_same_executable(find(store, built), local, built)

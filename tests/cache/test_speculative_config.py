@@ -32,9 +32,8 @@ def test_configs_of_vllm_are_parsed():
     assert parse_speculative_config('{"method": null}') == SpeculativeConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_unsupported_key_or_value_is_refused_by_name():
+    for text, words in [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "holds a list, expected an object"),
@@ -50,13 +49,10 @@ def test_configs_of_vllm_are_parsed():
             '{"num_spec_tokens": 7}',
             "unknown key 'num_spec_tokens'; supported are method, model, num_speculative_tokens",
         ),
-    ],
-    ids=lambda value: value[:30],
-)
-def test_unsupported_key_or_value_is_refused_by_name(text, words):
-    with pytest.raises(BadInput) as refused:
-        parse_speculative_config(text)
-    assert str(refused.value).startswith("--speculative_config") and words in str(refused.value)
+    ]:
+        with pytest.raises(BadInput) as refused:
+            parse_speculative_config(text)
+        assert str(refused.value).startswith("--speculative_config") and words in str(refused.value)
 
 
 def parse_ranges(ranges: object, most: int | None = None) -> SpeculativeConfig:
@@ -71,9 +67,8 @@ def test_k_by_batch_size_is_parsed():
     assert check_k_ranges([(1, 1, 0)], "k") == ((1, 1, 0),)
 
 
-@pytest.mark.parametrize(
-    ("ranges", "words"),
-    [
+def test_invalid_ranges_of_batch_sizes_are_refused():
+    for ranges, words in [
         ([], "is []; expected ranges [first, last, K] of requests in the round"),
         ({"1-4": 7}, "is {'1-4': 7}; expected ranges"),
         ("1-4", "is '1-4'; expected ranges"),
@@ -89,17 +84,14 @@ def test_k_by_batch_size_is_parsed():
         ([[5, 8, 3], [1, 4, 7]], "starts at 5 requests in the round"),
         ([[1, 4, 7], [5, 8, 3], [1, 2, 0]], "has [1, 2, 0] behind [5, 8, 3]: ranges must ascend"),
         ([[1, 4, 7], [9, 16, 3]], "no K for 5 to 8 requests in the round. vLLM takes the K before: write [1, 8, 7]"),
-    ],
-    ids=str,
-)
-def test_ranges_of_batch_sizes_with_gaps_overlaps_or_other_values_are_refused(ranges, words):
-    with pytest.raises(BadInput) as refused:
-        parse_ranges(ranges)
-    assert str(refused.value).startswith("--speculative_config: num_speculative_tokens_per_batch_size ")
-    assert words in str(refused.value)
+    ]:
+        with pytest.raises(BadInput) as refused:
+            parse_ranges(ranges)
+        assert str(refused.value).startswith("--speculative_config: num_speculative_tokens_per_batch_size ")
+        assert words in str(refused.value)
 
 
-def test_ranges_above_num_speculative_tokens_are_refused_with_every_k():
+def test_ranges_above_num_speculative_tokens_are_refused():
     with pytest.raises(BadInput, match="has K = 8, 9, more than num_speculative_tokens = 7, .* write 7"):
         parse_ranges([[1, 1, 9], [2, 2, 8], [3, 9, 7]], 7)
 
@@ -110,14 +102,14 @@ def test_largest_k_of_ranges_is_that_of_the_grid(draft):
     assert choose_k(parse_ranges([[1, 1, 0]]), draft) == 0
 
 
-def test_every_k_of_ranges_that_is_larger_than_a_block_is_named(draft):
+def test_every_k_larger_than_a_block_is_named(draft):
     with pytest.raises(
         BadInput, match=r"per_batch_size \(--speculative_config\) is 16, 20, but the draft's block_size is 16"
     ):
         choose_k(parse_ranges([[1, 1, 20], [2, 2, 16], [3, 3, 15]]), draft)
 
 
-def test_k_is_the_override_or_the_default_of_the_draft(draft):
+def test_k_is_the_override_or_the_default(draft):
     assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
     assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
     assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3

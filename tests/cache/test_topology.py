@@ -26,10 +26,10 @@ UNKNOWN = ["", "v5e:1x3", "v3:2x2", "h200", "v5e:0x0", "v5p-3", "2x2"]
 TOO_LARGE = ["v5e:4x4", "v5litepod-256", "v5p:2x2x4", "tpu7x:4x4x4", f"v6e:{'9' * 5000}x2"]
 
 
-@pytest.mark.parametrize("name", SLICES)
-def test_topology_has_the_published_chips_and_devices(name):
-    topology = parse_topology(name)
-    assert (topology.name, topology.chips, topology.devices) == (name, *SLICES[name])
+def test_topology_has_the_published_chips_and_devices():
+    for name in SLICES:
+        topology = parse_topology(name)
+        assert (topology.name, topology.chips, topology.devices) == (name, *SLICES[name])
 
 
 def test_every_chip_has_a_single_chip_slice():
@@ -44,14 +44,14 @@ def test_available_bytes_are_slightly_less_than_the_hbm():
         assert 0.9 * chip.hbm_bytes < chip.available_bytes * chip.devices < 1.01 * chip.hbm_bytes
 
 
-@pytest.mark.parametrize("name", [*INTENDED, *UNKNOWN, *TOO_LARGE], ids=lambda name: name[:20])
-def test_unknown_name_is_refused_with_the_known_names(name):
-    with pytest.raises(BadInput, match="--topology") as refused:
-        parse_topology(name)
-    words = str(refused.value)
-    assert words.endswith(", ".join(TOPOLOGIES))
-    assert ("did you mean" in words, "several hosts" in words) == (name in INTENDED, name in TOO_LARGE)
-    assert name not in INTENDED or f"did you mean {INTENDED[name]}?" in words
+def test_unknown_name_is_refused_with_the_known_names():
+    for name in [*INTENDED, *UNKNOWN, *TOO_LARGE]:
+        with pytest.raises(BadInput, match="--topology") as refused:
+            parse_topology(name)
+        words = str(refused.value)
+        assert words.endswith(", ".join(TOPOLOGIES))
+        assert ("did you mean" in words, "several hosts" in words) == (name in INTENDED, name in TOO_LARGE)
+        assert name not in INTENDED or f"did you mean {INTENDED[name]}?" in words
 
 
 def test_find_topology_by_device_kind_and_shape():

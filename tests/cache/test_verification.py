@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 
 import pytest
 from msgspec import structs
@@ -52,14 +51,6 @@ def test_whole_bundle_has_no_flaws_and_no_unexpected_files(bundle, manifest, pat
     assert set(paths) == {path for name in ("executables", "programs") for path in (bundle / name).iterdir()}
 
 
-def test_copy_without_modification_times_has_no_flaws(bundle, manifest, tmp_path):
-    copy = shutil.copytree(bundle, tmp_path / "a path, mit Umlauten äöü ☃" / "bundle", copy_function=shutil.copyfile)
-    for path in copy.rglob("*"):
-        os.utime(path, (0, 0))
-    assert find_file_flaws(copy, manifest) == []
-    assert find_unexpected_files(copy, manifest) == []
-
-
 def test_all_flaws_are_reported_together(bundle, manifest, paths):
     damages = [cut, flip, link, fifo, directory, os.unlink]
     for damage, path in zip(damages, paths, strict=False):
@@ -69,19 +60,12 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
     assert summarize_flaws(find_file_flaws(bundle, manifest)) == list(zip(paths, fields, content, strict=False))
 
 
-def test_flaw_has_both_values_and_the_label_of_the_file(bundle, manifest, paths):
+def test_flaw_has_both_values_and_the_label(bundle, manifest, paths):
     entry = manifest.entries[0]
     cut(paths[0])
     (flaw,) = find_file_flaws(bundle, manifest)
     assert (flaw.expected, flaw.found) == (str(entry.bytes), str(entry.bytes - 1))
     assert flaw.label == entry.signature.label
-
-
-def test_swapped_files_are_both_reported(bundle, manifest, paths):
-    first, second = (path.read_bytes() for path in paths[:2])
-    paths[0].write_bytes(second)
-    paths[1].write_bytes(first)
-    assert [flaw.path for flaw in find_file_flaws(bundle, manifest)] == paths[:2]
 
 
 def forge_entry(manifest, content, serialized_bytes):
@@ -93,14 +77,11 @@ def forge_entry(manifest, content, serialized_bytes):
     return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), packed
 
 
-def test_forged_blob_with_a_valid_hash_is_found_by_its_unpacked_size(bundle, manifest, store):
+def test_forged_blob_is_found_by_unpacked_size_and_pickle(bundle, manifest, store):
     forged, packed = forge_entry(manifest, bytes(10**6), 100)
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
     assert (flaw.field, flaw.expected) == ("serialized_bytes", "100")
-
-
-def test_forged_blob_with_a_valid_hash_is_found_by_its_pickle(bundle, manifest, store):
     attack = pickle.dumps(Calls())
     forged, packed = forge_entry(manifest, attack, len(attack))
     store.executable_path(forged.entries[0]).write_bytes(packed)

@@ -1,6 +1,5 @@
 """Weight recipes: tensors fill every element of their argument exactly once."""
 
-import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.weight_recipe import (
@@ -25,33 +24,27 @@ def recipe(shape, *places) -> WeightRecipe:
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 
 
-@pytest.mark.parametrize(
-    ("shape", "places"),
-    [
+def test_tensors_that_fill_each_element_once_are_valid():
+    for shape, places in [
         ((4, 2), [((row, 0), (1, 2)) for row in range(4)]),
         ((2, 2, 3), [((a, b, 0), (1, 1, 3)) for a in range(2) for b in range(2)]),
         ((3, 3), PINWHEEL),  # no axis splits it
-    ],
-)
-def test_tensors_that_fill_each_element_once_are_valid(shape, places):
-    assert find_recipe_flaw(recipe(shape, *places)) is None
+    ]:
+        assert find_recipe_flaw(recipe(shape, *places)) is None
 
 
-@pytest.mark.parametrize(
-    ("shape", "places", "flaw"),
-    [
+def test_gaps_and_overlaps_are_found():
+    for shape, places, flaw in [
         ((4, 2), [((row, 0), (1, 2)) for row in range(3)], "fill 6 of 8 elements"),
         ((4, 2), [((row, 0), (1, 2)) for row in (0, 1, 1, 3)], "t1 and t2 fill the same elements"),
         ((3, 3), [*PINWHEEL[:4], ((0, 0), (1, 1))], "t0 and t4 fill the same elements"),
         ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "t0 and t1 fill the same elements"),
         ((4, 2), [((row, 0), (1, 2)) for row in (0, 1, 2, 4)], "t3 is outside"),
-    ],
-)
-def test_gaps_and_overlaps_are_found_although_the_count_is_right(shape, places, flaw):
-    assert flaw in find_recipe_flaw(recipe(shape, *places))
+    ]:
+        assert flaw in find_recipe_flaw(recipe(shape, *places))
 
 
-def test_thousands_of_stacked_experts_are_checked_at_once_and_many_tangled_tensors_refused():
+def test_many_stacked_tensors_are_valid_and_tangled_ones_refused():
     layers, experts = 48, 128
     stacked = [((layer, expert, 0), (1, 1, 2)) for layer in range(layers) for expert in range(experts)]
     assert find_recipe_flaw(recipe((layers, experts, 2), *stacked)) is None
@@ -69,14 +62,14 @@ def sections(*ranges) -> WeightRecipe:
     return WeightRecipe("w", "target", (sum(stop - start for start, stop in ranges), 2), "float32", tuple(places))
 
 
-@pytest.mark.parametrize("ranges", [[(0, 1), (1, 4)], [(2, 4), (0, 2)], [(0, 4)]])
-def test_sections_that_hold_each_row_once_are_valid(ranges):
-    assert find_recipe_flaw(sections(*ranges)) is None
+def test_sections_that_hold_each_row_once_are_valid():
+    for ranges in [[(0, 1), (1, 4)], [(2, 4), (0, 2)], [(0, 4)]]:
+        assert find_recipe_flaw(sections(*ranges)) is None
 
 
-@pytest.mark.parametrize("ranges", [[(0, 2)], [(0, 2), (1, 4)], [(0, 2), (3, 4)], [(0, 5)], [(-1, 3), (3, 4)]])
-def test_sections_with_missing_or_repeated_rows_are_invalid(ranges):
-    assert "do not hold each of 4 rows once" in find_recipe_flaw(sections(*ranges))
+def test_sections_with_missing_or_repeated_rows_are_invalid():
+    for ranges in [[(0, 2)], [(0, 2), (1, 4)], [(0, 2), (3, 4)], [(0, 5)], [(-1, 3), (3, 4)]]:
+        assert "do not hold each of 4 rows once" in find_recipe_flaw(sections(*ranges))
 
 
 VALUES = WeightRecipe(
@@ -91,22 +84,19 @@ VALUES = WeightRecipe(
 SCALES = make_scale_recipe(VALUES)
 
 
-def test_scales_have_a_number_for_each_row_of_their_weight():
+def test_scales_have_a_number_for_each_row():
     assert (SCALES.name, SCALES.shape, SCALES.dtype, SCALES.sharding) == ("w_scale", (2, 2, 3), "float32", ())
     assert [find_recipe_flaw(one) for one in (VALUES, SCALES)] == [None, None]
     assert find_pairing_flaw([SCALES, VALUES]) is None
 
 
-@pytest.mark.parametrize(
-    ("recipes", "flaw"),
-    [
+def test_quantized_weight_without_its_scales_is_invalid():
+    for recipes, flaw in [
         ([VALUES], "w is int8 without scales that fit"),
         ([SCALES], "w_scale has scales of no weight"),
         ([VALUES, structs.replace(SCALES, checkpoint="draft")], "w is int8 without scales that fit"),
         ([VALUES, structs.replace(SCALES, placements=SCALES.placements[::-1])], "w is int8 without scales that fit"),
         ([structs.replace(VALUES, dtype="float32"), SCALES], "w is int8 without scales that fit"),
         ([structs.replace(SCALES, name="w")], "w has scales of no weight"),
-    ],
-)
-def test_quantized_weight_without_its_scales_is_invalid(recipes, flaw):
-    assert find_pairing_flaw(recipes) == flaw
+    ]:
+        assert find_pairing_flaw(recipes) == flaw

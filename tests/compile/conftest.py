@@ -1,8 +1,6 @@
 """Fixtures: models with weights, loaded in the plainest way, and their programs on arrays by name."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msgspec import UNSET, structs
+from msgspec import UNSET
 from safetensors.numpy import load_file
 
 from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
@@ -130,10 +128,6 @@ class TargetModel:
         logits, features = run_target(self.causal_lm, ids, target_layer_ids)
         return np.asarray(logits)[0, : len(tokens)], np.asarray(features)[0, : len(tokens)]
 
-    def embed(self, ids: Iterable[int]) -> np.ndarray:
-        """[T] → [T, H]."""
-        return np.asarray(self.causal_lm.embed(np.asarray([*ids])))
-
     def paired(self, draft: Draft, weights: Mapping[str, jax.Array] | None = None) -> "Models":
         """The pair with a draft. The draft needs no weights if nothing reads them."""
         return Models(self.target, {**self.weights, **(weights or {})}, draft)
@@ -152,11 +146,6 @@ class Models(TargetModel):
     @cached_property
     def dflash(self) -> DFlash:
         return bind("draft", draft_parameters(self.draft), self.weights)
-
-    def first_layers(self, layers: int) -> "Models":
-        """The pair with a draft of its first `layers` layers and the final norm."""
-        decoder = structs.replace(self.draft.decoder, layers=layers)
-        return dataclasses.replace(self, draft=structs.replace(self.draft, decoder=decoder))
 
     def features(self, tokens: Iterable[int]) -> np.ndarray:
         """[T] → features [T, A·H]."""
@@ -204,12 +193,6 @@ class Rig:
         self._state = {array.name: array for array in state_arrays(models.programs.pair, grid)}
         self._signatures = {signature.label: signature for signature in models.programs.list_signatures(grid)}
         self._jitted = cache(lambda label: jit_quickly(models.programs.function(self._signatures[label])))
-
-    def with_weights(self, weights: Arrays) -> "Rig":
-        """The same compiled programs with other weights."""
-        other = copy(self)
-        other._models = dataclasses.replace(self._models, weights=weights)
-        return other
 
     def empty(self) -> Arrays:
         """The state before any request. Its values must not matter, so they are not zero."""

@@ -1,12 +1,8 @@
 """The compilation manager on a small pair: complete, incremental and resumed builds, and failures."""
 
 import shutil
-import signal
-import subprocess
-import sys
 
 import jax
-import msgspec
 import pytest
 
 from dflash_aot.cache.bundle.store import Store
@@ -29,34 +25,6 @@ LABELS = [
     "kv_write rows=1 width=4",
     "kv_write rows=1 width=16",
 ]
-STALLING_BUILDER = """
-import sys
-from pathlib import Path
-import msgspec
-from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.bundle.store import Store
-from dflash_aot.compile.pipeline.build_target import attach_devices
-from dflash_aot.compile.pipeline.compilation_manager import compile_all
-from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.pipeline.compiler_pool import InProcessPool
-from dflash_aot.compile.pipeline.observer import BuildObserver
-
-target, draft = msgspec.json.decode(sys.stdin.readline(), type=tuple[Target, Draft])
-
-class StallingObserver(BuildObserver):
-    def on_executable(self, progress):
-        if progress.compiled:
-            print(progress.label, flush=True)
-        if progress.done == 3:
-            sys.stdin.readline()
-
-store, grid = Store(Path(sys.argv[1])), parse_grid(sys.argv[2], draft.block)
-source = TracedPrograms(Programs(target, draft, "float32"), grid, "cpu")
-with store.open_for_building(), InProcessPool(attach_devices("cpu", None, None), store, 1) as pool:
-    compile_all(source, pool, store, StallingObserver())
-"""
 
 
 class RecordingObserver(BuildObserver):
@@ -101,10 +69,6 @@ def labels(compilation, keys):
     return [entry.signature.label for entry in compilation.entries if entry.key in keys]
 
 
-def count_records(bundle):
-    return len(list((bundle / "entries").iterdir()))
-
-
 class BrokenPrograms(Programs):
     """One program that cannot be traced, and one that cannot be compiled."""
 
@@ -116,36 +80,20 @@ class BrokenPrograms(Programs):
         return {**super().kv_write(arrays), "draft_k": unknown(arrays["draft_k"])}
 
 
-def test_first_build_compiles_every_program_of_the_grid(first):
-    _, compilation, _ = first
-    assert [entry.signature.label for entry in compilation.entries] == LABELS
+def test_first_build_compiles_and_reports_every_program(first, small_pair):
+    bundle, compilation, progress = first
     assert labels(compilation, compilation.compiled) == LABELS
-
-
-def test_observer_is_told_of_each_executable_begun_and_finished(first):
-    _, _, progress = first
     assert [p.label for p in progress if p.entry is None] == LABELS
     finished = [p for p in progress if p.entry is not None]
     assert [p.label for p in finished] == [p.entry.signature.label for p in finished] == LABELS
     assert [p.done for p in finished] == [1, 2, 3, 4, 5, 6, 7]
     assert {p.total for p in progress} == {len(LABELS)}
-
-
-def test_entry_holds_size_time_and_memory_of_its_executable(first):
-    bundle, compilation, _ = first
-    for entry in compilation.entries:
-        assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
-        assert entry.seconds > 0
-        assert entry.memory.arguments > 0
-    assert not (bundle / "manifest.json").exists()  # the build job publishes it
-
-
-def test_executable_updates_its_state_in_place(first, small_pair):
-    _, compilation, _ = first
     known = Programs(*small_pair, "float32").arrays_by_name(parse_grid(BUCKETS, 4))
     for entry in compilation.entries:
-        state_bytes = sum(known[name].bytes for name in entry.signature.donated)
-        assert entry.memory.aliased == state_bytes, entry.signature.label
+        assert len(Store(bundle).read_executable(entry)) == entry.serialized_bytes > entry.bytes > 0
+        assert entry.seconds > 0 and entry.memory.arguments > 0
+        assert entry.memory.aliased == sum(known[name].bytes for name in entry.signature.donated), "in place"
+    assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
 def test_second_build_compiles_nothing(copied, build_in, first):
@@ -185,18 +133,3 @@ def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, bui
     compilation, _ = build_in(tmp_path, jobs=2)
     assert labels(compilation, compilation.compiled) == ["draft batch=1 length=32 k=3", *LABELS[4:]]
     assert [entry.key for entry in compilation.entries] == [entry.key for entry in first[1].entries]
-
-
-def test_killed_build_is_resumed(tmp_path, small_pair, build_in):
-    command = [sys.executable, "-c", STALLING_BUILDER, str(tmp_path), BUCKETS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
-        try:
-            builder.stdin.write(msgspec.json.encode(small_pair) + b"\n")
-            builder.stdin.flush()
-            built = [builder.stdout.readline().decode().strip() for _ in range(3)]
-        finally:
-            builder.send_signal(signal.SIGKILL)
-    assert built == LABELS[:3]
-    assert count_records(tmp_path) == 3
-    compilation, _ = build_in(tmp_path)
-    assert labels(compilation, compilation.compiled) == LABELS[3:]

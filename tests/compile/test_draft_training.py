@@ -50,7 +50,7 @@ def make_models(tied=False, **parts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_in_training_draft_the_tokens_of_the_draft_program(monkeypatch, kind):
+def test_blocks_in_training_equal_the_draft_program(monkeypatch, kind):
     monkeypatch.syspath_prepend(str(TRAINING))
     training = importlib.import_module("draft_training")
     models, ids = make_models(**KINDS[kind]), np.random.default_rng(1).integers(0, 60, (2, 16))
@@ -76,8 +76,8 @@ def test_blocks_in_training_draft_the_tokens_of_the_draft_program(monkeypatch, k
     assert len(paths) > 4  # contexts decide
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_lower_the_loss_and_the_saved_draft_is_read_as_its_kind(monkeypatch, tmp_path, kind):
+def test_steps_lower_the_loss_of_a_readable_draft(monkeypatch, tmp_path):
+    kind = "DFlash2"
     monkeypatch.syspath_prepend(str(TRAINING))
     training, optimize, checkpoint = map(importlib.import_module, ("draft_training", "optimize", "checkpoint"))
     models, float32 = make_models(tied=True, **KINDS[kind]), WeightKind("float32")

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import export
@@ -22,8 +21,6 @@ from dflash_aot.runtime.self_test.comparison import compare_outputs, exceeds_rou
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 from dflash_aot.runtime.self_test.self_test import Output, SelfTestCaller
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
-
-DTYPES = ("float32", "bfloat16")
 
 
 def layout(dtype, dimensions, text):
@@ -55,27 +52,20 @@ def test_second_tile_divides_the_first():
     assert offsets[2].tolist() == [8, 10, 12, 14]
 
 
-def test_layout_orders_dimensions_from_minor_to_major():
-    assert layout("f32", (2, 3), "{0,1}").offsets().tolist() == [0, 1, 2, 3, 4, 5]
-    assert layout("f32", (2, 3), "{0,1}").order == (1, 0)
-
-
 def test_layout_of_unknown_form_is_refused():
     with pytest.raises(BuildFailed, match="unknown form"):
         layout("s4", (8,), "{0:T(128)E(4)}")
 
 
-@pytest.mark.parametrize(
-    ("source", "result", "sources"),
-    [
+def test_bitcast_reads_memory_in_the_other_order():
+    for source, result, sources in [
+        (("f32", (2, 3), "{0,1}"), ("f32", (3, 2), "{1,0}"), range(6)),
         (("s32", (2,), "{0:T(128)}"), ("s32", (), "{:T(128)}"), [0]),
         (("s32", (1, 1), "{1,0:T(1,128)}"), ("s32", (2,), "{0:T(128)}"), [0, -1]),
         (("f32", (2, 2), "{1,0:T(2,128)}"), ("f32", (4,), "{0:T(256)}"), [0, 1, -1, -1]),
         (("f32", (2, 128), "{1,0:T(2,128)}"), ("f32", (256,), "{0:T(256)}"), range(256)),
-    ],
-)
-def test_bitcast_reads_memory_in_the_other_order(source, result, sources):
-    assert map_bitcast(layout(*source), layout(*result)).sources.tolist() == list(sources)
+    ]:
+        assert map_bitcast(layout(*source), layout(*result)).sources.tolist() == list(sources)
 
 
 def test_large_bitcast_is_followed_along_its_minor_dimensions():
@@ -87,7 +77,7 @@ def test_large_bitcast_is_followed_along_its_minor_dimensions():
     assert taken.repeats * taken.held == 36 * 4096 * 2560
 
 
-def test_bitcast_that_joins_tiles_side_by_side_exchanges_dimensions():
+def test_bitcast_that_joins_tiles_exchanges_dimensions():
     """Three arrays of one tile each lie in memory as one array of three tiles in a row."""
     values = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
     text = """HloModule m
@@ -99,33 +89,6 @@ ENTRY %main (a: f32[3,2,2]) -> (f32[2,6]) {
 """
     (found,) = run(text, [values], [((2, 6), "float32")])
     assert found.tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-
-
-def test_bitcast_into_a_transposed_layout_transposes():
-    values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    text = """HloModule m
-ENTRY %main (a: f32[2,3]) -> (f32[3,2]) {
-  %a = f32[2,3]{1,0:T(2,128)} parameter(0)
-  %b = f32[3,2]{0,1:T(2,128)} bitcast(%a)
-  ROOT %t = (f32[3,2]{0,1:T(2,128)}) tuple(%b)
-}
-"""
-    (found,) = run(text, [values], [((3, 2), "float32")])
-    np.testing.assert_array_equal(found, values.T)
-
-
-def test_bitcast_to_narrower_rows_reads_the_first_elements_of_each_row():
-    """Rows of 32 and of 8 both take 128 places, so the compiler leaves out the slice between them."""
-    values = np.arange(64, dtype=np.float32).reshape(1, 2, 32)
-    text = """HloModule m
-ENTRY %main (a: f32[1,2,32]) -> (f32[2,8]) {
-  %a = f32[1,2,32]{2,1,0:T(1,128)} parameter(0)
-  %b = f32[2,8]{1,0:T(2,128)} bitcast(%a)
-  ROOT %t = (f32[2,8]{1,0:T(2,128)}) tuple(%b)
-}
-"""
-    (found,) = run(text, [values], [((2, 8), "float32")])
-    np.testing.assert_array_equal(found, values[0, :, :8])
 
 
 LOOP = """HloModule m
@@ -158,12 +121,9 @@ ENTRY %main (a: s32[2]) -> (s32[2], s32[]) {{
 """
 
 
-def test_rest_of_an_array_is_found_behind_its_first_element():
+def test_rest_of_an_array_follows_its_unchanged_first_element():
     whole, count = run(LOOP.format(carried="first"), [np.array([5, 6], np.int32)], [((2,), "int32"), ((), "int32")])
     assert (whole.tolist(), int(count)) == ([5, 6], 3)
-
-
-def test_rest_of_an_array_whose_first_element_changed_is_refused():
     with pytest.raises(BuildFailed, match=r"%whole, bitcast: it reads memory behind %kept"):
         translate_module(parse_module(LOOP.format(carried="more")))
 
@@ -207,22 +167,6 @@ def test_copies_fusions_and_narrowed_results_are_spelled_out():
     assert (float(value), int(index)) == (2.0, 2)
 
 
-def test_bfloat16_results_are_rounded():
-    """1 + 2^-8 lies between two bfloat16 numbers, and is 1 when rounded to the even one."""
-    text = """HloModule m
-ENTRY %main (a: bf16[2], b: bf16[2]) -> (f32[2]) {
-  %a = bf16[2]{0:T(256)} parameter(0)
-  %b = bf16[2]{0:T(256)} parameter(1)
-  %sum = bf16[2]{0:T(256)} add(%a, %b)
-  %wide = f32[2]{0:T(128)} convert(%sum)
-  ROOT %t = (f32[2]{0:T(128)}) tuple(%wide)
-}
-"""
-    one, small = np.ones(2, ml_dtypes.bfloat16), np.array([2**-8, 2**-7], ml_dtypes.bfloat16)
-    (found,) = run(text, [one, small], [((2,), "float32")])
-    assert found.tolist() == [1.0, 1 + 2**-7]
-
-
 def test_memory_without_contents_is_not_a_number():
     text = """HloModule m
 ENTRY %main (a: f32[1]) -> (f32[2]) {
@@ -237,32 +181,23 @@ ENTRY %main (a: f32[1]) -> (f32[2]) {
     assert found[0] == 3 and np.isnan(found[1])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_unknown_instruction_is_refused_by_name():
+    for line, message in [
         ('%b = f32[2]{0} custom-call(%a), custom_call_target="Unheard"', "%b, custom-call: the custom call 'Unheard'"),
         ("%b = f32[2]{0} infeed(%a)", "%b, infeed: its opcode is not known"),
         ("%b = s32[2]{0} bitcast(%a)", "%b, bitcast: it reads f32 as s32"),
-    ],
-)
-def test_unknown_instruction_is_refused_by_name(line, message):
-    text = f"HloModule m\nENTRY %main (a: f32[2]) -> f32[2] {{\n  %a = f32[2]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
-    with pytest.raises(BuildFailed, match=re.escape(message)):
-        translate_module(parse_module(text))
-
-
-# Faults in the optimized program of verify, each at one place: pattern and replacement.
-FAULTS = {
-    "changed constant": (r"constant\(\{1, 0\.4216", "constant({1, 0.4316"),  # a rotary frequency
-    "swapped operands": (r"subtract\((%[\w.\-]+), (%[\w.\-]+)\)", r"subtract(\2, \1)"),
-    "dropped mask": (r"(f32\S* )select\((%[\w.\-]+), (%[\w.\-]+), (%[\w.\-]+)\)", r"\1copy(\3)"),
-}
+    ]:
+        text = (
+            f"HloModule m\nENTRY %main (a: f32[2]) -> f32[2] {{\n  %a = f32[2]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        )
+        with pytest.raises(BuildFailed, match=re.escape(message)):
+            translate_module(parse_module(text))
 
 
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 GRID = "batch=1 length=64 k=0,7 prefill=16"
-GENERATIONS = [(f"{name}-{dtype}", name, dtype) for name in ("v4:1x1x1", "v5p:1x1x1", "v6e:1x1") for dtype in DTYPES]
+GENERATIONS = {"v4:1x1x1": "float32", "v5p:1x1x1": "bfloat16", "v6e:1x1": "float32"}
 
 
 class Comparer:
@@ -301,22 +236,14 @@ def verify(tied, tmp_path_factory):
     return Comparer(pair, folder)
 
 
-def test_optimized_program_computes_what_the_program_says(verify):
-    assert verify.find_wrong(LABEL, verify.source.read(LABEL)) == []
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_of_one_instruction_is_found(fault, verify):
-    """At the first place where the fault can show."""
-    pattern, replacement = FAULTS[fault]
+def test_emulation_finds_one_wrong_rotary_frequency(verify):
     text = verify.source.read(LABEL)
-    places = re.finditer(pattern, text)
-    changed = (text[: one.start()] + one.expand(replacement) + text[one.end() :] for one in places)
-    assert any(verify.find_wrong(LABEL, text) for text in changed)
+    changed = re.sub(r"constant\(\{1, 0\.4216", "constant({1, 0.4316", text)
+    assert verify.find_wrong(LABEL, text) == [] != verify.find_wrong(LABEL, changed)
 
 
 @pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-def test_features_of_a_token_are_equal_at_every_k_in_bfloat16(tied, tmp_path):
+def test_features_are_equal_at_every_k_in_bfloat16(tied, tmp_path):
     """For another number of rows the compiler fuses other operations; it must not leave out other roundings."""
     pair = OptimizedPair("every k", str(tied.target), str(tied.draft), GRID, "v5e:1x1", "bfloat16", labels=EVERY_K)
     optimize([pair], tmp_path)
@@ -344,13 +271,13 @@ def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -
 
 @pytest.fixture(scope="module")
 def generations(tied, tmp_path_factory):
-    """Compares emulated programs of the tied pair, by generation and dtype."""
+    """Compares emulated programs of the tied pair, by generation."""
     if NEEDS_COMPILER:
         pytest.skip(NEEDS_COMPILER)
     labels = "draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8"
     pairs = [
-        OptimizedPair(name, str(tied.target), str(tied.draft), GRID, topology, dtype, sampling=True, labels=labels)
-        for name, topology, dtype in GENERATIONS
+        OptimizedPair(name, str(tied.target), str(tied.draft), GRID, name, dtype, sampling=True, labels=labels)
+        for name, dtype in GENERATIONS.items()
     ]
     folder = tmp_path_factory.mktemp("generations")
     optimize(pairs, folder)
@@ -358,7 +285,7 @@ def generations(tied, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, *_ in GENERATIONS])
+@pytest.mark.parametrize("name", GENERATIONS)
 def test_programs_of_other_generations_compute_what_they_say(name, generations):
     """v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py."""
     comparer = generations[name]

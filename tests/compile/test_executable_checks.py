@@ -88,48 +88,39 @@ def with_times(entry, estimate, bound):
     return structs.replace(entry, cost=structs.replace(entry.cost, schedule=schedule, bound_seconds=bound))
 
 
-def test_estimate_far_above_the_bound_is_found_with_its_longest_instruction(entries, known):
+def test_estimate_far_above_the_bound_is_a_problem(entries, known):
     (problem,) = find_problems(with_times(entries[VERIFY], 40e-3, 10e-3), known, 1, 0)
     assert problem.startswith(f"{VERIFY}: estimated at 40.00 ms, 4.0 times its bound, more than 3; the longest: ")
     assert problem.endswith("%fusion.7 = bf16[16,9728], 20.00 ms (while/body/dot_general)")
 
 
-@pytest.mark.parametrize(
-    ("label", "estimate", "bound"),
-    [(VERIFY, 30e-3, 10e-3), (VERIFY, 2e-3, 0.4e-3), ("move", 40e-3, 10e-3)],
-    ids=["at the border", "short", "rare"],
-)
-def test_times_of_good_short_and_rare_executables_are_no_problem(entries, known, label, estimate, bound):
-    assert find_problems(with_times(entries[label], estimate, bound), known, 1, 0) == []
-
-
 def test_good_executables_have_no_problems(entries, known):
+    at_the_border, short, rare = (VERIFY, 30e-3, 10e-3), (VERIFY, 2e-3, 0.4e-3), ("move", 40e-3, 10e-3)
+    for label, estimate, bound in (at_the_border, short, rare):
+        assert find_problems(with_times(entries[label], estimate, bound), known, 1, 0) == []
     assert [line for entry in entries.values() for line in find_problems(entry, known, 1, 0)] == []
     assert find_layout_conflicts(entries.values()) == []
 
 
-@pytest.mark.parametrize("label", ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"])
-def test_temporaries_over_two_percent_of_weights_and_state_are_a_problem(entries, known, label):
-    allowed = sum(array.bytes for array in known.values()) // 50
-    assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
-    (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
-    assert (
-        line.startswith(f"{label}: ")
-        and "temporaries are 2.0% of weights and state" in line
-        and "than 2%; the largest: %fusion.1 = " in line
-    )
+def test_temporaries_over_two_percent_are_a_problem(entries, known):
+    for label in ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"]:
+        allowed = sum(array.bytes for array in known.values()) // 50
+        assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
+        (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
+        assert (
+            line.startswith(f"{label}: ")
+            and "temporaries are 2.0% of weights and state" in line
+            and "than 2%; the largest: %fusion.1 = " in line
+        )
 
 
-def test_sampled_verify_may_need_three_more_arrays_of_logits(entries, known):
+def test_temporaries_depend_on_the_program(entries, known):
     label = "sampled_verify batch=2 length=32 k=3"
     allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
     assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
     assert len(find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
-
-
-@pytest.mark.parametrize("label", ["prefill prefill=4 length=32", "move"])
-def test_temporaries_of_prefill_and_move_are_not_checked(entries, known, label):
-    assert find_problems(with_memory(entries[label], temporaries=10**9), known, 1, 0) == []
+    for unchecked in ("prefill prefill=4 length=32", "move"):
+        assert find_problems(with_memory(entries[unchecked], temporaries=10**9), known, 1, 0) == []
 
 
 def test_temporaries_are_compared_with_the_share_of_one_device(entries, known):
@@ -145,7 +136,7 @@ def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
 
 
-def test_what_a_write_changes_of_a_page_may_be_copied_and_no_more(entries, known):
+def test_only_the_written_part_of_a_page_may_be_copied(entries, known):
     """VERIFY writes four positions of each row."""
     pool = known["target_k"]
     whole = pool.bytes
@@ -163,10 +154,10 @@ def test_what_a_write_changes_of_a_page_may_be_copied_and_no_more(entries, known
     assert line.startswith(f"{VERIFY}: target_k is copied, ")
 
 
-@pytest.mark.parametrize(("label", "buffer"), [("move", "target_v"), ("kv_write rows=1 width=4", "features")])
-def test_copies_by_a_move_and_of_arguments_are_no_problem(entries, known, label, buffer):
-    copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
-    assert find_problems(with_analysis(entries[label], copies=(copy,)), known, 1, 0) == []
+def test_copies_by_moves_and_of_arguments_are_allowed(entries, known):
+    for label, buffer in [("move", "target_v"), ("kv_write rows=1 width=4", "features")]:
+        copy = LargeCopy(buffer, "copy.1", "", "bf16[1]{0}", 2**30)
+        assert find_problems(with_analysis(entries[label], copies=(copy,)), known, 1, 0) == []
 
 
 def test_more_collectives_than_the_program_needs_are_a_problem(entries, known):
@@ -176,21 +167,21 @@ def test_more_collectives_than_the_program_needs_are_a_problem(entries, known):
     assert line == f"{VERIFY}: 5 collectives (2 all-gather, 3 all-reduce), but the program needs 4"
 
 
-@pytest.mark.parametrize("name", ["target_v", "target.model.norm.weight"])
-def test_different_layouts_of_weights_or_state_are_a_conflict(entries, name):
-    turned = {**entries, VERIFY: with_layout(entries[VERIFY], name, "{3,4,2,1,0}")}
-    (line,) = find_layout_conflicts(turned.values())
-    assert line.startswith(f"{name} has different layouts: {KV} in prefill prefill=4 length=16 and ")
-    assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
+def test_different_layouts_of_weights_or_state_are_a_conflict(entries):
+    for name in ["target_v", "target.model.norm.weight"]:
+        turned = {**entries, VERIFY: with_layout(entries[VERIFY], name, "{3,4,2,1,0}")}
+        (line,) = find_layout_conflicts(turned.values())
+        assert line.startswith(f"{name} has different layouts: {KV} in prefill prefill=4 length=16 and ")
+        assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
 
 
-def test_different_layouts_of_a_result_and_an_argument_are_a_conflict(entries):
+def test_different_layouts_of_result_and_argument_are_a_conflict(entries):
     write = "kv_write rows=2 width=4"
     (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
     assert line.startswith("features has different layouts: ") and line.endswith(f"; {{0,1,2}} in {write}")
 
 
-def test_arguments_of_different_shapes_may_have_different_layouts(entries):
+def test_other_shapes_may_have_other_layouts(entries):
     narrow = {label: with_layout(entry, "features", "{0,1,2}") for label, entry in entries.items() if " k=0" in label}
     narrow |= {
         label: with_layout(entries[label], "features", "{0,1,2}")

@@ -28,7 +28,6 @@ LAYERS, SLOTS, HIDDEN, WINDOW, WIDTH = 2, 4, 16, 4, 128
 # Key heads, value heads, tokens, rows, key heads of a grid step.
 CASES = {
     "whole registers of tokens": (2, 4, 8, 3, 2),
-    "one token": (2, 4, 1, 3, 2),
     "two groups of eight value heads": (2, 16, 3, 1, 1),
 }
 
@@ -79,9 +78,8 @@ def test_kernels_verify_and_commit_as_xla_does(case, capfd):
 QWEN35_4B = DeltaSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "cores", "expected"),
-    [
+def test_heads_of_a_grid_step_fit_whole_registers():
+    for sizes, cores, expected in [
         (QWEN35_4B, 1, 8),
         (QWEN35_4B, 2, 8),
         (DeltaSizes(16, 48, 128, 128), 1, 8),  # 27B
@@ -90,17 +88,15 @@ QWEN35_4B = DeltaSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
         (DeltaSizes(16, 16, 128, 128), 2, 8),  # 0.8B: the cores share the heads
         (DeltaSizes(16, 32, 64, 128), 1, None),
         (DeltaSizes(1, 32, 128, 128), 1, None),  # too large for VMEM
-    ],
-)
-def test_heads_of_a_grid_step_are_whole_registers_that_fit(sizes, cores, expected):
-    assert choose_delta_heads(sizes, cores) == expected
+    ]:
+        assert choose_delta_heads(sizes, cores) == expected
 
 
-@pytest.mark.parametrize(("tokens", "window", "fits"), [(1, 4, True), (32, 4, True), (33, 4, False), (1, 9, False)])
-def test_kernels_take_blocks_and_windows_that_fit(tokens, window, fits):
-    sizes = GatedDeltaNet(16, 32, key_dim=WIDTH, value_dim=WIDTH, kernel=4, layers=(0,))
-    shapes = (1, 1, 8, WIDTH, WIDTH), (1, 1, window, sizes.channels // 4)  # a quarter of the heads: four devices
-    state = RecurrentState(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
-    found = choose_kernels(KernelDevice("", 1), state, sizes, tokens)
-    assert found == (DeltaKernels(4, -(-tokens // 8) * 8) if fits else None)
-    assert choose_kernels(None, state, sizes, tokens) is None
+def test_kernels_take_blocks_and_windows_that_fit():
+    for tokens, window, fits in [(1, 4, True), (32, 4, True), (33, 4, False), (1, 9, False)]:
+        sizes = GatedDeltaNet(16, 32, key_dim=WIDTH, value_dim=WIDTH, kernel=4, layers=(0,))
+        shapes = (1, 1, 8, WIDTH, WIDTH), (1, 1, window, sizes.channels // 4)  # a quarter of the heads: four devices
+        state = RecurrentState(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+        found = choose_kernels(KernelDevice("", 1), state, sizes, tokens)
+        assert found == (DeltaKernels(4, -(-tokens // 8) * 8) if fits else None)
+        assert choose_kernels(None, state, sizes, tokens) is None

@@ -4,11 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.layers import Rotation
-from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
 from dflash_aot.compile.programs import acceptance
-from tests.compile.quick import jit_quickly
 
 TOLERANCE = 1e-4
 BATCH, LENGTH, K = 3, 288, 7
@@ -58,11 +54,10 @@ def find_differences(arrays, slot: int, golden, name: str, sizes) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("width", [16, 128])
-def test_state_after_a_prompt_equals_the_reference(width, hybrid, models, rig):
+def test_state_after_a_prompt_equals_the_reference(hybrid, models, rig):
     """Prompts of 1 to 200 tokens, in a slot that held another request, with padding behind the last chunk."""
     for prompt in hybrid.facts["prompts"]:
-        arrays = rig.prefill(rig.empty(), 1, prompt["prompt_ids"], width, padding=5)
+        arrays = rig.prefill(rig.empty(), 1, prompt["prompt_ids"], 16, padding=5)
         name = f"{prompt['key']}.state_prompt"
         assert not find_differences(arrays, 1, hybrid, name, models.target.recurrent)
 
@@ -103,14 +98,12 @@ def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
     assert not wrong
 
 
-@pytest.mark.parametrize("fault", ["all rows", "one too few", "one too many"])
-def test_wrong_commits_are_found_by_the_states(fault, hybrid, models, rig, make_rig, monkeypatch):
+def test_wrong_commits_are_found_by_the_states(hybrid, models, rig, make_rig, monkeypatch):
     """A test of the comparison above: text alone does not show a wrong commit for most prompts."""
     commit = acceptance.commit_updates
 
     def commit_wrongly(state, pending, lengths, counts, kernels):
-        shifted = {"all rows": K + 1, "one too few": counts - 1, "one too many": jnp.minimum(counts + 1, K + 1)}[fault]
-        return commit(state, pending, lengths, jnp.where(counts > 0, shifted, 0), kernels)
+        return commit(state, pending, lengths, jnp.where(counts > 0, counts - 1, 0), kernels)
 
     monkeypatch.setattr(acceptance, "commit_updates", commit_wrongly)
     prompts = [one for one in hybrid.facts["prompts"] if one["name"] in ("len30", "len131", "random12")]
@@ -118,16 +111,18 @@ def test_wrong_commits_are_found_by_the_states(fault, hybrid, models, rig, make_
     assert len(wrong) >= compared
 
 
-def test_idle_rows_keep_their_state(hybrid, rig):
-    arrays = start(rig, hybrid.facts["prompts"][3:6])
+@pytest.fixture(scope="module")
+def started(hybrid, rig):
+    """Three slots after their prefill."""
+    return start(rig, hybrid.facts["prompts"][3:6])
+
+
+def test_idle_rows_and_other_slots_keep_their_state(hybrid, rig, started):
+    arrays = started
     after = run_round(rig, arrays, [True, False, True])
     for name in STATES:
         np.testing.assert_array_equal(after[name][:, 1], arrays[name][:, 1])
         assert not np.array_equal(after[name][:, 0], arrays[name][:, 0])
-
-
-def test_prefill_of_a_slot_leaves_the_others_alone(hybrid, rig):
-    arrays = start(rig, hybrid.facts["prompts"][3:6])
     after = rig.prefill(arrays, 1, hybrid.facts["prompts"][0]["prompt_ids"], 16)
     for name in STATES:
         np.testing.assert_array_equal(after[name][:, [0, 2]], arrays[name][:, [0, 2]])
@@ -142,69 +137,9 @@ def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
     assert not find_differences(after, 2, hybrid, "p00.state_prompt", models.target.recurrent)
 
 
-def test_move_copies_the_state(hybrid, rig):
-    arrays = start(rig, hybrid.facts["prompts"][3:6])
+def test_move_copies_the_state(rig, started):
+    arrays = started
     moved = rig.run("move", arrays, source=[2], destination=[0])
     for name in STATES:
         np.testing.assert_array_equal(moved[name][:, 0], arrays[name][:, 2])
         np.testing.assert_array_equal(moved[name][:, 1:], arrays[name][:, 1:])
-
-
-@pytest.fixture(scope="module")
-def debug(hybrid):
-    """The reference's intermediate values of one prompt."""
-    key = next(one["key"] for one in hybrid.facts["prompts"] if one["name"] == "len_eq_block")
-    prefix = f"{key}.debug."
-    return {name.removeprefix(prefix): array for name, array in hybrid.arrays.items() if name.startswith(prefix)}
-
-
-def assert_close(found, expected):
-    np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, rtol=0, atol=TOLERANCE)
-
-
-def test_gated_delta_net_equals_the_reference(debug, models):
-    sizes, mixer = models.target.recurrent, models.causal_lm.model.layers[0].linear_attn
-    assert isinstance(mixer, GatedDeltaMixer)
-    found = {name.removeprefix("linear0."): array for name, array in debug.items() if name.startswith("linear0.")}
-    x = jnp.asarray(found["input"])[None]
-    inputs = jit_quickly(lambda x: mixer.project(x))(x)
-    assert_close(inputs.channels, regroup(found["in_proj_qkv"], sizes))
-    assert_close(inputs.gates, found["in_proj_z"])
-    assert_close(inputs.strengths, found["beta"])
-    assert_close(inputs.decays, found["g"])
-    window = jnp.zeros((1, sizes.kernel, sizes.channels))
-    joined = jnp.concatenate([window, inputs.channels], axis=1)
-    rows = jit_quickly(lambda *given: mixer.convolve(*given))(inputs, joined)
-    repeats = sizes.value_heads // sizes.key_heads
-    for ours, theirs, scale in ((rows.queries, "query", sizes.key_dim**-0.5), (rows.keys, "key", 1.0)):
-        heads = found[theirs][:, ::repeats]
-        normed = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6) * scale
-        assert_close(ours[0].swapaxes(0, 1), normed)
-    assert_close(rows.values[0].swapaxes(0, 1), found["value"])
-    state = RecurrentState(jnp.zeros((1, 1, sizes.value_heads, sizes.key_dim, sizes.value_dim)), window[None])
-    run = jit_quickly(lambda state, x: prefill_layer(state, 0, mixer, x, jnp.int32(0), jnp.int32(0), jnp.int32(8)))
-    assert x.shape[1] == 8
-    output, _ = run(state, x)
-    assert_close(output, found["out_proj"])
-
-
-def test_gated_attention_equals_the_reference(debug, models):
-    attention, decoder = models.causal_lm.model.layers[3].self_attn, models.target.decoder
-    found = {name.removeprefix("attn3."): array for name, array in debug.items() if name.startswith("attn3.")}
-    x = jnp.asarray(found["input"])[None]
-
-    @jit_quickly
-    def project(x):
-        rotation = Rotation(decoder.rope, jnp.arange(x.shape[1])[None], x.dtype)
-        return (*attention.queries_gates(x, rotation), *attention.keys_values(x, rotation))
-
-    queries, gates, keys, values = project(x)
-    raw = found["q_proj"].reshape(len(found["q_proj"]), decoder.attention.heads, 2, -1)
-
-    def rows(heads):
-        return np.asarray(heads)[0].reshape(-1, x.shape[1], decoder.attention.head_dim).swapaxes(0, 1)
-
-    assert_close(rows(gates), raw[:, :, 1])
-    assert_close(rows(queries), found["q_rope"])
-    assert_close(rows(keys), found["k_rope"])
-    assert_close(rows(values), found["v_proj"].reshape(rows(values).shape))

@@ -87,7 +87,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_kernel_attends_as_attend_does_and_reads_no_other_page(case, capfd):
+def test_kernel_equals_attend_and_reads_no_other_page(case, capfd):
     """At random lengths and pages, in each kind of window. Pages that no query sees are NaN."""
 
     @given(data=st.data(), seed=st.integers(0, 99))
@@ -117,9 +117,8 @@ def test_kernel_attends_as_attend_does_and_reads_no_other_page(case, capfd):
 QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize=2, length=4096, kv_page=128)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "cores", "expected"),
-    [
+def test_choose_tiling_divides_heads_queries_and_pages():
+    for sizes, cores, expected in [
         (QWEN3_4B_VERIFY, 1, Tiling(8, 16, 128, 4)),
         (QWEN3_4B_VERIFY, 2, Tiling(4, 16, 128, 4)),  # the cores share the heads
         (replace(QWEN3_4B_VERIFY, kv_heads=1), 2, Tiling(1, 16, 128, 4)),
@@ -133,13 +132,11 @@ QWEN3_4B_VERIFY = AttentionSizes(16, kv_heads=8, group=4, head_dim=128, itemsize
         (replace(QWEN3_4B_VERIFY, kv_page=48), 1, Tiling(8, 16, 16, 32)),
         (replace(QWEN3_4B_VERIFY, kv_page=24), 1, None),  # no part of it is a whole memory tile
         (replace(QWEN3_4B_VERIFY, length=100), 1, Tiling(8, 16, 128, 1)),
-    ],
-)
-def test_choose_tiling_divides_heads_queries_and_pages(sizes, cores, expected):
-    assert choose_tiling(sizes, cores) == expected
+    ]:
+        assert choose_tiling(sizes, cores) == expected
 
 
-def test_kernels_are_for_known_chips_and_heads_of_whole_registers(small_pair):
+def test_kernels_need_known_chips_and_whole_registers(small_pair):
     v5p = next(chip for chip in CHIPS if chip.name == "v5p")
 
     def choose(chip, head_dim):
@@ -163,7 +160,6 @@ CALLS = {
         "gives_first": [True],
     },
     "draft batch=2 length=32 k=3": {},
-    "verify batch=2 length=32 k=0": {"active": [True, True]},
     "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
 }
 
@@ -184,9 +180,9 @@ class WithKernels:
         return self.models.weights
 
 
-def test_programs_with_kernels_compute_what_programs_of_xla_compute(small, make_rig, capfd):
+def test_programs_with_kernels_equal_those_of_xla(small, make_rig, capfd):
     """The draft of the pair has one sliding layer and one full layer."""
-    grid = parse_grid("batch=2 length=32 k=0,3 prefill=16", small.draft.block)
+    grid = parse_grid("batch=2 length=32 k=3 prefill=16", small.draft.block)
     rigs = Rig(small, grid), Rig(WithKernels(small), grid)
     rng = np.random.default_rng(1)
     state = {name: jnp.asarray(rng.standard_normal(one.shape), one.dtype) for name, one in rigs[0].empty().items()}
@@ -196,24 +192,3 @@ def test_programs_with_kernels_compute_what_programs_of_xla_compute(small, make_
         for name, array in expected.items():
             np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=f"{label}: {name}")
     assert "RACE" not in capfd.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reading", ["swa"])
-def test_programs_with_kernels_reproduce_rounds_of_the_reference(reading, runs, load_models):
-    """The first rounds of two prompts, in the layers with windows: blocks, chosen tokens and acceptance."""
-    run = runs[reading]
-    models, prompts = load_models(run.target, run.draft), run.facts["prompts"][:2]
-    k = models.draft.block - 1
-    rig = Rig(WithKernels(models), parse_grid(f"batch=2 length=208 k={k} prefill=32", k + 1))
-    arrays = rig.empty()
-    for slot, prompt in enumerate(prompts):
-        arrays = rig.prefill(arrays, slot, prompt["prompt_ids"], 32)
-    assert arrays["anchors"].tolist() == [prompt["first_token"] for prompt in prompts]
-    for cycles in zip(*(prompt["cycles"][:6] for prompt in prompts), strict=False):
-        arrays = rig.run(f"draft batch=2 length=208 k={k}", arrays)
-        arrays = rig.run(f"verify batch=2 length=208 k={k}", arrays, active=[True, True])
-        arrays = rig.run(f"kv_write rows=2 width={k + 1}", arrays, slots=[0, 1])
-        assert np.asarray(arrays["block"]).tolist() == [cycle["block"] for cycle in cycles]
-        expected = [[cycle["acceptance"], *cycle["block"][1:], *cycle["posterior"]] for cycle in cycles]
-        assert np.asarray(arrays["verdict"]).tolist() == expected

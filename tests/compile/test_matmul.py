@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dflash_aot.compile.models.matmul import (
     CONVERTED_BYTES,
@@ -15,9 +14,8 @@ from dflash_aot.compile.models.matmul import (
 )
 
 
-@pytest.mark.parametrize(
-    ("outputs", "width", "size"),
-    [
+def test_tile_is_a_divisor_or_leaves_a_smaller_tile():
+    for outputs, width, size in [
         (3072, 1024, 1024),
         (1280, 1024, 1280),
         (1024, 3072, 256),  # 426 rows are allowed
@@ -26,44 +24,47 @@ from dflash_aot.compile.models.matmul import (
         (151936, 2560, 128),
         (7, 1024, 7),
         (3, 2**24, 1),
-    ],
-)
-def test_tile_is_a_divisor_or_leaves_a_smaller_last_tile(outputs, width, size):
-    assert count_converted_outputs(outputs, 4 * width) == size
-    assert size == 1 or size * 4 * width <= CONVERTED_BYTES
+    ]:
+        assert count_converted_outputs(outputs, 4 * width) == size
+        assert size == 1 or size * 4 * width <= CONVERTED_BYTES
 
 
-@pytest.mark.parametrize("shape", [(1024, 3072), (4099, 1024)], ids=["divided", "with a last tile"])
-def test_int8_product_on_a_cpu_equals_that_of_floats_and_converts_no_more_than_a_tile(shape):
-    rng = np.random.default_rng(0)
-    weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
-    scale = rng.random(shape[0], np.float32)
-    compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
-    np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
+def test_int8_product_equals_floats_and_converts_one_tile():
+    for shape in [(1024, 3072), (4099, 1024)]:
+        rng = np.random.default_rng(0)
+        weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
+        scale = rng.random(shape[0], np.float32)
+        compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
+        np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("outputs", [512, 1031], ids=["divided", "with a last tile"])
-def test_few_rows_are_multiplied_without_floats_of_the_whole_weight(count, dtype, outputs):
+def test_few_rows_are_multiplied_without_a_float_weight():
     """Whole numbers, so that no sum is rounded, and a weight of 2 MB in float32."""
-    rng = np.random.default_rng(0)
-    weight, x = rng.integers(-8, 9, (outputs, 1024)), rng.integers(-4, 5, (count, 1024))
-    given = jnp.asarray(weight, dtype), jnp.asarray(x, "bfloat16")
-    compiled = jax.jit(lambda weight, x: matmul(weight, x, dtype="float32")).lower(*given).compile()
-    np.testing.assert_array_equal(compiled(*given), x @ weight.T)
-    if count <= ROW_BY_ROW[dtype]:
-        assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 1024 * ROW_BY_ROW_OUTPUTS
+    for count, dtype, outputs in [
+        (1, "bfloat16", 512),
+        (2, "bfloat16", 1031),
+        (4, "bfloat16", 512),
+        (1, "int8", 1031),
+        (4, "int8", 512),
+    ]:
+        rng = np.random.default_rng(0)
+        weight, x = rng.integers(-8, 9, (outputs, 1024)), rng.integers(-4, 5, (count, 1024))
+        given = jnp.asarray(weight, dtype), jnp.asarray(x, "bfloat16")
+        compiled = jax.jit(lambda weight, x: matmul(weight, x, dtype="float32")).lower(*given).compile()
+        np.testing.assert_array_equal(compiled(*given), x @ weight.T)
+        if count <= ROW_BY_ROW[dtype]:
+            assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 1024 * ROW_BY_ROW_OUTPUTS
 
 
-@pytest.mark.parametrize(
-    ("count", "padded"), [(1, 1), (3, 3), (4, 4), (5, 8), (8, 8), (9, 16), (15, 16), (16, 16), (17, 32), (120, 128)]
-)
-def test_padding_rows_are_multiplied_and_cut_off(count, padded):
-    assert count_padded_rows(count) == padded
-    rng = np.random.default_rng(0)
-    weight, x = rng.integers(-4, 5, (24, 32)).astype(np.float32), rng.integers(-4, 5, (count, 32)).astype(np.float32)
-    lowered = jax.jit(matmul).lower(weight, x)
-    assert f"tensor<24x{padded}xf32>" in lowered.as_text()
-    np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)
+def test_padding_rows_are_multiplied_and_cut_off():
+    for count, padded in [(1, 1), (4, 4), (5, 8), (8, 8), (9, 16), (17, 32)]:
+        assert count_padded_rows(count) == padded
+        rng = np.random.default_rng(0)
+        weight, x = (
+            rng.integers(-4, 5, (24, 32)).astype(np.float32),
+            rng.integers(-4, 5, (count, 32)).astype(np.float32),
+        )
+        lowered = jax.jit(matmul).lower(weight, x)
+        assert f"tensor<24x{padded}xf32>" in lowered.as_text()
+        np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)

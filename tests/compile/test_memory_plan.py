@@ -32,9 +32,8 @@ def programs():
     return Programs(TARGET, DRAFT, "bfloat16", stacked=True)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "padded"),
-    [
+def test_arrays_are_padded_to_tiles():
+    for shape, dtype, padded in [
         ((36, 2560), "bfloat16", 40 * 2560 * 2),
         ((5, 2560, 8, 4, 128), "bfloat16", 5 * 2560 * 8 * 4 * 128 * 2),  # four rows per tile
         ((2, 4, 8, 1280, 64), "bfloat16", 2 * 4 * 8 * 1280 * 64 * 2),  # positions last: nothing is padded
@@ -43,11 +42,9 @@ def programs():
         ((3,), "int32", 128 * 4),
         ((3,), "bool", 512),
         ((2560,), "bfloat16", 3072 * 2),
-    ],
-)
-def test_arrays_are_padded_to_tiles(shape, dtype, padded):
-    assert padded_bytes(shape, dtype, *choose_layout(shape, dtype, tiled=True)) == padded
-    assert choose_layout(shape, dtype, tiled=False) == (tuple(range(len(shape))), ())
+    ]:
+        assert padded_bytes(shape, dtype, *choose_layout(shape, dtype, tiled=True)) == padded
+        assert choose_layout(shape, dtype, tiled=False) == (tuple(range(len(shape))), ())
 
 
 def test_read_layout_gives_order_and_tile():
@@ -87,14 +84,14 @@ def test_sampling_adds_its_state_and_two_arrays_of_logits():
     assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
 
 
-@pytest.mark.parametrize(("sampling", "padding"), [("greedy", 1), ("sample", 4)])
-def test_draft_that_searches_its_vocabulary_pads_narrow_tiles(sampling, padding):
+def test_draft_that_searches_its_vocabulary_pads_narrow_tiles():
     """608 tokens have tiles of 32, a quarter of a register's lanes."""
-    pair = (structs.replace(model, decoder=structs.replace(model.decoder, vocab=608)) for model in (TARGET, DRAFT))
-    programs = Programs(*pair, "bfloat16", stacked=True, sampling=(sampling,))
-    (draft,) = (one for one in programs.list_signatures(GRID) if one.label == "draft batch=4 length=1024 k=3")
-    known = programs.arrays_by_name(GRID)
-    assert MemoryPlanner(programs, 1, tiled=True).estimate(draft, known).temporaries == padding * 4 * 4 * 3 * 608
+    for sampling, padding in [("greedy", 1), ("sample", 4)]:
+        pair = (structs.replace(model, decoder=structs.replace(model.decoder, vocab=608)) for model in (TARGET, DRAFT))
+        programs = Programs(*pair, "bfloat16", stacked=True, sampling=(sampling,))
+        (draft,) = (one for one in programs.list_signatures(GRID) if one.label == "draft batch=4 length=1024 k=3")
+        known = programs.arrays_by_name(GRID)
+        assert MemoryPlanner(programs, 1, tiled=True).estimate(draft, known).temporaries == padding * 4 * 4 * 3 * 608
 
 
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
@@ -147,7 +144,7 @@ def check(programs, available, measured=None):
     return check_fits(programs, GRID, 1, chip, 4096, measured)
 
 
-def test_check_fits_refuses_weights_and_state_that_do_not_fit(programs):
+def test_check_fits_refuses_too_much_weights_and_state(programs):
     found = MemoryPlanner(programs, 1, tiled=True).plan(GRID)
     certain = found.weights + found.state
     message = r"does not fit toy, per device: weights .* GB too much\. No grid of this pair fits"

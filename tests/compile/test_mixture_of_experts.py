@@ -56,48 +56,30 @@ def run_slowly(weights, token, normalized):
     return total
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("count", [1, 5, 32])
-def test_routed_mlp_equals_a_loop_over_tokens(weights, tokens, normalized, count):
-    expected = [run_slowly(weights, token, normalized) for token in tokens[:count]]
-    found = jitted(normalized)(weights, tokens[:count])
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
+def test_routed_mlp_equals_a_loop_over_tokens(weights, tokens):
+    for normalized, count in [(True, 1), (False, 32)]:
+        expected = [run_slowly(weights, token, normalized) for token in tokens[:count]]
+        found = jitted(normalized)(weights, tokens[:count])
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 5, 32])
-def test_int8_experts_equal_plain_experts_of_the_same_numbers(weights, tokens, count):
+def test_int8_experts_equal_plain_experts_of_the_same_numbers(weights, tokens):
     stored, meant = dict(weights), dict(weights)
     for name in ("gate_up", "down"):
         scales = np.abs(weights[name]).max(axis=-1) / np.float32(127)
         stored[name] = np.rint(weights[name] / scales[..., None]).astype(np.int8)
         stored[f"{name}_scale"], meant[name] = scales, stored[name] * scales[..., None]
-    expected, found = run(meant, tokens[:count]), jitted(True, INT8)(stored, tokens[:count])
+    expected, found = run(meant, tokens), jitted(True, INT8)(stored, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_batched_tokens_give_the_same_as_flat_tokens(weights, tokens):
-    np.testing.assert_array_equal(
-        run(weights, tokens.reshape(4, 8, HIDDEN)), run(weights, tokens).reshape(4, 8, HIDDEN)
-    )
+def test_output_does_not_depend_on_other_tokens(weights, tokens):
+    padded = np.full_like(tokens, np.nan)
+    padded[7] = tokens[7]
+    np.testing.assert_array_equal(run(weights, padded)[7], run(weights, tokens)[7])
 
 
-@pytest.mark.parametrize("others", [0.0, 1e6, np.nan])
-def test_output_does_not_depend_on_other_tokens_of_the_batch(weights, tokens, others):
-    whole = run(weights, tokens)
-    for row in (0, 7, 31):
-        padded = np.full_like(tokens, others)
-        padded[row] = tokens[row]
-        np.testing.assert_array_equal(run(weights, padded)[row], whole[row])
-
-
-def test_token_alone_equals_the_token_in_a_batch(weights, tokens):
-    """Up to the rounding of products with one row and with many: a millionth of the largest value."""
-    whole = np.asarray(run(weights, tokens))
-    alone = np.concatenate([run(weights, tokens[row : row + 1]) for row in range(4)])
-    np.testing.assert_allclose(alone, whole[:4], rtol=0, atol=1e-6 * abs(whole).max())
-
-
-def test_overflow_in_an_expert_does_not_reach_tokens_that_did_not_choose_it(weights, tokens):
+def test_overflow_of_an_expert_reaches_only_its_tokens(weights, tokens):
     mine, theirs = (set(choose(weights, tokens[row])) for row in (0, 1))
     assert theirs - mine
     broken = {**weights, "down": weights["down"].copy()}
@@ -119,10 +101,10 @@ def test_expert_weights_are_not_copied(kind):
 
 @pytest.mark.parametrize(
     ("kind", "width", "cores", "count"),
-    [(PLAIN, 256, 1, 1), (PLAIN, 256, 2, 20), (PLAIN, 48, 1, 300), (INT8, 256, 2, 20), (INT8, 96, 1, 5)],
-    ids=["one token", "two cores", "turned, two calls", "int8, two cores", "int8, turned"],
+    [(PLAIN, 256, 1, 1), (PLAIN, 48, 1, 300), (INT8, 256, 2, 20), (INT8, 96, 1, 5)],
+    ids=["one token", "turned, two calls", "int8, two cores", "int8, turned"],
 )
-def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(kind, width, cores, count, capfd):
+def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores, count, capfd):
     """In the second layer of a stack. Two experts that no token chooses are NaN, as are those of the first layer.
 
     The last token is NaN and chooses nothing.
@@ -160,12 +142,10 @@ def test_kernel_computes_what_the_loop_computes_and_reads_only_chosen_experts(ki
     [
         (PLAIN, 256, 1, 1),
         (PLAIN, 1920, 2, 20),
-        (PLAIN, 48, 1, 300),
-        (INT8, 4096, 2, 20),
         (INT8, 96, 1, 5),
         (INT8, 256, 1, 300),
     ],
-    ids=["one token", "uneven on two cores", "turned, no kernel", "int8, two cores", "int8, turned", "int8, no kernel"],
+    ids=["one token", "uneven on two cores", "int8, turned", "int8, no kernel"],
 )
 def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, capfd):
     """The second layer of three; the others are NaN. More than 256 tokens are multiplied by XLA."""
@@ -193,16 +173,15 @@ def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, cap
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_mlp_of_sizes_without_whole_memory_tiles_has_no_kernel():
+def test_mlp_without_whole_memory_tiles_has_no_kernel():
     device = KernelDevice("", 1)
     assert Mlp(128, 96, INT8, kernels=device).kernels is device
     assert Mlp(128, 80, INT8, kernels=device).kernels is None
     assert Mlp(120, 96, INT8, kernels=device).kernels is None
 
 
-@pytest.mark.parametrize(
-    ("tokens", "width", "item", "cores", "expected"),
-    [
+def test_work_of_the_kernel_fits_in_vmem():
+    for tokens, width, item, cores, expected in [
         (16, 768, 2, 1, ExpertWork(16, 384, 1)),  # Qwen3-30B-A3B, batch=1 k=15
         (16, 768, 2, 2, ExpertWork(16, 384, 2)),  # the cores share the width
         (128, 768, 2, 2, ExpertWork(128, 384, 2)),
@@ -217,8 +196,6 @@ def test_mlp_of_sizes_without_whole_memory_tiles_has_no_kernel():
         (16, 192, 1, 1, ExpertWork(16, 192, 1)),
         (16, 176, 2, 1, ExpertWork(16, 176, 1)),
         (16, 176, 1, 1, None),  # a memory tile of int8 has more rows
-    ],
-)
-def test_work_of_the_kernel_fits_in_vmem(tokens, width, item, cores, expected):
-    device = KernelDevice("", cores, vmem_bytes=14 * 2**20)
-    assert divide_work(tokens, 2048, width, (2, item), device) == expected
+    ]:
+        device = KernelDevice("", cores, vmem_bytes=14 * 2**20)
+        assert divide_work(tokens, 2048, width, (2, item), device) == expected

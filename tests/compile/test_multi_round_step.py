@@ -79,13 +79,15 @@ def running(rig):
     return arrays
 
 
-@pytest.fixture(params=["rounds", "sampled_rounds"])
-def program(request):
+@pytest.fixture(params=[("rounds", 0), ("rounds", 3), ("sampled_rounds", 0), ("sampled_rounds", 3)], ids=str)
+def step(request):
+    """The program and K of a multi-round step."""
     return request.param
 
 
-def check_equal(rig, running, k, rows, program, count=MAX_ROUNDS, **given):
+def check_equal(rig, running, step, count=MAX_ROUNDS, **given):
     """Asserts that both ways give the same outcomes and leave the same state. Returns the outcomes, and `left`."""
+    (program, k), rows = step, 3
     given.setdefault("left", [99] * rows)
     single, outcomes, left = run_singly(rig, running, k, rows, program, count, **given)
     together, verdicts, left_over = run_together(rig, running, k, rows, program, count, **given)
@@ -108,76 +110,61 @@ def _read_kv(pool, table, length):
     return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])[:, :, :length]
 
 
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("count", [1, MAX_ROUNDS])
-def test_multi_round_step_equals_single_rounds(rig, running, program, k, rows, count):
-    outcomes, _ = check_equal(rig, running, k, rows, program, count)
+def test_multi_round_step_equals_single_rounds(rig, running, step, count):
+    outcomes, _ = check_equal(rig, running, step, count)
     assert (outcomes[:count] >= 0).all() and (outcomes[count:] == -1).all()
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_rows_that_have_their_tokens_stay_inactive(rig, running, program, k):
-    outcomes, left = check_equal(rig, running, k, 3, program, left=[1, 99, 2])
+def test_rows_without_tokens_left_or_request_stay_inactive(rig, running, step):
+    outcomes, left = check_equal(rig, running, step, left=[1, 99, 2])
     ran = (outcomes[:, :, 0] >= 0).sum(axis=0).tolist()
     assert ran[0] == 1 and ran[1] == MAX_ROUNDS and 1 <= ran[2] <= 2
     assert left[0] <= 0 and left[2] <= 0 < left[1]
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_rows_without_a_request_take_no_part(rig, running, program, k):
-    outcomes, left = check_equal(rig, running, k, 3, program, active=[True, False, True], left=[99, 5, 99])
+    outcomes, left = check_equal(rig, running, step, active=[True, False, True], left=[2, 5, 1])
     assert (outcomes[:, 1] == -1).all() and left[1] == 5
+    assert (outcomes[2:] == -1).all(), "no row has tokens left after two rounds"
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_multi_round_step_ends_when_no_row_has_tokens_left(rig, running, program, k):
-    outcomes, left = check_equal(rig, running, k, 3, program, left=[2, 1, 2])
-    assert (outcomes[2:] == -1).all() and (left <= 0).all()
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_early_stop_ends_behind_the_round_in_which_a_row_is_done(rig, running, program, k):
-    outcomes, _ = check_equal(rig, running, k, 3, program, left=[99, 1, 99], stop_early=True)
+def test_early_stop_ends_after_a_row_is_done(rig, running, step):
+    outcomes, _ = check_equal(rig, running, step, left=[99, 1, 99], stop_early=True)
     assert (outcomes[0] >= 0).all() and (outcomes[1:] == -1).all()
-    outcomes, _ = check_equal(rig, running, k, 3, program, stop_early=True)
+    outcomes, _ = check_equal(rig, running, step, stop_early=True)
     assert (outcomes >= 0).all(), "no row is done"
 
 
-def test_early_stop_runs_one_round_where_a_row_was_done_before(rig, running, program):
-    """The place is free already, and every other row gets a token."""
-    outcomes, _ = check_equal(rig, running, 3, 3, program, left=[99, 0, 99], stop_early=True)
+def test_early_stop_counts_rows_that_were_done_before(rig, running):
+    """The place is free already, and every other row gets a token. A row without a request does not count."""
+    outcomes, _ = check_equal(rig, running, ("rounds", 3), left=[99, 0, 99], stop_early=True)
     assert (outcomes[0, [0, 2]] >= 0).all() and (outcomes[0, 1] == -1).all() and (outcomes[1:] == -1).all()
-
-
-def test_early_stop_looks_at_no_row_without_a_request(rig, running, program):
-    active, left = [True, False, True], [99, 0, 99]
-    outcomes, _ = check_equal(rig, running, 3, 3, program, left=left, active=active, stop_early=True)
+    active = [True, False, True]
+    outcomes, _ = check_equal(rig, running, ("rounds", 3), left=[99, 0, 99], active=active, stop_early=True)
     assert (outcomes[:, [0, 2]] >= 0).all()
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_committed_stop_token_ends_its_row_only(rig, running, program, k):
-    outcomes, _ = check_equal(rig, running, k, 3, program)
+def test_committed_stop_token_ends_its_row_only(rig, running, step):
+    k = step[1]
+    outcomes, _ = check_equal(rig, running, step)
     accepted, *tokens = outcomes[1, 1].tolist()
     stop = tokens[k + accepted]
     ends = [[stop, *NONE[1:]] if row == 1 else NONE for row in range(3)]
-    ended, left = check_equal(rig, running, k, 3, program, ends=ends)
+    ended, left = check_equal(rig, running, step, ends=ends)
     assert 1 <= (ended[:, 1, 0] >= 0).sum() <= 2 and left[1] == 0
     assert (ended[:, [0, 2]] >= 0).all()
 
 
 def test_rejected_stop_token_ends_no_row(rig, running):
-    outcomes, _ = check_equal(rig, running, 3, 1, "rounds")
-    kept = {token for ((accepted, *tokens),) in outcomes.tolist() for token in tokens[3 : 3 + accepted + 1]}
-    rejected = {token for ((_, *tokens),) in outcomes.tolist() for token in tokens} - kept
+    outcomes, _ = check_equal(rig, running, ("rounds", 3))
+    first = outcomes[:, 0].tolist()
+    kept = {token for accepted, *tokens in first for token in tokens[3 : 3 + accepted + 1]}
+    rejected = {token for _, *tokens in first for token in tokens} - kept
     assert rejected, "the test needs another prompt"
-    again, _ = check_equal(rig, running, 3, 1, "rounds", ends=[[*rejected, *NONE][:8]])
+    again, _ = check_equal(rig, running, ("rounds", 3), ends=[[*rejected, *NONE][:8], NONE, NONE])
     np.testing.assert_array_equal(again, outcomes)
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_multi_round_step_with_no_tokens_left_changes_nothing(rig, running, program, k):
+def test_step_with_no_tokens_left_changes_nothing(rig, running, step):
+    program, k = step
     after, verdicts, left = run_together(rig, running, k, 3, program, MAX_ROUNDS, [0, -2, 0])
     assert (verdicts == -1).all() and left.tolist() == [0, -2, 0]
     for name in ("lengths", "anchors", "counts"):

@@ -70,7 +70,7 @@ def test_chunked_prefill_equals_one_prefill(rig, read_committed):
         )
 
 
-def test_prefill_chooses_a_token_only_where_it_gives_the_first(rig, running):
+def test_prefill_chooses_a_token_only_where_asked(rig, running):
     chunk = {"tokens": [[7, 8, 9, 1]], "slots": [1], "starts": [0], "counts": [3]}
     with_token, without = (
         rig.run("prefill prefill=4 length=32", running, **chunk, gives_first=[gives]) for gives in (True, False)
@@ -92,10 +92,7 @@ def test_request_does_not_depend_on_the_slots_earlier_request(rig):
 def test_draft_reads_nothing_behind_the_length(rig, running, overwrite_uncommitted):
     clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, overwrite_uncommitted(running)))
     assert_same(clean, dirty, ("block",))
-
-
-def test_draft_reads_the_kv_before_the_length(rig, running, overwrite_uncommitted):
-    """Shows that the test above can fail: overwritten positions before the length change the block."""
+    # Positions before the length change the block.
     short = overwrite_uncommitted({**running, "lengths": running["lengths"] - 4})
     dirty = rig.run(f"draft {BUCKET}", {**short, "lengths": running["lengths"]})
     assert dirty["block"].tolist() != rig.run(f"draft {BUCKET}", running)["block"].tolist()
@@ -144,7 +141,7 @@ def test_bucket_does_not_change_tokens(rig, running):
         return {name: arrays[name][:1] for name in ("block", "verdict", "lengths", "anchors")}
 
     expected = first_row("batch=1 length=16 k=3", 1)
-    for batch in (1, 2, 3):
+    for batch in (1, 3):
         assert_same(first_row(f"batch={batch} length=32 k=3", batch), expected, expected)
 
 
@@ -188,8 +185,8 @@ def test_rejected_block_does_not_change_later_tokens(rig, running):
     assert rest.tolist() == chosen[:, 1:].tolist()
 
 
-@pytest.mark.parametrize("width", [4, 16])
-def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, width, read_committed):
+def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, read_committed):
+    width = 16
     prompt = [*range(40)][:CAPACITY]
     before = rig.prefill(rig.empty(), 0, prompt[:30], width=width)
     after = rig.prefill(before, 0, prompt[30:], width=width, start=30)
@@ -229,20 +226,13 @@ def test_kv_write_writes_to_the_given_slots(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
-def test_kv_write_of_a_row_without_pages_changes_page_0_only(rig, running):
+def test_kv_write_without_pages_changes_page_0_only(rig, running):
     arrays = rig.run("draft batch=1 length=32 k=3", running)
     arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[True])
     written = rig.run("kv_write rows=1 width=4", arrays, pages=[[0] * rig.grid.row_pages])
     for name in ("draft_k", "draft_v"):
         np.testing.assert_array_equal(written[name][:, 1:], arrays[name][:, 1:], err_msg=name)
         assert not np.array_equal(written[name][:, 0], arrays[name][:, 0])
-
-
-def test_move_copies_one_slot_and_changes_no_other(rig, running):
-    moved = rig.run("move", running, source=[2], destination=[0])
-    for name in ("lengths", "anchors"):
-        np.testing.assert_array_equal(moved[name], np.take(running[name], [2, 1, 2]), err_msg=name)
-    assert_same(moved, running, KV)
 
 
 LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", block=4)
@@ -252,16 +242,9 @@ LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", bloc
     "label",
     [
         "prefill prefill=64 length=8192",
-        "verify batch=1 length=8192 k=3",
-        "verify batch=8 length=8192 k=0",
         "verify batch=8 length=8192 k=3",
-        "kv_write rows=1 width=64",
         "kv_write rows=8 width=4",
         "rounds batch=1 length=8192 k=0 rounds=4",
-        "rounds batch=1 length=8192 k=3 rounds=4",
-        "rounds batch=8 length=8192 k=0 rounds=4",
-        "rounds batch=8 length=8192 k=3 rounds=4",
-        "sampled_rounds batch=8 length=8192 k=0 rounds=4",
         "sampled_rounds batch=8 length=8192 k=3 rounds=4",
     ],
 )

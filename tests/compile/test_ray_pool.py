@@ -57,18 +57,13 @@ def returned(manifest, compile_jobs, bundle):
     )
 
 
-@pytest.mark.slow
-def test_task_compiles_the_job(cluster, manifest, compile_jobs, tmp_path):
+def test_pool_compiles_its_jobs_and_ends_its_tasks(cluster, manifest, compile_jobs, tmp_path):
     store = Store(tmp_path / "bundle")
-    pool = RayPool(cluster, manifest.environment, store, 1)
+    pool = RayPool(cluster, manifest.environment, store, 2)
     with store.open_for_building():
         entry = pool.start(compile_jobs[0]).result()
     assert (entry.key, entry.program) == (manifest.entries[0].key, manifest.entries[0].program)
     assert store.find(compile_jobs[0].key, compile_jobs[0].signature, compile_jobs[0].program) == entry
-
-
-def test_closed_pool_ends_its_tasks(cluster, manifest, compile_jobs, tmp_path):
-    pool = RayPool(cluster, manifest.environment, Store(tmp_path), 2)
     futures = [pool.start(job) for job in compile_jobs[:4]]
     wait_for_running("compile_on_node")
     pool.close()
@@ -79,37 +74,33 @@ def test_closed_pool_ends_its_tasks(cluster, manifest, compile_jobs, tmp_path):
 
 
 def test_call_fails_after_three_crashed_processes(cluster):
-    """Each process replaces itself by a program that fails."""
+    """Each process replaces itself by a program that fails. Ray listens on loopback only."""
+    import ray  # noqa: PLC0415  it takes a second
+
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
     with pytest.raises(BuildFailed, match=r"^3 processes crashed in a row.* Ray's logs are on its node"):
         cluster.call(os.execlp, "false", "false")
     assert cluster.call(json.loads, '"the next one lives"') == "the next one lives"
 
 
-def test_node_that_cannot_start_a_task_says_why_in_one_line(cluster):
+def test_node_that_cannot_start_a_task_says_why(cluster):
     with pytest.raises(BuildFailed, match=r"^a task could not start on a node: Expecting .* dflash-aot\[ray\]$"):
         cluster.call(json.loads, "{")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_node_with_another_environment_is_refused(manifest, compile_jobs):
+    for changes, words in [
         ({"jax": "0.0.1", "xla_flags": "--a=1"}, "jax {jax} there, 0.0.1 here; xla_flags {flags} there, --a=1 here"),
         ({"cpu_features": ("avx1024",)}, "cpu_features {features} there, avx1024 here"),
-    ],
-)
-def test_node_with_another_environment_is_refused_with_both_values(manifest, compile_jobs, changes, words):
-    here, other = manifest.environment, structs.replace(manifest.environment, **changes)
-    result, executable, _ = ray_worker.compile_on_node(msgspec.json.encode(other), msgspec.json.encode(compile_jobs[0]))
-    failure = msgspec.json.decode(result, type=CompileResult).failure
-    assert failure.startswith("Ray's node ") and ray_worker.REMEDY in failure
-    assert words.format(jax=here.jax, flags=here.xla_flags, features=" ".join(here.cpu_features)) in failure
-    assert executable == b""
-
-
-def test_node_with_another_key_for_the_job_is_refused(manifest, compile_jobs):
-    job = structs.replace(compile_jobs[0], key=compile_jobs[1].key)
-    result, _, _ = ray_worker.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
-    assert "has another version of dflash-aot" in msgspec.json.decode(result, type=CompileResult).failure
+    ]:
+        here, other = manifest.environment, structs.replace(manifest.environment, **changes)
+        result, executable, _ = ray_worker.compile_on_node(
+            msgspec.json.encode(other), msgspec.json.encode(compile_jobs[0])
+        )
+        failure = msgspec.json.decode(result, type=CompileResult).failure
+        assert failure.startswith("Ray's node ") and ray_worker.REMEDY in failure
+        assert words.format(jax=here.jax, flags=here.xla_flags, features=" ".join(here.cpu_features)) in failure
+        assert executable == b""
 
 
 def test_result_is_verified(returned, compile_jobs, manifest):
@@ -128,22 +119,20 @@ def test_result_is_verified(returned, compile_jobs, manifest):
             check_result(compile_jobs[0], *broken)
 
 
-def test_result_of_another_program_is_refused(returned, compile_jobs):
+def test_result_of_another_program_or_key_is_refused(returned, manifest, compile_jobs):
     job = structs.replace(compile_jobs[0], program=bytes(len(compile_jobs[0].program)))
     with pytest.raises(BuildFailed, match="an executable that was compiled from another program"):
         check_result(job, *returned)
+    job = structs.replace(compile_jobs[0], key=compile_jobs[1].key)
+    result, _, _ = ray_worker.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
+    assert "has another version of dflash-aot" in msgspec.json.decode(result, type=CompileResult).failure
 
 
-def test_local_ray_listens_on_loopback_only(cluster):
-    import ray  # noqa: PLC0415  it takes a second
-
-    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
-
-
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [("ray://head:10001", "Ray's client is not supported"), ("head", "give host:port"), ("127.0.0.1:99999", "no conn")],
-)
-def test_unusable_address_is_refused(address, words):
-    with pytest.raises(BadInput, match=words), connect(address, {}):
-        raise AssertionError
+def test_unusable_address_is_refused():
+    for address, words in [
+        ("ray://head:10001", "Ray's client is not supported"),
+        ("head", "give host:port"),
+        ("127.0.0.1:99999", "no conn"),
+    ]:
+        with pytest.raises(BadInput, match=words), connect(address, {}):
+            raise AssertionError

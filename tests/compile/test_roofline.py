@@ -107,7 +107,7 @@ def test_bound_is_the_longer_of_memory_and_arithmetic_time():
     assert RooflineCost(bytes=1e6, flops=5e9).bound_seconds(CHIP) == 5.0
 
 
-def test_round_without_speculation_writes_the_drafts_kv_unless_nothing_ever_drafts():
+def test_round_without_speculation_writes_kv_for_later_drafts():
     bound = roofline().bound_round(Bucket(1, 32, 0), CHIP)
     assert bound.draft == 0 and bound.round == bound.verify + bound.kv_write
     assert bound.kv_write == roofline().kv_write(1, 1).bound_seconds(CHIP) > 0
@@ -119,11 +119,8 @@ def test_round_without_speculation_writes_the_drafts_kv_unless_nothing_ever_draf
 
 def test_expected_experts_are_shared_by_tokens():
     experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
-    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [
-        0,
-        2,
-        3,
-    ]  # half of the second token's experts are read already
+    # Half of the second token's experts are read already.
+    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [0, 2, 3]
     routed = Target(structs.replace(DECODER, mlp=experts), tied=True)
     dense = roofline().verify(1, 32, 1)
     found = roofline(target=routed).verify(1, 32, 1)
@@ -137,40 +134,43 @@ def test_expected_experts_are_shared_by_tokens():
     assert saved[0] - saved[1] == LAYERS * H * (3 * 3 * 16 - 3 * 16)  # a byte per number, but for the router
 
 
-@pytest.mark.parametrize(("formats", "item"), [(PLAIN, 2), (WeightFormats("int8"), 1)])
-def test_hybrid_reads_its_states_twice_and_writes_them_once(formats, item):
+def test_hybrid_reads_its_states_twice_and_writes_them_once():
     """A recurrent layer of one key head and two value heads, and a layer with attention. Decays are never int8."""
-    hybrid = structs.replace(TARGET, recurrent=GatedDeltaNet(1, 2, key_dim=4, value_dim=4, kernel=4, layers=(0,)))
-    B, S, T = 3, 32, 4
-    recurrent, small, states = 8 * (16 + 2 * 8 + 3 * 16), 8 * 2 * 2, 2 * 4 * 4
-    plain = small + B * T * H + B * T * KV + B * S * KV + B * T * 2 * H
-    flops = 2 * B * T * (LAYER + recurrent + small + V * H) + 4 * B * T * S * 16 + 3 * 2 * B * T * states
-    found = Roofline(hybrid, DRAFT, "bfloat16", GRID, formats=formats).verify(B, S, T - 1)
-    assert found == RooflineCost(item * (LAYER + recurrent + V * H) + 2 * plain + 4 * 3 * B * states, flops)
+    for formats, item in [(PLAIN, 2), (WeightFormats("int8"), 1)]:
+        hybrid = structs.replace(TARGET, recurrent=GatedDeltaNet(1, 2, key_dim=4, value_dim=4, kernel=4, layers=(0,)))
+        B, S, T = 3, 32, 4
+        recurrent, small, states = 8 * (16 + 2 * 8 + 3 * 16), 8 * 2 * 2, 2 * 4 * 4
+        plain = small + B * T * H + B * T * KV + B * S * KV + B * T * 2 * H
+        flops = 2 * B * T * (LAYER + recurrent + small + V * H) + 4 * B * T * S * 16 + 3 * 2 * B * T * states
+        found = Roofline(hybrid, DRAFT, "bfloat16", GRID, formats=formats).verify(B, S, T - 1)
+        assert found == RooflineCost(item * (LAYER + recurrent + V * H) + 2 * plain + 4 * 3 * B * states, flops)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Qwen3-4B", "DFlash-b16"), ("Qwen3-8B", "DFlash-b16"), ("Qwen3-8B", "DFlash2-b16"), ("Qwen3.5-4B", "DFlash")],
-)
-@pytest.mark.parametrize(
-    ("devices", "formats"), [(1, PLAIN), (2, PLAIN), (1, WeightFormats("int8", "int8")), (2, WeightFormats("int8"))]
-)
-def test_every_weight_of_a_program_is_read_once(name, kind, devices, formats):
+def test_every_weight_of_a_program_is_read_once():
     """Published pairs with an empty context: bytes of states and of all weights but norms, embeddings and codes."""
-    target, draft = read_pair(name, kind)
-    programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
-    grid = Grid((1,), (32,), (1,), (1,))
-    sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
-    looked_up = {name for name in sizes if name.endswith("_codebook")}
-    looked_up |= {"target.model.embed_tokens.weight"} if "target.lm_head.weight" in sizes else set()
-    roofline = Roofline(target, draft, "bfloat16", grid, devices, formats)
-    costs = {"verify": roofline.verify(1, 0, 0), "draft": roofline.draft(1, 0, 1), "kv_write": roofline.kv_write(1, 1)}
-    for signature in programs.list_signatures(grid):
-        if signature.program in costs:
-            taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
-            taken += roofline.move(False).bytes / 2 * 3 if signature.program == "verify" else 0  # a hybrid's states
-            assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
+    for name, kind, devices, formats in [
+        ("Qwen3-4B", "DFlash-b16", 1, WeightFormats("int8", "int8")),
+        ("Qwen3-8B", "DFlash-b16", 2, PLAIN),
+        ("Qwen3-8B", "DFlash2-b16", 2, WeightFormats("int8")),
+        ("Qwen3.5-4B", "DFlash", 1, PLAIN),
+    ]:
+        target, draft = read_pair(name, kind)
+        programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
+        grid = Grid((1,), (32,), (1,), (1,))
+        sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
+        looked_up = {name for name in sizes if name.endswith("_codebook")}
+        looked_up |= {"target.model.embed_tokens.weight"} if "target.lm_head.weight" in sizes else set()
+        roofline = Roofline(target, draft, "bfloat16", grid, devices, formats)
+        costs = {
+            "verify": roofline.verify(1, 0, 0),
+            "draft": roofline.draft(1, 0, 1),
+            "kv_write": roofline.kv_write(1, 1),
+        }
+        for signature in programs.list_signatures(grid):
+            if signature.program in costs:
+                taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
+                taken += roofline.move(False).bytes / 2 * 3 if signature.program == "verify" else 0  # a hybrid's states
+                assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
 
 
 def read_pair(name, kind):

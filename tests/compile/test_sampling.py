@@ -1,11 +1,9 @@
-"""Sampling from logits, against numpy (sorting, counting, dividing) and against transformers."""
+"""Sampling from logits, against numpy (sorting, counting, dividing)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +16,6 @@ from dflash_aot.compile.programs.acceptance import accept
 from dflash_aot.compile.programs.sampling import (
     choose_tokens,
     compute_logprobs,
-    count_tokens,
     draw_bits,
     draw_draft_scores,
     find_threshold,
@@ -27,7 +24,6 @@ from dflash_aot.compile.programs.sampling import (
 from tests.compile.quick import jit_quickly
 
 ROWS = 8_000  # draws of a distribution in one batch
-CHI_SQUARE = 20.5  # with 5 degrees of freedom, exceeded by chance as often
 SIGMAS = 3.1  # chance exceeds this once in a thousand times; the seeds are fixed
 
 choose = jit_quickly(choose_tokens, static_argnames="tp")
@@ -93,30 +89,13 @@ def find_threshold_slowly(values, weights, wanted):
 
 
 @given(st.lists(st.tuples(VALUES, st.integers(0, 9)), min_size=12, max_size=12), st.integers(1, 60))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_find_threshold_equals_sorting(pairs, wanted):
     values, weights = np.float32([value for value, _ in pairs]), np.int32([weight for _, weight in pairs])
     found = bisect(values, weights, np.int32(wanted), tp=ONE_DEVICE)
     expected = find_threshold_slowly(values, weights, wanted)
     assert (values >= np.asarray(found)).tolist() == (values >= expected).tolist()
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("values", "wanted", "threshold"),
-    [
-        ([1.0, 3.0, 2.0, 3.0], 1, 3.0),
-        ([1.0, 3.0, 2.0, 3.0], 2, 3.0),
-        ([1.0, 3.0, 2.0, 3.0], 3, 2.0),
-        ([1.0, 3.0, 2.0, 3.0], 9, -np.inf),  # fewer values than wanted
-        ([2.0, 2.0, 2.0, 2.0], 1, 2.0),
-        ([0.0, -0.0, -1.0, -np.inf], 1, 0.0),
-        ([-1.0, -np.inf, -np.inf, -np.inf], 2, -np.inf),
-        ([-3e38, -2.0, -np.inf, -3e38], 2, -3e38),
-    ],
-)
-def test_find_threshold_keeps_equal_values(values, wanted, threshold):
-    assert bisect(np.float32(values), np.int32(1), np.int32(wanted), tp=ONE_DEVICE) == np.float32(threshold)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=12, max_size=12), st.sampled_from([1, 5, 12]))
@@ -128,37 +107,37 @@ def test_find_largest_values_equals_a_stable_sort(values, count):
     assert found[0].tolist() == values[expected].tolist()
 
 
-@pytest.mark.parametrize("length", [7, LANES**2, LANES**2 + 1, 50257], ids=["short", "tiles", "padded", "prime"])
-def test_find_largest_equals_argmax(length):
+def test_find_largest_equals_argmax():
     """Of ties the first, in one tile or in two; of a row without a finite value the first; and the first NaN."""
-    values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
-    values[0, 0, [5, length - 1]], values[0, 1], values[0, 2, [length - 1]] = 9, -np.inf, 9
-    values[1, 0, [3, length // 2]], values[1, 1, :] = np.nan, 2
-    found = jit_quickly(find_largest)(values)
-    assert found.dtype == np.int32
-    assert found.tolist() == values.argmax(axis=-1).tolist()
+    for length in [7, LANES**2, LANES**2 + 1]:
+        values = np.random.default_rng(0).integers(-3, 4, (2, 4, length)).astype(np.float32)
+        values[0, 0, [5, length - 1]], values[0, 1], values[0, 2, [length - 1]] = 9, -np.inf, 9
+        values[1, 0, [3, length // 2]], values[1, 1, :] = np.nan, 2
+        found = jit_quickly(find_largest)(values)
+        assert found.dtype == np.int32
+        assert found.tolist() == values.argmax(axis=-1).tolist()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_largest_outputs_by_tile_equal_those_of_the_whole_product(scaled):
+def test_largest_outputs_by_tile_equal_the_whole_product():
     """Of ten rows, which are padded to sixteen."""
-    rng = np.random.default_rng(8)
-    x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
-    if scaled:
-        weight, scale = rng.integers(-127, 128, weight.shape, np.int8), rng.uniform(0.1, 1, 768).astype(np.float32)
-    tiles = matmul_by_tile(weight, x, scale, 128)
-    assert tiles.shape == (6, 16, 128)
-    found, tokens = find_largest_in_tiles(tiles, 10, 3)
-    logits = np.float64(x) @ np.float64(weight if scale is None else weight * scale[:, None]).T
-    expected = np.argsort(-logits, axis=1)[:, :3]
-    assert tokens.tolist() == expected.tolist()
-    np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
+    for scaled in [False, True]:
+        rng = np.random.default_rng(8)
+        x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
+        if scaled:
+            weight, scale = rng.integers(-127, 128, weight.shape, np.int8), rng.uniform(0.1, 1, 768).astype(np.float32)
+        tiles = matmul_by_tile(weight, x, scale, 128)
+        assert tiles.shape == (6, 16, 128)
+        found, tokens = find_largest_in_tiles(tiles, 10, 3)
+        logits = np.float64(x) @ np.float64(weight if scale is None else weight * scale[:, None]).T
+        expected = np.argsort(-logits, axis=1)[:, :3]
+        assert tokens.tolist() == expected.tolist()
+        np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
 
 
 # -- noise
 
 
-def test_draw_bits_equals_jax_for_any_part_of_the_vocabulary():
+def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
     """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
     found = draw_all_bits(seeds, positions, jnp.arange(37))
@@ -178,26 +157,7 @@ def test_gumbel_noise_is_finite_and_has_the_whole_range():
     np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
 
 
-def test_draw_depends_on_both_seed_words_and_the_position():
-    logits = np.zeros((1, 1, 1000))
-
-    def draw(high, low, position):
-        state = {**make_state(1, 1000, temperature=1), "seeds": np.int32([[high, low]])}
-        return choose_all(logits, state, positions=[[position]]).item()
-
-    seeds = [(0, 0), (1, 0), (0, 1), (-(2**31), 0), (0, -(2**31)), (1, 1), (-1, -1)]
-    draws = [draw(*seed, position) for seed in seeds for position in (1, 2)]
-    assert len(set(draws)) > len(draws) - 2 and draw(1, 0, 2) == draw(1, 0, 2)
-
-
 # -- distributions
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_from_the_softmax(temperature):
-    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5])
-    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 6, temperature=temperature))
-    assert_drawn_from(tokens[:, 0], softmax(logits / temperature))
 
 
 def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -218,23 +178,18 @@ def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 LIMITS = [
     {"top_k": 3},
-    {"top_k": 1},
     {"top_k": 100},
     {"top_p": 0.6},
-    {"top_p": 0.95},
-    {"top_p": 1e-9},
     {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"top_k": 4, "top_p": 0.8, "min_p": 0.05},
-    {"top_k": 2, "top_p": 0.9, "temperature": 1.7},
+    {"top_k": 4, "top_p": 0.8, "min_p": 0.05, "temperature": 1.7},
 ]
 
 
-@pytest.mark.parametrize("asked", LIMITS, ids=str)
-def test_limits_keep_the_relative_probabilities(asked):
-    logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
-    tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
-    assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
+def test_limits_keep_the_relative_probabilities():
+    for asked in LIMITS:
+        logits = np.float32([1.5, 0.0, -0.5, 1.0, -3.0, 0.5, -1.5, 0.8])
+        tokens = choose_all(np.tile(logits, (ROWS, 1, 1)), make_state(ROWS, 8, seed=3, **{"temperature": 1, **asked}))
+        assert_drawn_from(tokens[:, 0], keep_slowly(logits, **asked))
 
 
 def test_limits_keep_equal_logits_together():
@@ -261,7 +216,7 @@ def test_top_p_is_exact_for_large_vocabularies():
     def draw(seed, **limits):
         return choose_all(logits, make_state(1, vocab, seed, temperature=1, **limits), choose=choose_of_many).item()
 
-    assert abs(sum(draw(seed) < 100 for seed in range(300)) - 150) < SIGMAS * (300 / 4) ** 0.5
+    assert abs(sum(draw(seed) < 100 for seed in range(200)) - 100) < SIGMAS * (200 / 4) ** 0.5
     for top_p, several in ((0.49, False), (0.51, True)):
         assert any(draw(seed, top_p=top_p) >= 100 for seed in range(60)) == several
 
@@ -311,26 +266,25 @@ def test_tokens_without_speculation_follow_the_chain(plain):
     assert_drawn_from(np.ravel_multi_index(plain[:, :3].T, (4, 4, 4)), joint.ravel())
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_draft_does_not_change_tokens(plain, draft, k):
+def test_draft_does_not_change_tokens(plain):
     """The tokens stay the same, not only their distribution."""
-    written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
-    np.testing.assert_array_equal(written, plain[:, :3])
-    least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
-    assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
+    for draft, k in [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)]:
+        written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
+        np.testing.assert_array_equal(written, plain[:, :3])
+        least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
+        assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
 
 
 # -- greedy
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-30, 1e-6])
-def test_zero_temperature_chooses_the_first_of_the_largest(temperature):
-    logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
-    assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
-    tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
-    greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
-    assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
+def test_zero_temperature_chooses_the_first_of_the_largest():
+    for temperature in [0.0, 1e-45, 1e-38, 1e-30, 1e-6]:
+        logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
+        assert choose_all(logits, make_state(1, 3, temperature=temperature)).tolist() == [[1, 2, 2]]
+        tied = np.float32([[[1, 3, 3], [0, 0, 0]]])
+        greedy = choose_all(tied, make_state(1, 3, temperature=0, top_k=2, top_p=0.5, min_p=0.3))
+        assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
 
 
 def test_greedy_row_does_not_depend_on_other_rows():
@@ -364,21 +318,6 @@ def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequenc
     return found
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"repetition": 2.0}, [1.5, -2.0, 1.0, 0.9]),  # token 0 is in the prompt, 1 and 2 in the output
-        ({"presence": 0.5}, [3.0, -1.5, 1.5, 0.9]),
-        ({"frequency": 0.5}, [3.0, -1.5, 1.0, 0.9]),  # token 2 twice
-        ({"repetition": 2.0, "presence": 0.25, "frequency": 0.5}, [1.5, -2.75, -0.25, 0.9]),
-    ],
-)
-def test_slow_penalties_by_hand(asked, expected):
-    neutral = {"bias": np.zeros(4), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    found = penalise_slowly([3.0, -1.0, 2.0, 0.9], [0], [1, 2, 2], **{**neutral, **asked})
-    assert found.tolist() == pytest.approx(expected)
-
-
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_penalties_count_the_drafted_tokens_before_each_position(seed):
@@ -407,14 +346,6 @@ def test_penalties_count_the_drafted_tokens_before_each_position(seed):
             assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
 
 
-def test_count_tokens_equals_bincount():
-    rng = np.random.default_rng(0)
-    tokens, counted = rng.integers(0, 7, (4, 9)), rng.random((4, 9)) < 0.6
-    found = count_tokens(jnp.asarray(tokens), jnp.asarray(counted), jnp.arange(2, 7))
-    expected = [np.bincount(row[mask], minlength=7)[2:] for row, mask in zip(tokens, counted, strict=True)]
-    np.testing.assert_array_equal(found, expected)
-
-
 # -- log-probabilities
 
 
@@ -430,45 +361,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
 
 
-def test_top_logprobs_are_zeros_unless_wanted():
-    _, tokens, tops = compute_logprobs(jnp.ones((1, 2, 9)), jnp.zeros((1, 2), int), jnp.array(False), 4, ONE_DEVICE)
-    assert tokens.shape == tops.shape == (1, 2, 4) and not tokens.any() and not tops.any()
-
-
-# -- transformers
-
-
-PROCESSORS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.8},
-    {"repetition_penalty": 1.3, "temperature": 1.4, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
-]
-
-
-@pytest.mark.parametrize("asked", PROCESSORS, ids=str)
-def test_probabilities_equal_those_of_transformers(asked):
-    """The drawn tokens follow the probabilities after the processors of transformers."""
-    rng, vocab, prompt = np.random.default_rng(4), 24, [3, 3, 17]
-    logits = (rng.normal(size=vocab) * 1.5).astype(np.float32)
-    processors = {
-        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
-        "temperature": transformers.TemperatureLogitsWarper,
-        "min_p": transformers.MinPLogitsWarper,
-        "top_k": transformers.TopKLogitsWarper,
-        "top_p": transformers.TopPLogitsWarper,
-    }
-    scores = torch.from_numpy(logits)[None]
-    for name, make in processors.items():
-        if name in asked:
-            scores = make(asked[name])(torch.tensor([prompt]), scores)
-    expected = torch.softmax(scores.double(), dim=-1)[0].numpy()
-    prompted = np.zeros((ROWS, vocab), bool)
-    prompted[:, prompt] = True
-    state = make_state(ROWS, vocab, seed=9, prompted=prompted, **{"temperature": 1.0, **asked})
-    assert_drawn_from(choose_all(np.tile(logits, (ROWS, 1, 1)), state)[:, 0], expected)
+# -- drafts, whose distributions test_draft_drawing.py tests
 
 
 FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
@@ -492,97 +385,38 @@ def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, co
     return chosen[:, 0], scores.argmax(axis=-1)[:, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"temperature": 0},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
+def test_draft_with_the_targets_logits_draws_the_chosen_tokens():
+    """Whatever the bias, the prompt and the output."""
+    for asked in [
+        {"temperature": 0.7, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
-        {"repetition_penalty": 1.7},
         {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4},
         {"top_k": 5, "repetition_penalty": 0.8, "presence_penalty": 0.6, "frequency_penalty": -0.4},
-    ],
-    ids=str,
-)
-def test_draft_with_the_targets_logits_draws_the_chosen_tokens(asked):
-    """Whatever the bias, the prompt and the output."""
-    rng = np.random.default_rng(3)
-    texts = rng.standard_normal(24, np.float32), rng.random(24) < 0.3, rng.integers(0, 4, 24, np.int32)
-    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
-    logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
-    chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
-    assert chosen.tolist() == drafted.tolist()
+    ]:
+        rng = np.random.default_rng(3)
+        texts = rng.standard_normal(24, np.float32), rng.random(24) < 0.3, rng.integers(0, 4, 24, np.int32)
+        columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": 1.0, **asked}[name] for name in SAMPLING_COLUMNS])
+        logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
+        chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
+        assert chosen.tolist() == drafted.tolist()
 
 
 # Of tokens 4, 1 and 7. Token 1 has a bias of 0.5, 4 is in the prompt and 7 in the output, twice.
-@pytest.mark.parametrize(
-    ("asked", "expected", "token"),
-    [
+def test_penalties_change_the_drafted_token_by_hand():
+    """The second row asks for nothing and has no bias: its scores stay as they are."""
+    for asked, expected, token in [
         ({}, [3.0, 2.9, 2.8], 4),
         ({"repetition_penalty": 2.0}, [1.5, 2.9, 1.4], 1),
         ({"presence_penalty": -0.5}, [3.0, 2.9, 3.3], 7),
         ({"frequency_penalty": -0.25}, [3.0, 2.9, 3.3], 7),
         ({"repetition_penalty": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [6.0, 2.9, 3.6], 4),
-    ],
-    ids=str,
-)
-def test_penalties_change_the_drafted_token_by_hand(asked, expected, token):
-    """The second row asks for nothing and has no bias: its scores stay as they are."""
-    columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
-    bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
-    bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
-    state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
-    scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
-    found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
-    np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
-    assert found[1].tolist() == scores[1].tolist()
-    assert choose_path(found, tokens).tolist() == [[token], [4]]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_drawn_drafts_leave_the_distribution_and_are_accepted_more_often_than_the_likeliest_token(temperature):
-    """Chi-square of the chosen tokens over 20,000 seeds, against the target's own distribution."""
-    logits = np.float32([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
-    guesses = np.float32([1.4, 1.9, 0.6, 0.9, -0.4, -0.1])
-    p, q = (np.exp(one / temperature) / np.exp(one / temperature).sum() for one in (logits, guesses))
-    columns = jnp.array([{**NEUTRAL_SAMPLING, "temperature": temperature}[name] for name in SAMPLING_COLUMNS])
-    seeds = np.random.default_rng(4).integers(0, 1 << 31, (20_000, 2), np.int32)
-    rows = (np.broadcast_to(one, (len(seeds), len(p))) for one in (logits, guesses))
-    chosen, drafted = draft_and_choose(*rows, columns, seeds)
-    for tokens, expected in ((chosen, p), (drafted, q)):
-        counts = np.bincount(tokens, minlength=len(p))
-        expected = expected * len(seeds)
-        assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE
-    accepted = np.mean(np.asarray(chosen) == np.asarray(drafted))
-    overlap = np.minimum(p, q).sum()
-    assert p[guesses.argmax()] + 0.1 < overlap / (2 - overlap) - 0.02 < accepted < overlap + 0.02
-
-
-@jit_quickly
-def draw_path(scores, tokens, seeds, temperature):
-    """Paths int32 [B, K] of `seeds` through `tokens` [K, C] with `scores` [K, C, C]."""
-    B, K = len(seeds), len(tokens)
-    columns = jnp.array([NEUTRAL_SAMPLING[name] for name in SAMPLING_COLUMNS])
-    columns = columns.at[SAMPLING_COLUMNS.index("temperature")].set(temperature)
-    nothing = jnp.zeros((B, 10), jnp.int32)
-    state = {"bias": nothing.astype(jnp.float32), "prompted": nothing > 0, "counts": nothing}
-    state |= {"sampling": jnp.broadcast_to(columns, (B, columns.size)), "seeds": seeds}
-    positions = jnp.broadcast_to(5 + jnp.arange(K), (B, K))
-    scores, tokens = (jnp.broadcast_to(one, (B, *one.shape)) for one in (scores, tokens))
-    return choose_path(draw_draft_scores(scores, tokens, positions, *FLAGS, state, ONE_DEVICE), tokens)
-
-
-@pytest.mark.parametrize("temperature", [0.4, 1.0])
-def test_drawn_path_follows_the_softmax_of_each_position_after_the_token_before(temperature):
-    """Chi-square of pairs of tokens over 20,000 seeds. Before the first position stands the last of axis 1."""
-    scores = np.float32([[[9, 9, 9], [9, 9, 9], [0.5, 0, -0.4]], [[1, 0, 0.2], [-0.3, 0.6, 0], [0, 0.1, 0.7]]])
-    tokens, seeds = np.int32([[4, 1, 7], [2, 0, 9]]), np.random.default_rng(6).integers(0, 1 << 31, (20_000, 2))
-    paths = np.asarray(draw_path(scores, tokens, np.int32(seeds), temperature))
-    first, second = softmax(scores[0, 2] / temperature), softmax(scores[1] / temperature)
-    expected = (first[:, None] * second).ravel() * len(seeds)
-    index = (paths[:, :1] == tokens[0]).argmax(axis=1) * 3 + (paths[:, 1:] == tokens[1]).argmax(axis=1)
-    counts = np.bincount(index, minlength=9)
-    assert ((counts - expected) ** 2 / expected).sum() < 26.1  # with 8 degrees of freedom, once in a thousand times
+    ]:
+        columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
+        bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
+        bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
+        state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
+        scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
+        found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
+        np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
+        assert found[1].tolist() == scores[1].tolist()
+        assert choose_path(found, tokens).tolist() == [[token], [4]]

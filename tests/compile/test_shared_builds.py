@@ -75,7 +75,7 @@ def test_executables_in_the_shared_store_are_not_compiled(run, open_shared, mani
     assert shared.report().hits == len(manifest.entries)
 
 
-def test_executables_in_the_bundle_are_not_looked_up_in_the_shared_store(run, open_shared):
+def test_executables_in_the_bundle_are_not_looked_up(run, open_shared):
     run(open_shared())
     shared = open_shared()
     run(shared)

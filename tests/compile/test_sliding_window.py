@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -37,21 +36,6 @@ def mask(window, start, block):
     return np.concatenate([of_context[0, :block, :start], of_block[0, :block, :block]], axis=-1)
 
 
-@pytest.mark.parametrize(
-    ("window", "rows"),
-    [
-        (None, ["######", "######", "######"]),
-        (SlidingWindow(2, causal=True), ["..##..", "...##.", "....##"]),
-        (SlidingWindow(2, causal=False), ["..###.", "...###", "....##"]),
-        (SlidingWindow(2, causal=True, anchored=True), [".###..", ".####.", ".#####"]),
-        (SlidingWindow(2, causal=False, anchored=True), [".#####", ".#####", ".#####"]),
-        (SlidingWindow(9, causal=True), ["####..", "#####.", "######"]),
-    ],
-)
-def test_masks_of_a_block_of_three_after_three_tokens(window, rows):
-    assert ["".join(".#"[flag] for flag in row) for row in mask(window, 3, 3).astype(int)] == rows
-
-
 @given(
     window=st.none() | st.builds(SlidingWindow, st.integers(1, 12), st.booleans(), st.booleans()),
     start=st.integers(1, 30),
@@ -71,9 +55,9 @@ def test_rows_of_a_batch_have_their_own_windows():
         assert seen[row, :, :start].tolist() == mask(window, start, 4)[:, :start].tolist()
 
 
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("start", [5, 30, 70])
-def test_masks_equal_those_of_the_reference(golden_directory, reading, start):
+def test_masks_equal_those_of_the_reference(golden_directory):
     masks = load_file(golden_directory / "qwen3-tiny-swa" / "attention_masks.safetensors")
-    expected = masks[f"{reading}.ctx{start}"]
-    assert (mask(READINGS[reading], start, len(expected)) == expected.astype(bool)).all()
+    for reading, window in READINGS.items():
+        for start in (5, 30, 70):
+            expected = masks[f"{reading}.ctx{start}"]
+            assert (mask(window, start, len(expected)) == expected.astype(bool)).all(), (reading, start)

@@ -82,15 +82,13 @@ def together():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "method", ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_outputs", "top_values"]
-)
-def test_several_devices_compute_what_one_device_computes(together, method):
-    alone, shared = together[method]
-    assert alone == shared
+def test_several_devices_compute_what_one_device_computes(together):
+    for method in ["argmax", "look_up", "own_slice", "row_parallel_matmul", "top_outputs", "top_values"]:
+        alone, shared = together[method]
+        assert alone == shared
 
 
-def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(together):
+def test_both_searches_find_the_same_outputs_on_several_devices(together):
     """Of equal outputs, those of the lowest tokens."""
     products = np.array(together["products"])
     tokens = np.argsort(-products, axis=-1, kind="stable")[..., :8]
@@ -99,12 +97,12 @@ def test_both_searches_find_the_same_outputs_on_one_device_and_on_several(togeth
     assert together["searches"] == [[values.tolist(), tokens.tolist()]] * 4
 
 
-def test_tiles_are_searched_on_tpu_if_more_than_twice_the_count():
+def test_tiles_are_searched_on_tpu_if_there_are_many():
     for vocab, count, tpu in ((2304, 8, search_tiles), (2304, 9, search_outputs), (2312, 8, search_outputs)):
         assert choose_searches(vocab, count) == {"tpu": tpu, "default": search_outputs}
 
 
-def test_several_devices_compute_the_logsumexp_and_logits_of_one_device(together):
+def test_several_devices_compute_the_logsumexp_of_one_device(together):
     (total, logits), (shared_total, shared_logits) = together["logsumexp_and_logits"]
     np.testing.assert_allclose(shared_total, total, rtol=1e-6)
     assert shared_logits == logits
@@ -119,22 +117,19 @@ def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_check_divisible_names_the_size(small_pair):
+    for change, named in [
         ({"mlp": DenseMlp(42)}, "the target's MLP width 42"),
         ({"mlp": MixtureOfExperts(4, 2, 18, True)}, "the target's MLP width 18"),
         ({"vocab": 50}, "the vocabulary 50"),
-    ],
-)
-def test_check_divisible_names_the_size(small_pair, change, named):
-    target, draft = small_pair
-    wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
-    draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
-    even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
-    check_divisible(even, draft, 4)
-    with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
-        check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
+    ]:
+        target, draft = small_pair
+        wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
+        draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
+        even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
+        check_divisible(even, draft, 4)
+        with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
+            check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
 
 
 def test_check_divisible_counts_the_drafts_own_vocabulary(small_pair):

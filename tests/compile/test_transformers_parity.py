@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from msgspec import structs
-from safetensors import safe_open
 
 from dflash_aot.cache.model_config.architecture import DenseMlp, Draft
 
@@ -38,17 +37,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 3.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 MODELS = {
     "qwen3 tied": ("Qwen3", PLAIN, {"tie_word_embeddings": True}),
-    "qwen3 untied": ("Qwen3", PLAIN, {}),
-    "qwen3 linear": ("Qwen3", LINEAR, {}),
-    "qwen3 yarn": ("Qwen3", YARN, {}),
-    "qwen3 biased": ("Qwen3", PLAIN, {"attention_bias": True}),
-    "llama tied": ("Llama", LLAMA3, {"tie_word_embeddings": True}),
-    "llama biased": ("Llama", LLAMA3, {"attention_bias": True}),
-    "moe normalized": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3 yarn biased": ("Qwen3", YARN, {"attention_bias": True}),
+    "llama tied biased": ("Llama", LLAMA3, {"tie_word_embeddings": True, "attention_bias": True}),
     "moe": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": False}),
 }
 LINEAR_ATTENTION = {
@@ -64,7 +57,7 @@ HYBRIDS = {"hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_b
 CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *HYBRIDS])
 def theirs(request):
     """A transformers model with random weights, norms and biases."""
     family, rope, special = (MODELS | HYBRIDS)[request.param]
@@ -81,16 +74,11 @@ def theirs(request):
 
 
 @pytest.fixture(scope="module")
-def saved(theirs, tmp_path_factory):
+def ours(theirs, load_target, tmp_path_factory):
+    """The same model, read from the checkpoint that transformers saves."""
     directory = tmp_path_factory.mktemp("saved")
     theirs.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def ours(saved, load_target):
-    """The same model, read from the checkpoint that transformers saves."""
-    return load_target(saved)
+    return load_target(directory)
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +95,6 @@ def expected(theirs, tokens):
     return answer.logits[0].numpy(), features
 
 
-def test_logits_equal_those_of_transformers(ours, tokens, expected):
-    logits, _ = ours.read(tokens, AUX_LAYERS)
-    np.testing.assert_allclose(logits, expected[0], rtol=0, atol=TOLERANCE)
-
-
-def test_features_are_the_hidden_states_after_the_aux_layers(ours, tokens, expected):
-    _, features = ours.read(tokens, AUX_LAYERS)
-    np.testing.assert_allclose(features, expected[1], rtol=0, atol=TOLERANCE)
-
-
 @pytest.fixture(scope="module")
 def rig(ours, make_rig):
     """Our programs. A pair needs a draft, but none of its weights are used."""
@@ -127,10 +105,12 @@ def rig(ours, make_rig):
     return make_rig(ours.paired(draft), f"batch=1 length=64 k=0 prefill={CHUNK}")
 
 
-@pytest.mark.parametrize("theirs", [*MODELS, *HYBRIDS], indirect=True)
-def test_decoding_token_by_token_equals_transformers(rig, tokens, expected):
+def test_decoding_token_by_token_equals_transformers(ours, rig, tokens, expected):
     """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected
+    if not ours.target.recurrent:
+        for found, wanted in zip(ours.read(tokens, AUX_LAYERS), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
     chunk = {"tokens": tokens[None, :CHUNK], "slots": [0], "starts": [0], "counts": [CHUNK], "gives_first": [True]}
     arrays = rig.run(f"prefill prefill={CHUNK} length=64", rig.empty(), **chunk)
     np.testing.assert_allclose(arrays["features"][0], features[:CHUNK], rtol=0, atol=TOLERANCE)
@@ -143,17 +123,3 @@ def test_decoding_token_by_token_equals_transformers(rig, tokens, expected):
         chosen.append(int(arrays["verdict"][0, 1]))
     assert arrays["lengths"].tolist() == [CHUNK + STEPS]
     assert chosen == logits[CHUNK - 1 : CHUNK + STEPS].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("theirs", ["moe"], indirect=True)
-def test_saved_experts_are_separate_tensors(theirs, saved):
-    """transformers 5 holds all experts of a layer in one tensor in memory."""
-    assert any(name.endswith("experts.gate_up_proj") for name, _ in theirs.named_parameters())
-    with safe_open(saved / "model.safetensors", framework="numpy") as file:
-        names = {name for name in file.keys() if ".experts." in name}  # noqa: SIM118  not a dictionary
-    assert names == {
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-        for layer in range(3)
-        for expert in range(8)
-        for part in ("gate", "up", "down")
-    }

@@ -27,6 +27,9 @@ from dflash_aot.compile.programs.programs import Programs
 SLICE = parse_topology("v5e:1x1")
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 LOGS = "dflash-worker-*.log"
+# What a stored file must not name: paths of the building machine.
+PATHS = [str(Path(worker_pool.__file__).parent), str(Path.home()), ".py", "site-packages"]
+PATHS += [platform.node()] if len(platform.node()) > 3 else []  # "vm" is part of every executable
 
 pytestmark = pytest.mark.skipif(not libtpu_version(), reason="libtpu is not installed")
 
@@ -78,7 +81,7 @@ def children() -> set[int]:
             return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
-def test_pool_compiles_every_executable_for_a_tpu_that_is_not_attached(first, source, bundle):
+def test_pool_compiles_for_a_tpu_that_is_not_attached(first, source, bundle):
     report, environment = first
     assert [entry.signature for entry in report.entries] == source.signatures
     assert len(report.compiled) == len(source.signatures)
@@ -86,9 +89,11 @@ def test_pool_compiles_every_executable_for_a_tpu_that_is_not_attached(first, so
     for entry in report.entries:
         assert Store(bundle).read_executable(entry)
         assert all("T(" in entry.analysis.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
+        for kept in (Store(bundle).read_executable(entry), Store(bundle).read_program(entry)):
+            assert [word for word in PATHS if word.encode() in kept] == [], entry.signature.label
 
 
-def test_second_build_finds_all_executables_and_leaves_no_process_or_log(first, source, bundle, logs):
+def test_second_build_compiles_nothing_and_leaves_no_process(first, source, bundle, logs):
     before = children()
     with WorkerPool(SLICE, bundle, 1) as pool:
         assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
@@ -115,26 +120,20 @@ def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jo
     assert (children(), list(logs.glob(LOGS))) == (before, [log])
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGUSR1, "SIGUSR1. Log: "),
-        (signal.SIGKILL, "SIGKILL, probably because memory ran out: try --jobs 1. Log: "),
-    ],
-)
-def test_log_of_a_workers_start_is_not_quoted_after_a_crash(compile_jobs, bundle, logs, monkeypatch, number, words):
+def test_killed_worker_names_its_log_without_quoting_it(compile_jobs, bundle, logs, monkeypatch):
     monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax")
     before = children()
     with WorkerPool(SLICE, bundle, 1) as pool:
         (log,), (worker,) = logs.glob(LOGS), children() - before
         assert log.read_text().strip()
-        os.kill(worker, number)
+        os.kill(worker, signal.SIGKILL)
         with pytest.raises(BuildFailed) as failed:
             pool.start(compile_jobs[0]).result()
+    words = "SIGKILL, probably because memory ran out: try --jobs 1. Log: "
     assert str(failed.value) == f"the compiler process was ended by {words}{log}"
 
 
-def test_pool_gives_up_after_two_workers_crash_before_any_answers(compile_jobs, bundle, logs, monkeypatch):
+def test_pool_gives_up_after_two_crashes(compile_jobs, bundle, logs, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
     with WorkerPool(SLICE, bundle, 1) as pool:
         failures = [str(pool.start(job).exception()) for job in compile_jobs[:4]]
@@ -154,7 +153,7 @@ def test_closed_pool_ends_workers_that_are_starting(compile_jobs, bundle):
     assert children() == before
 
 
-def test_executable_has_the_same_bytes_in_any_order_directory_and_user(first, compile_jobs, tmp_path, monkeypatch):
+def test_executable_has_the_same_bytes_in_any_directory(first, compile_jobs, tmp_path, monkeypatch):
     """In another bundle, one at a time in another order, from another directory, as another user."""
     monkeypatch.chdir(tmp_path)
     for variable in ("USER", "LOGNAME", "HOME"):
@@ -163,20 +162,6 @@ def test_executable_has_the_same_bytes_in_any_order_directory_and_user(first, co
         for entry, job in reversed(list(zip(first[0].entries, compile_jobs, strict=True))[2:5]):
             again = pool.start(job).result()
             assert (again.key, again.sha256, again.program) == (entry.key, entry.sha256, entry.program)
-
-
-def test_stored_files_name_no_path_of_the_building_machine(first, bundle):
-    telling = [
-        str(bundle),
-        str(Path(worker_pool.__file__).parent),
-        str(Path.home()),
-        *([platform.node()] if len(platform.node()) > 3 else []),  # "vm" is part of every executable
-        ".py",
-        "site-packages",
-    ]
-    for entry in first[0].entries:
-        for kept in (Store(bundle).read_executable(entry), Store(bundle).read_program(entry)):
-            assert [word for word in telling if word.encode() in kept] == [], entry.signature.label
 
 
 def test_unknown_compiler_flag_is_reported_in_the_compilers_words(tmp_path, logs, monkeypatch):
@@ -194,9 +179,8 @@ def test_missing_compiler_is_reported_with_its_install_command(monkeypatch, tmp_
         check_compiler()
 
 
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
+def test_last_words_are_the_line_that_explains_the_crash():
+    for log, words in [
         ("", ""),
         ("one\n\ntwo  \n", "two"),
         ("F0101 a check\n*** Check failure stack trace: ***\n    @  0x1  f()\n", "F0101 a check"),
@@ -205,7 +189,5 @@ def test_missing_compiler_is_reported_with_its_install_command(monkeypatch, tmp_
             "*** SIGSEGV received",
         ),
         ("Traceback\n  File x\nValueError: of Python\n", "ValueError: of Python"),
-    ],
-)
-def test_last_words_are_the_line_that_explains_the_crash(log, words):
-    assert find_last_words(log) == words
+    ]:
+        assert find_last_words(log) == words
