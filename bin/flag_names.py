@@ -12,7 +12,7 @@ FLAG_NAMES = {
     command: frozenset(f"{PAIR} {names}".split())
     for command, names in {
         "dflash-precompile": """
-            buckets canaries check_reproducible draft_weights dtype exact executor jobs json plan platform ray_address
+            buckets canaries draft_weights dtype exact executor jobs json plan platform ray_address
             rebuild sampling speculative_config store tau tensor_parallel topology weights
         """,
         "dflash-run": """

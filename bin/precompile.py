@@ -4,7 +4,7 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--weights bfloat16|int8] [--draft_weights bfloat16|int8]
-    [--sampling greedy,sample] [--exact] [--nocanaries] [--check_reproducible] [--store URL]
+    [--sampling greedy,sample] [--exact] [--nocanaries] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries]
@@ -35,7 +35,7 @@ WITH_REBUILD = frozenset(
         *("executor", "ray_address"),
     }
 )
-NOT_WITH_PLAN = ("store", "check_reproducible", "canaries", "executor", "ray_address")
+NOT_WITH_PLAN = ("store", "canaries", "executor", "ray_address")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target model: a directory, or a hub id in the local cache", flag_values=FLAGS
@@ -126,12 +126,6 @@ _REQUIRE_SIGNATURE = flags.DEFINE_string(
     "with --rebuild: PEM file of a public key; refuse a bundle that its owner did not sign",
     flag_values=FLAGS,
 )
-_CHECK_REPRODUCIBLE = flags.DEFINE_bool(
-    "check_reproducible",
-    False,
-    "build twice and compare keys and programs, and for a TPU every byte",
-    flag_values=FLAGS,
-)
 _EXACT = flags.DEFINE_bool(
     "exact",
     False,
@@ -173,7 +167,6 @@ def run_precompile() -> None:
         self_test=_CANARIES.value,
         store=_STORE.value,
         ray_address=_choose_ray_address(),
-        check_reproducible=_CHECK_REPRODUCIBLE.value,
     )
     print_report(report, _JSON.value)
 

@@ -13,7 +13,6 @@ from typing import Annotated
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
-from dflash_aot.cache.bundle.export_window import ExportWindow, find_window
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
@@ -256,7 +255,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
-    exporter: version of the jaxlib that exported the programs, if a rebuild compiled them with another one.
     formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
     digest: sha256 of the file with an empty digest, in hex.
     """
@@ -271,7 +269,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
-    exporter: Version | msgspec.UnsetType = msgspec.UNSET
     formats: WeightFormats | msgspec.UnsetType = msgspec.field(name="weight_formats", default=msgspec.UNSET)
     digest: str = ""
 
@@ -279,10 +276,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def weight_formats(self) -> WeightFormats:
         """The format of each model's linear layers."""
         return self.formats or PLAIN
-
-    def export_window(self) -> ExportWindow:
-        """Returns until when the programs can be rebuilt."""
-        return find_window(self.exporter or self.environment.jaxlib)
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from datetime import date, timedelta
 
 import pytest
 from msgspec import convert, structs
@@ -17,7 +16,6 @@ from dflash_aot.bin import run as dflash_run
 from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
-from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -139,16 +137,6 @@ def test_inspect_of_an_int8_bundle_says_so(manage, report, bundle):
     assert report("inspect", path)[0]["weight_formats"] == {"target": "int8", "draft": "int8"}
 
 
-@pytest.mark.parametrize("days", [0, 300])
-def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(manage, copy, monkeypatch, days):
-    manifest = read_manifest(copy)
-    release = date.today() - PROMISED + timedelta(days)
-    monkeypatch.setitem(RELEASES, manifest.environment.jaxlib, release)
-    text = f"released by {date.today() + timedelta(days)} compile them"
-    soon = f"{text}. With a later version, export them anew: {manifest.build_command(copy)}"
-    assert (soon if days == 0 else f"{text}\n") in manage("inspect", copy).out
-
-
 def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
     entry, *_ = read_manifest(estimated).entries
     label = entry.signature.label
@@ -190,12 +178,6 @@ def test_inspect_json_has_every_field(report, copy):
     assert told["memory_per_device"]["temporaries"] == max(one.memory.temporaries for one in manifest.entries)
     assert told["environment"]["cpu_features"] == list(manifest.environment.cpu_features)
     assert told["signers"] is None
-    window = manifest.export_window()
-    assert told["rebuild_window"] == {
-        "exporter": manifest.environment.jaxlib,
-        "until": str(window.until),
-        "ends_soon": window.ends_soon(date.today()),
-    }
     assert told["verdict"] == {
         "fits": True,
         "differences": [],
