@@ -24,10 +24,10 @@ from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 12
+SCHEMA = 13
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
-DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest
+DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Version = Annotated[str, msgspec.Meta(pattern=r"\A[\w.+]{1,64}\Z")]
@@ -106,9 +106,10 @@ class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Work of one call.
 
     flops: floating-point operations, as the compiler counts them; the body of a loop counts once.
-    bytes_accessed: bytes read and written, counted likewise.
+    bytes_accessed: bytes read and written; the body of a loop counts once.
     schedule: the estimated time on a TPU; absent for other devices, and where the compiler estimates nothing.
-    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent likewise.
+    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent for other
+        devices.
     """
 
     flops: float
@@ -225,8 +226,8 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     memory: MemoryUse
     cost: CallCost
     compiler_options: dict[str, str]
-    analysis: ExecutableAnalysis = msgspec.field(name="inspection")  # the names in manifests
-    self_test: SelfTest | None = msgspec.field(default=None, name="canary")
+    analysis: ExecutableAnalysis
+    self_test: SelfTest | None = None
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,7 +270,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
-    formats: WeightFormats | msgspec.UnsetType = msgspec.field(name="weight_formats", default=msgspec.UNSET)
+    formats: WeightFormats | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
 
     @property

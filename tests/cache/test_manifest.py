@@ -128,7 +128,7 @@ def set_version(content):
 
 
 def set_target_layer_id(content):
-    content["draft"]["facts"]["taps"][0] = 2
+    content["draft"]["facts"]["target_layer_ids"][0] = 2
 
 
 def set_hash(content):
