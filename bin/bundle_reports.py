@@ -157,7 +157,7 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         draft=manifest.draft,
         grid=str(manifest.grid),
         dtype=manifest.dtype,
-        weight_formats=manifest.weight_formats,
+        weight_formats=manifest.formats,
         sampling=manifest.sampling,
         programs=programs,
         executables=sum(program.executables for program in programs),

@@ -256,7 +256,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
-    formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
+    weight_formats: formats of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
     digest: sha256 of the file with an empty digest, in hex.
     """
 
@@ -270,13 +270,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
-    formats: WeightFormats | msgspec.UnsetType = msgspec.UNSET
+    weight_formats: WeightFormats | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
 
     @property
-    def weight_formats(self) -> WeightFormats:
+    def formats(self) -> WeightFormats:
         """The format of each model's linear layers."""
-        return self.formats or PLAIN
+        return self.weight_formats or PLAIN
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""
@@ -284,7 +284,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def weight_flags(self) -> dict[str, str]:
         """Returns the flags that name the weight formats, with their values; none if the manifest names no formats."""
-        formats = self.formats
+        formats = self.weight_formats
         models = {"weights": formats.target, "draft_weights": formats.draft} if formats else {}
         return {flag: self.dtype if one == "plain" else one for flag, one in models.items()}
 

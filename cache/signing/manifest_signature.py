@@ -21,9 +21,7 @@ SIGNATURE_FILE = "manifest.sig.json"
 SIGNED_FILE = "manifest.json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = (
-    "urn:dflash-aot:bundle:v1"  # a key may sign other statements too: this type marks statements about bundles
-)
+PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # the key may sign statements of other types too
 MAX_SIGNATURE_BYTES = 1 << 16
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

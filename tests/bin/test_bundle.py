@@ -125,7 +125,7 @@ def test_inspect_describes_the_embedded_draft(manage, bundle):
 )
 def test_inspect_names_the_weight_formats(bundle, tmp_path, formats, text):
     """Manifests of a plain bundle, with other formats."""
-    manifest = structs.replace(read_manifest(bundle("tiny")), formats=formats)
+    manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
     inspection = inspect_bundle(tmp_path, manifest, None)
     assert f"weights   {text}" in format_inspection(inspection)
     assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)

@@ -254,7 +254,7 @@ def test_build_command_selects_the_same_sampling_modes(manifest):
 
 def test_build_command_names_the_weight_formats_that_are_not_plain(manifest):
     assert "weights" not in manifest.build_command(Path("b"))
-    quantized = structs.replace(manifest, formats=WeightFormats(target="int8"))
+    quantized = structs.replace(manifest, weight_formats=WeightFormats(target="int8"))
     assert " --weights int8 --draft_weights bfloat16 " in quantized.build_command(Path("b"))
 
 
