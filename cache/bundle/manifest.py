@@ -256,7 +256,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
-    weight_formats: formats of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
+    weight_formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
     digest: sha256 of the file with an empty digest, in hex.
     """
 

@@ -155,10 +155,10 @@ def test_class_with_a_frame_between_its_texts_is_found():
 
 
 def test_executables_of_this_jax_version_pass_with_their_device_ids(bundle):
-    for path in (bundle("tiny"), bundle("bfloat16")):
-        for entry in read_manifest(path).entries:
-            blob = Store(path).read_executable(entry)
-            assert scan_pickle(blob, entry.signature) == {0}
+    path = bundle("tiny")
+    for entry in read_manifest(path).entries:
+        blob = Store(path).read_executable(entry)
+        assert scan_pickle(blob, entry.signature) == {0}
     device = text("device") + MEMOIZE + b"K\x00"
     assert blob.count(device) == 1
     assert scan_pickle(blob.replace(device, device[:-1] + b"\x07"), entry.signature) == {0, 7}
