@@ -72,7 +72,7 @@ def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
     path = store.executable_path(broken)
     path.write_bytes(path.read_bytes()[:-1])
     results = run_all(deviating, exchanged, broken, narrow)
-    assert [result.fault for result in results] == ["canary", "canary", "bytes", None]
+    assert [result.fault for result in results] == ["self_test", "self_test", "bytes", None]
     reasons = [result.reason for result in results]
     assert reasons[0].startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in reasons[0]
     assert "TypeError" in reasons[1] and str(path) in reasons[2]

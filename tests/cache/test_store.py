@@ -148,7 +148,7 @@ def test_build_record_of_another_program_is_quarantined(find, store, entry, blob
 
 
 def quarantine_reasons(store) -> list[str]:
-    notes = (store.bundle / "set-aside").glob("*.0.json")
+    notes = (store.bundle / "quarantine").glob("*.0.json")
     return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
 
 
@@ -280,7 +280,7 @@ def test_complete_bundle_may_be_read_only(store):
         ("executables", True, Store.open_for_building),
         ("programs", False, Store.hold_lock),
         ("entries", True, Store.hold_lock),
-        ("set-aside", False, Store.open_for_building),
+        ("quarantine", False, Store.open_for_building),
         (".lock", True, Store.hold_lock),
         (".lock", False, Store.open_for_building),
     ],

@@ -132,7 +132,7 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
 @pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
 def test_draft_in_floats_changes_blocks_not_text(rounded, results, bundle):
     k, drafted = max(results), []
-    formats = read_manifest(bundle("int8 target")).weight_formats
+    formats = read_manifest(bundle("int8 target")).formats
     assert (formats.target, formats.draft) == ("int8", "plain")
     with Engine.open(bundle("int8 target"), k=k) as engine:
         for prompt, expected in zip(find_prompts("int8 untied"), results[k], strict=True):

@@ -19,7 +19,7 @@ from dflash_aot.runtime import Engine
 DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')
 # Fields that serving does not depend on: build time and memory, inspection, recorded self-tests, and the K that the
 # draft's config suggests.
-HARMLESS = re.compile(r"entries\.\d+\.(seconds|memory|cost|inspection|canary)\b.*|draft\.facts\.k")
+HARMLESS = re.compile(r"entries\.\d+\.(seconds|memory|cost|analysis|self_test)\b.*|draft\.facts\.k")
 
 
 @pytest.fixture(scope="module")
