@@ -27,7 +27,6 @@ from dflash_aot.cache.signing.ed25519 import read_public_key
 PRECOMPILE = "dflash-precompile --bundle"
 INSPECT = """
 import sys
-{before}
 import dflash_aot.bin.bundle
 try:
     dflash_aot.bin.bundle.main()
@@ -107,34 +106,21 @@ def test_inspect_shows_what_the_manifest_says(manage, copy):
     assert "signed    no" in done.out
 
 
-def test_inspect_describes_the_embedded_draft(manage, bundle):
-    text = manage("inspect", bundle("one row")).out
-    (line,) = (line for line in text.splitlines() if line.startswith("drafting"))
-    assert line.startswith("drafting  DFlash2 draft in z-lab format: 1 layer, blocks of 16, target_layer_ids 1, 4, 8,")
-    assert line.endswith("convolutions over 2 rows in groups of 16, a path through 16 candidates of rank 64")
-
-
-@pytest.mark.parametrize(
-    ("formats", "text"),
-    [
-        (WeightFormats(), "float32"),
-        (WeightFormats("int8", "int8"), "int8"),
-        (WeightFormats(target="int8"), "int8 (draft: float32)"),
-        (WeightFormats(draft="int8"), "float32 (draft: int8)"),
-    ],
+FORMATS = (
+    (WeightFormats(), "float32"),
+    (WeightFormats("int8", "int8"), "int8"),
+    (WeightFormats(target="int8"), "int8 (draft: float32)"),
+    (WeightFormats(draft="int8"), "float32 (draft: int8)"),
 )
-def test_inspect_names_the_weight_formats(bundle, tmp_path, formats, text):
+
+
+def test_inspect_names_the_weight_formats(bundle, tmp_path):
     """Manifests of a plain bundle, with other formats."""
-    manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
-    inspection = inspect_bundle(tmp_path, manifest, None)
-    assert f"weights   {text}" in format_inspection(inspection)
-    assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
-
-
-def test_inspect_of_an_int8_bundle_says_so(manage, report, bundle):
-    path = bundle("int8 untied")
-    assert "weights   int8\n" in manage("inspect", path).out
-    assert report("inspect", path)[0]["weight_formats"] == {"target": "int8", "draft": "int8"}
+    for formats, text in FORMATS:
+        manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
+        inspection = inspect_bundle(tmp_path, manifest, None)
+        assert f"weights   {text}" in format_inspection(inspection)
+        assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
 
 
 def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
@@ -206,38 +192,35 @@ def test_inspect_lists_fields_known_only_when_jax_starts(manage, copy):
     assert f"known only when JAX starts: {later}" in done.out
 
 
-@pytest.mark.parametrize(
-    ("before", "loaded"), [("", "[]"), ("import dflash_aot.cache.devices", "['jax', 'jaxlib', 'numpy', 'ml_dtypes']")]
-)
-def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path, before, loaded):
+def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path):
     directory = tmp_path / "ein Pfad mit Leerzeichen, ünïcödé ☃" / "bundle"
     shutil.copytree(copy, directory, copy_function=shutil.copyfile)
     for path in (directory, *directory.rglob("*")):
         os.utime(path, (0, 0))
-    command = [sys.executable, "-c", INSPECT.format(before=before), "inspect", "bundle"]
+    command = [sys.executable, "-c", INSPECT, "inspect", "bundle"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=directory.parent)
     assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout.splitlines()[-2:] == ["0", loaded]
+    assert done.stdout.splitlines()[-2:] == ["0", "[]"]
 
 
-@pytest.mark.parametrize("name", ["inspect", "verify", "gc", "sign"])
-def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path, make_key, name):
-    key = ["--key", make_key("ours")[0]] if name == "sign" else []
-    done = manage(name, tmp_path / "nowhere", *key)
-    assert done.code == 2 and done.out == ""
-    assert f"{PRECOMPILE} {tmp_path / 'nowhere'}" in done.err
-    assert not (tmp_path / "nowhere").exists()
+def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path, make_key):
+    for name in ("inspect", "verify", "gc", "sign"):
+        key = ["--key", make_key("ours")[0]] if name == "sign" else []
+        done = manage(name, tmp_path / "nowhere", *key)
+        assert done.code == 2 and done.out == ""
+        assert f"{PRECOMPILE} {tmp_path / 'nowhere'}" in done.err
+        assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("name", ["inspect", "verify", "gc", "sign", "diff"])
-def test_corrupt_manifest_is_refused_by_every_command(manage, copy, make_key, name):
+def test_corrupt_manifest_is_refused_by_every_command(manage, copy, make_key):
     (copy / "manifest.json").write_bytes((copy / "manifest.json").read_bytes()[:-9])
-    more = {"sign": ["--key", make_key("ours")[0]], "diff": [copy]}.get(name, [])
     before = snapshot(copy)
-    done = manage(name, copy, *more)
-    assert done.code == 3 and done.out == ""
-    assert str(copy / "manifest.json") in done.err and PRECOMPILE in done.err
-    assert snapshot(copy) == before
+    for name in ("inspect", "verify", "gc", "sign", "diff"):
+        more = {"sign": ["--key", make_key("ours")[0]], "diff": [copy]}.get(name, [])
+        done = manage(name, copy, *more)
+        assert done.code == 3 and done.out == ""
+        assert str(copy / "manifest.json") in done.err and PRECOMPILE in done.err
+        assert snapshot(copy) == before
 
 
 def test_manifest_without_an_executable_of_the_grid_is_corrupt(manage, copy):
@@ -293,12 +276,6 @@ def test_verify_says_why_broken_files_were_left(manage, copy):
     done = manage("verify", copy)
     assert done.code == 3 and "broken files were left in place" in done.out
     assert blob(copy).exists()
-
-
-def test_verify_lists_unexpected_files_and_passes(report, copy):
-    (copy / "notes.txt").touch()
-    told, code = report("verify", "--bundle", copy)
-    assert code == 0 and [stray["what"] for stray in told["strays"]] == ["unknown"]
 
 
 # -- sign, and verification of signatures
@@ -388,19 +365,6 @@ def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     assert f"- {last}: only in a" in done.out
     told, code = report("diff", bundle("tiny"), copy)
     assert code == 1 and told["changes"] == [{"field": "dtype", "a": "float32", "b": "bfloat16"}]
-
-
-def test_diff_of_a_plain_and_an_int8_bundle_names_formats_arguments_and_keys(report, bundle):
-    plain, int8 = bundle("untied"), bundle("int8 untied")
-    told, code = report("diff", plain, int8)
-    changes = {one["field"]: (one["a"], one["b"]) for one in told["changes"]}
-    assert code == 1
-    assert [changes[f"weight_formats.{role}"] for role in ("target", "draft")] == [("plain", "int8")] * 2
-    assert changes["weights.draft.fc.weight.dtype"] == ("float32", "int8")
-    keys = [{one.signature.label: one.key for one in read_manifest(path).entries} for path in (plain, int8)]
-    labels = [label for label in keys[0] if label.startswith(("verify", "draft"))]
-    assert len(labels) == 3
-    assert [label for label in labels if keys[0][label] == keys[1][label]] == []
 
 
 # -- gc

@@ -75,16 +75,6 @@ def flip_blob(copy: Path) -> Words:
     return [f"{path} ({entry.signature.label}): its sha256 is ", rebuild_command(copy)]
 
 
-def swap_blobs(copy: Path) -> Words:
-    entries = [find_entry(copy, program) for program in ("prefill", "verify")]
-    paths = [Store(copy).executable_path(entry) for entry in entries]
-    contents = [path.read_bytes() for path in paths]
-    for path, content in zip(paths, reversed(contents), strict=True):
-        path.write_bytes(content)
-    sizes = f"{entries[1].bytes} bytes, the manifest says {entries[0].bytes}"
-    return [f"{paths[0]} ({entries[0].signature.label}): {sizes}", rebuild_command(copy)]
-
-
 def remove_blob(copy: Path) -> Words:
     entry = find_entry(copy, "prefill")
     Store(copy).executable_path(entry).unlink()
@@ -92,12 +82,6 @@ def remove_blob(copy: Path) -> Words:
         f"{Store(copy).executable_path(entry)} ({entry.signature.label}): No such file or directory",
         rebuild_command(copy),
     ]
-
-
-def link_blob(copy: Path) -> Words:
-    path = Store(copy).executable_path(find_entry(copy, "kv_write"))
-    path.symlink_to(path.rename(copy / "elsewhere"))
-    return [f"{path} (kv_write", "a symbolic link, where a regular file should be", rebuild_command(copy)]
 
 
 def block_blob(copy: Path) -> Words:
@@ -140,17 +124,7 @@ def plant_another_bucket(copy: Path) -> Words:
     return [f"{where}: does not accept the inputs of its signature", verify_and_rebuild_commands(copy)]
 
 
-CORRUPT = [
-    cut_blob,
-    flip_blob,
-    swap_blobs,
-    remove_blob,
-    link_blob,
-    block_blob,
-    plant_payload,
-    plant_rubbish,
-    plant_another_bucket,
-]
+CORRUPT = [cut_blob, flip_blob, remove_blob, block_blob, plant_payload, plant_rubbish, plant_another_bucket]
 
 
 @pytest.mark.parametrize("damage", CORRUPT, ids=lambda damage: damage.__name__)
@@ -161,11 +135,10 @@ def test_corrupt_bundle_exits_with_3_and_names_file_values_and_remedy(serve, cop
     assert [part for part in words if part not in done.err] == []
 
 
-@pytest.mark.parametrize("damage", [plant_payload, plant_rubbish], ids=lambda damage: damage.__name__)
-def test_corrupt_executable_found_while_generating_exits_with_3(command, bundle, tmp_path, damage):
+def test_corrupt_executable_found_while_generating_exits_with_3(command, bundle, tmp_path):
     """With --prompt only the executables that the prompt needs are loaded."""
-    embedded = shutil.copytree(bundle("one row"), tmp_path / "embedded")
-    words = damage(embedded)
+    embedded = shutil.copytree(bundle("served"), tmp_path / "embedded")
+    words = plant_payload(embedded)
     done = command(run, f"--bundle={embedded}", "--prompt=import", "--max_tokens=4", "--k=0")
     assert done.code == 3 and [part for part in words if part not in done.err] == []
 
@@ -197,22 +170,7 @@ def rename(pair: dict[str, Path]) -> Words:
     ]
 
 
-def reshape(pair: dict[str, Path]) -> Words:
-    path = change_tensors(pair["draft"], lambda tensors: tensors.update({"norm.weight": np.ones(5, np.float32)}))
-    return [f"{path}: norm.weight is [5], but its config.json implies [64]"]
-
-
-def retype(pair: dict[str, Path]) -> Words:
-    path = change_tensors(pair["target"], lambda tensors: tensors.update({NORM: tensors[NORM].astype(np.int32)}))
-    return [f"{path}: {NORM} is I32, expected one of BF16, F16, F32"]
-
-
-def mix_up(pair: dict[str, Path]) -> Words:
-    pair["target"], pair["draft"] = pair["draft"], pair["target"]
-    return [f"{pair['target']}/config.json", "architectures is ['DFlashDraftModel']", "swapped?"]
-
-
-@pytest.mark.parametrize("damage", [put_nan, rename, reshape, retype, mix_up], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [put_nan, rename], ids=lambda damage: damage.__name__)
 def test_wrong_weights_exit_with_2(serve, pair, damage):
     words = damage(pair)
     done = serve(**pair)

@@ -17,21 +17,21 @@ def test_flag_names_are_those_of_the_command(command):
     assert set(MODULES[command].FLAGS) == FLAG_NAMES[command]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "unknown"),
-    [
-        (["--budle=x"], "budle"),
-        (["--bundle=x", "--k=3", "--kk", "3"], "kk"),
-        (["--jsonn"], "jsonn"),
-        (["--bundle", "x", "--nojson", "--k=-1", "--help"], None),
-        (["--bundle", "--json-is-a-name"], None),  # the value of --bundle
-        (["--", "--budle"], None),
-        (["-budle", "--k"], None),  # one dash may begin a number: the command reads it
-    ],
-)
-def test_unknown_flag_is_found(arguments, unknown):
-    message = find_unknown_flag(arguments, NAMES)
-    assert message is None if unknown is None else message.startswith(f"Unknown command line flag '{unknown}'")
+GIVEN = [
+    (["--budle=x"], "budle"),
+    (["--bundle=x", "--k=3", "--kk", "3"], "kk"),
+    (["--jsonn"], "jsonn"),
+    (["--bundle", "x", "--nojson", "--k=-1", "--help"], None),
+    (["--bundle", "--json-is-a-name"], None),  # the value of --bundle
+    (["--", "--budle"], None),
+    (["-budle", "--k"], None),  # one dash may begin a number: the command reads it
+]
+
+
+def test_unknown_flag_is_found():
+    for arguments, unknown in GIVEN:
+        message = find_unknown_flag(arguments, NAMES)
+        assert message is None if unknown is None else message.startswith(f"Unknown command line flag '{unknown}'")
 
 
 @pytest.mark.parametrize("command", ["run", "precompile", "serve"])
@@ -43,20 +43,23 @@ def test_unknown_flag_is_refused_without_importing_jax(command, monkeypatch):
     assert "import 'absl.flags'" in told and "import 'jax" not in told
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        (precompile, ["--store="]),
-        (precompile, ["--target=", "--draft=x"]),
-        (run, ["--prompt=x", "--bundle="]),
-        (serve, ["--api_keys", ""]),
-        (bundle, ["verify", "nowhere", "--golden="]),
-    ],
-)
-def test_empty_path_is_refused(command, module, arguments):
+EMPTY_PATHS = [
+    (precompile, ["--store="]),
+    (precompile, ["--target=", "--draft=x"]),
+    (run, ["--prompt=x", "--bundle="]),
+    (serve, ["--api_keys", ""]),
+    (bundle, ["verify", "nowhere", "--golden="]),
+]
+
+
+def test_empty_path_is_refused(command):
     """As an unset shell variable leaves it: no default takes its place, and no check is left out."""
-    done = command(module, *arguments)
-    assert done.code == 2 and " is empty: name something, or leave the flag out. Is a shell variable unset?" in done.err
+    for module, arguments in EMPTY_PATHS:
+        done = command(module, *arguments)
+        assert (
+            done.code == 2
+            and " is empty: name something, or leave the flag out. Is a shell variable unset?" in done.err
+        )
 
 
 def test_flags_that_must_not_be_empty_exist():

@@ -60,9 +60,6 @@ def test_sound_bundle_passes_and_is_timed(bundle, verify, golden):
     lines = [line.split() for line in done.out.splitlines()]
     assert [line[:2] for line in lines if line[:1] == ["32"]] == [["32", "0"], ["32", "3"]]
     assert all(float(number) > 0 for line in lines if line[:1] == ["32"] for number in line[2:])
-
-
-def test_json_report_holds_every_comparison_and_timing(bundle, verify, golden):
     report = json.loads(verify(bundle("tiny"), "--json", golden=golden).out)["golden"]
     assert [(one["name"], one["differences"]) for one in report["comparisons"]] == [
         ("golden, float32 on cpu", []),
@@ -106,59 +103,49 @@ def test_executable_that_computes_something_else_is_found(bundle, tmp_path):
     assert not (tmp_path / "golden.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]"])
-def test_file_that_is_no_golden_is_refused(bundle, verify, tmp_path, content):
-    (tmp_path / "golden.json").write_text(content)
-    done = verify(bundle("tiny"), golden=tmp_path / "golden.json")
-    assert done.code == 2 and str(tmp_path / "golden.json") in done.err
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda facts: facts.update(runs=[]),
-        lambda facts: facts["runs"][0]["accepted"].pop("3"),
-        lambda facts: facts["runs"][1]["accepted"].update({"3": []}),
-        lambda facts: facts["runs"][1].update(token_ids=[]),
-    ],
-    ids=["no runs", "different Ks", "no rounds", "no tokens"],
+INCOMPLETE = (
+    lambda facts: facts.clear(),
+    lambda facts: facts.update(runs=[]),
+    lambda facts: facts["runs"][0]["accepted"].pop("3"),  # different Ks
+    lambda facts: facts["runs"][1]["accepted"].update({"3": []}),  # no rounds
+    lambda facts: facts["runs"][1].update(token_ids=[]),
 )
-def test_incomplete_golden_is_refused(golden, change):
-    facts = json.loads(golden.read_text())
-    change(facts)
-    golden.write_text(json.dumps(facts))
-    with pytest.raises(BadInput, match="golden.json: "):
-        golden_module.read_golden(golden)
 
 
-def test_golden_of_another_pair_is_refused(bundle, verify, golden):
-    facts = json.loads(golden.read_text())
+def test_incomplete_golden_is_refused(bundle, verify, golden):
+    complete = golden.read_text()
+    for change in INCOMPLETE:
+        facts = json.loads(complete)
+        change(facts)
+        golden.write_text(json.dumps(facts))
+        with pytest.raises(BadInput, match="golden.json: "):
+            golden_module.read_golden(golden)
+    for content in ("", "[]"):
+        golden.write_text(content)
+        expect_refusal(verify, bundle("tiny"), str(golden), golden=golden)
+
+
+UNFIT = (
+    (lambda run: run.update(accepted={"7": [1]}), "recorded with k=0,7, and the bundle has k=0,3: the draft"),
+    (lambda run: run.update(accepted={}), "recorded with k=0, and the bundle has k=0,3: the draft"),
+    (lambda run: run.update(prompt_ids=[1] * 26), "takes 33 positions, and the bundle ends at length=32"),
+)
+
+
+def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden):
+    recorded = golden.read_text()
+    for change, words in UNFIT:
+        facts = json.loads(recorded)
+        for run in facts["runs"]:
+            change(run)
+        golden.write_text(json.dumps(facts))
+        expect_refusal(verify, bundle("tiny"), words, golden=golden)
+    facts = json.loads(recorded)
     facts["target"]["decoder"]["epsilon"] = 1e-5
     golden.write_text(json.dumps(facts))
     expect_refusal(verify, bundle("tiny"), "recorded with another target", golden=golden)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda run: run.update(accepted={"7": [1]}), "recorded with k=0,7, and the bundle has k=0,3: the draft"),
-        (lambda run: run.update(accepted={}), "recorded with k=0, and the bundle has k=0,3: the draft"),
-        (lambda run: run.update(prompt_ids=[1] * 26), "takes 33 positions, and the bundle ends at length=32"),
-    ],
-    ids=["other Ks", "no Ks", "longer"],
-)
-def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden, change, words):
-    facts = json.loads(golden.read_text())
-    for run in facts["runs"]:
-        change(run)
-    golden.write_text(json.dumps(facts))
-    expect_refusal(verify, bundle("tiny"), words, golden=golden)
-
-
-def test_golden_of_the_longest_possible_run_is_compared(bundle, verify, golden):
-    facts = json.loads(golden.read_text())
-    assert len(facts["runs"][0]["token_ids"]) == 8
-    facts["runs"][0]["prompt_ids"] = [1] * 25
+    facts = json.loads(recorded)
+    facts["runs"][0]["prompt_ids"] = [1] * 25  # the longest possible run
     golden.write_text(json.dumps(facts))
     done = verify(bundle("tiny"), golden=golden)  # the answer is that of another prompt
     assert done.code == 4 and "golden, float32 on cpu, K = 3:" in done.out and "tokens differ" in done.out

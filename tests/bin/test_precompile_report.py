@@ -78,10 +78,8 @@ def test_default_bundle_of_a_described_slice_has_its_own_directory(monkeypatch):
 def test_plan_of_a_grid_that_does_not_fit_proposes_one_that_does(plan_tpu):
     done = plan_tpu("Qwen3-4B", "v5e:1x1", GRID.replace("8", "16"), "--plan")
     assert (done.code, done.out) == (0, "")
-    assert (
-        "does not fit v5e: weights 9.12 + " in done.err
-        and "What would fit: batch=10 at length=4096, length=" in done.err
-    )
+    assert "does not fit v5e: weights 9.12 + " in done.err
+    assert "What would fit: batch=10 at length=4096, length=" in done.err
     assert max(map(len, done.err.splitlines())) <= 120
 
 
@@ -106,35 +104,32 @@ def test_padding_waste_is_worst_for_one_more_than_a_size():
     assert find_padding_waste([1, 2, 3]) == find_padding_waste([64]) == 0
 
 
-@pytest.mark.parametrize(
-    ("tau", "chip", "words"),
-    [
+def test_impossible_tau_is_refused():
+    grid = Grid((1,), (32,), (0, 3), (16,))
+    for tau, chip, words in (
         (0.5, CHIPS[0], "between 1 and 4"),
         (4.1, CHIPS[0], "--tau 4.1"),
         (float("nan"), CHIPS[0], "nan"),
         (2, None, "TPU"),
-    ],
-)
-def test_impossible_tau_is_refused(tau, chip, words):
-    grid = Grid((1,), (32,), (0, 3), (16,))
-    with pytest.raises(BadInput, match=words):
-        check_tau(tau, grid, chip)
+    ):
+        with pytest.raises(BadInput, match=words):
+            check_tau(tau, grid, chip)
     check_tau(1, grid, CHIPS[0])
     check_tau(4, grid, CHIPS[0])
 
 
 def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy):
     pair = [f"--target={tied.target}", f"--draft={tied.draft}"]
-    where = [*pair, f"--bundle={copy}", f"--buckets={SMALL_GRID}", "--sampling=greedy,sample"]
+    where = [*pair, f"--bundle={copy}", f"--buckets={SMALL_GRID}", "--sampling=greedy"]
     for entry in json.loads(command(precompile, *where, "--json").out)["entries"]:
         assert entry["bound_seconds"] is None  # a CPU's peaks are unknown
-        if entry["program"] in ("draft", "verify", "sampled_verify", "prefill"):
+        if entry["program"] in ("draft", "verify", "prefill"):
             # On a CPU layers are unrolled, so the compiler counts all of them, and at least the necessary work.
             assert entry["work"]["flops"] == pytest.approx(entry["compiler"]["flops"], rel=0.35)
             assert 0 < entry["work"]["bytes"] < entry["compiler"]["bytes"]
     done = command(precompile, *where)
     table = done.err[done.err.index("program ") :].splitlines()[:-1]  # after the progress bar
-    assert "XLA GFLOP" in table[0] and len(table) == 1 + 10 + 2 and max(map(len, table)) <= 120
+    assert "XLA GFLOP" in table[0] and len(table) == 1 + 7 + 2 and max(map(len, table)) <= 120
 
 
 def plan_again(command, tied, bundle, *arguments):

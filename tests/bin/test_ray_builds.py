@@ -59,22 +59,16 @@ def test_killed_worker_is_replaced_and_the_shared_store_gets_all_executables(com
     assert read_manifest(tmp_path / "second").entries == read_manifest(tmp_path / "first").entries
 
 
-def test_unreachable_cluster_is_named(command, flags, tmp_path):
+def test_unusable_executor_is_refused_by_name(command, flags, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-    done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--executor=ray", f"--ray_address={address}")
-    assert (done.code, done.out) == (2, "")
-    assert f"--executor ray: no connection to {address}: " in done.err
-
-
-def test_ray_address_without_executor_ray_is_refused(command, flags, tmp_path):
-    done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--ray_address=head:6379")
-    assert done.code == 2 and "--ray_address head:6379 without --executor ray" in done.err
-
-
-def test_plan_refuses_the_executor(command, flags):
-    done = command(precompile, *flags, "--plan", "--executor=ray")
-    assert done.code == 2 and "--executor cannot be given with it" in done.err
+    for given, words in (
+        (["--executor=ray", f"--ray_address={address}"], f"--executor ray: no connection to {address}: "),
+        (["--ray_address=head:6379"], "--ray_address head:6379 without --executor ray"),
+        (["--executor=ray", "--plan"], "--executor cannot be given with it"),
+    ):
+        done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", *given)
+        assert (done.code, done.out) == (2, "") and words in done.err
 
 
 def test_missing_ray_is_reported_with_its_install_command(command, flags, tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """OpenAI's official client against a server; responses are compared with those of the engine."""
 
-import asyncio
 import re
-import subprocess
 from collections.abc import Iterator
 
 import openai
@@ -16,23 +14,15 @@ PROMPT = "def main():\n    import argparse\n    parser = "
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
 TOKENS = 24
 END = 0  # the embedded target's end token
+GREEDY = {"model": "embedded", "prompt": PROMPT, "temperature": 0}
+ECHOED = {"model": "embedded", "temperature": 0, "echo": True}
+CHAT = {"model": "embedded", "messages": MESSAGES, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def client(served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client:
         yield client
-
-
-def run_async(served, use):
-    """The result of `use` with an asynchronous client."""
-
-    async def run():
-        url = f"{served.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0) as client:
-            return await use(client)
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +36,21 @@ def generate_chat(engine: Engine, params: SamplingParams):
     return engine.generate(prompt, params)
 
 
-def test_completion_equals_the_engines_result(client, expected):
-    response = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-    (choice,) = response.choices
-    assert (choice.text, choice.finish_reason, choice.logprobs) == (expected.text, "length", None)
+def test_completion_equals_the_engines_result(client, engine, expected):
+    for prompt in (PROMPT, engine.tokenizer.encode(PROMPT)):
+        response = client.completions.create(**{**GREEDY, "prompt": prompt}, max_tokens=TOKENS)
+        (choice,) = response.choices
+        assert (choice.text, choice.finish_reason, choice.logprobs) == (expected.text, "length", None)
     assert response.usage.prompt_tokens == expected.prompt_tokens
     assert response.usage.completion_tokens == TOKENS
     assert response.usage.total_tokens == expected.prompt_tokens + TOKENS
     assert response.id.startswith("cmpl-") and response.system_fingerprint.startswith("fp_")
 
 
-def test_prompt_may_be_token_ids(client, engine, expected):
-    ids = engine.tokenizer.encode(PROMPT)
-    response = client.completions.create(model="embedded", prompt=ids, max_tokens=TOKENS, temperature=0)
-    assert response.choices[0].text == expected.text
-
-
 def test_usage_reports_speculation(client, engine):
     params = SamplingParams(max_tokens=TOKENS, k=7)
     expected = engine.generate(PROMPT, params)
-    response = client.completions.create(
-        model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body={"k": 7}
-    )
+    response = client.completions.create(**GREEDY, max_tokens=TOKENS, extra_body={"k": 7})
     rounds, accepted = len(expected.accepted), sum(expected.accepted)
     speculative = response.usage.speculative
     assert speculative == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
@@ -77,139 +60,68 @@ def test_usage_reports_speculation(client, engine):
 
 
 def test_chunks_of_a_completion_add_up_to_its_text(client, expected):
-    chunks = list(
-        client.completions.create(
-            model="embedded",
-            prompt=PROMPT,
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    options = {"include_usage": True}
+    chunks = list(client.completions.create(**GREEDY, max_tokens=TOKENS, stream=True, stream_options=options))
     *parts, last = chunks
     assert "".join(chunk.choices[0].text for chunk in parts) == expected.text
     assert [chunk.choices[0].finish_reason for chunk in parts] == [None] * (len(parts) - 1) + ["length"]
     assert len(parts) > 1 and len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in parts)
     assert last.choices == [] and last.usage.completion_tokens == TOKENS
+    plain = client.completions.create(**GREEDY, max_tokens=4, stream=True)
+    assert all(chunk.usage is None and chunk.choices for chunk in plain)
 
 
 def test_continuous_usage_counts_tokens_up_to_each_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = client.completions.create(
-        model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, stream_options=options
-    )
+    chunks = client.completions.create(**GREEDY, max_tokens=TOKENS, stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[0] < TOKENS and counts[-2:] == [TOKENS, TOKENS]
 
 
 def test_ignored_end_token_does_not_end_the_answer(client):
     """The bias forces the end token of the embedded target."""
-    bias = {str(END): 100}
-    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logit_bias": bias}
+    fields = {**GREEDY, "max_tokens": 3, "logit_bias": {str(END): 100}}
     assert client.completions.create(**fields).choices[0].finish_reason == "stop"
     ignored = client.completions.create(**fields, extra_body={"ignore_eos": True})
     assert (ignored.choices[0].finish_reason, ignored.usage.completion_tokens) == ("length", 3)
 
 
-def test_chunks_have_no_usage_by_default(client):
-    chunks = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
-    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
-
-
-def test_async_client_streams_a_completion(served, expected):
-    async def use(client):
-        stream = await client.completions.create(
-            model="embedded", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True
-        )
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    assert run_async(served, use) == expected.text
-
-
-def test_concurrent_requests_get_their_own_texts(served, engine):
-    prompts = [PROMPT[:end] for end in range(3, 3 + 12)]
-    expected = [engine.generate(prompt, SamplingParams(max_tokens=8)).text for prompt in prompts]
-
-    async def use(client):
-        requests = (
-            client.completions.create(model="embedded", prompt=prompt, max_tokens=8, temperature=0)
-            for prompt in prompts
-        )
-        return [response.choices[0].text for response in await asyncio.gather(*requests)]
-
-    assert run_async(served, use) == expected
-
-
 def test_chat_is_rendered_by_the_targets_template(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
-    response = client.chat.completions.create(model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0)
+    response = client.chat.completions.create(**CHAT, max_tokens=TOKENS)
     (choice,) = response.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == expected.finish_reason
     assert response.usage.prompt_tokens == expected.prompt_tokens
     assert response.id.startswith("chatcmpl-")
-
-
-def test_response_message_can_be_sent_back_in_a_conversation(client):
-    first = client.chat.completions.create(model="embedded", messages=MESSAGES, max_completion_tokens=4, temperature=0)
-    conversation = [
-        *MESSAGES,
-        first.choices[0].message,
-        {"role": "user", "content": [{"type": "text", "text": "go on"}]},
-    ]
-    second = client.chat.completions.create(model="embedded", messages=conversation, max_tokens=4, temperature=0)
-    assert second.usage.prompt_tokens > first.usage.prompt_tokens
-
-
-def test_chunks_of_a_chat_add_up_to_its_text(client, engine):
-    expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
-    chunks = list(
-        client.chat.completions.create(
-            model="embedded", messages=MESSAGES, max_tokens=TOKENS, temperature=0, stream=True
-        )
-    )
+    chunks = list(client.chat.completions.create(**CHAT, max_tokens=TOKENS, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason]
     assert reasons == [expected.finish_reason]
 
 
-def test_chat_stream_helper_of_the_client_accepts_the_chunks(client, engine):
-    stop = generate_chat(engine, SamplingParams(max_tokens=TOKENS)).text[
-        -3:
-    ]  # the helper raises for the finish reason "length"
-    expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS, stop=[stop]))
-    fields = {"model": "embedded", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, "stop": stop}
-    with client.chat.completions.stream(**fields) as stream:
-        final = stream.get_final_completion()
-    assert (final.choices[0].message.content, final.choices[0].finish_reason) == (expected.text, "stop")
-
-
-def test_async_client_gets_a_chat(served, engine):
-    expected = generate_chat(engine, SamplingParams(max_tokens=8))
-
-    async def use(client):
-        response = await client.chat.completions.create(
-            model="embedded", messages=MESSAGES, max_tokens=8, temperature=0
-        )
-        return response.choices[0].message.content
-
-    assert run_async(served, use) == expected.text
+def test_response_message_can_be_sent_back_in_a_conversation(client):
+    first = client.chat.completions.create(**CHAT, max_completion_tokens=4)
+    more = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
+    conversation = {**CHAT, "messages": [*MESSAGES, first.choices[0].message, more]}
+    second = client.chat.completions.create(**conversation, max_tokens=4)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
 def test_choices_have_consecutive_seeds(client, engine):
-    response = client.completions.create(
-        model="embedded", prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=0.9, top_p=0.95
-    )
-    each = [
-        engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9, top_p=0.95)).text
-        for seed in (5, 6, 7)
-    ]
+    drawn = {"max_tokens": 8, "temperature": 0.9, "top_p": 0.95}
+    fields = {"model": "embedded", "prompt": PROMPT, "n": 3, "seed": 5, **drawn}
+    response = client.completions.create(**fields)
+    each = [engine.generate(PROMPT, SamplingParams(seed=seed, **drawn)).text for seed in (5, 6, 7)]
     assert [(choice.index, choice.text) for choice in response.choices] == list(enumerate(each))
     assert len(set(each)) > 1
     assert response.usage.prompt_tokens == len(engine.tokenizer.encode(PROMPT))
+    texts = [""] * 3
+    for chunk in client.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == each
 
 
 def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
@@ -219,60 +131,33 @@ def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
     assert [choice.text for choice in response.choices] == [each[0], each[0], each[1], each[1]]
 
 
-def test_chunks_of_several_choices_add_up_to_their_texts(client, engine):
-    texts = ["", ""]
-    stream = client.completions.create(
-        model="embedded", prompt=PROMPT, max_tokens=8, n=2, seed=5, temperature=0.9, stream=True
-    )
-    for chunk in stream:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [
-        engine.generate(PROMPT, SamplingParams(max_tokens=8, seed=seed, temperature=0.9)).text for seed in (5, 6)
-    ]
-
-
 def test_stop_text_ends_the_output_and_is_left_out(client, engine):
-    stop = "\n"
-    expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=[stop]))
-    for given in (stop, [stop, "never"]):
-        response = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=64, temperature=0, stop=given)
+    expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=["\n"]))
+    for given in ("\n", ["\n", "never"]):
+        response = client.completions.create(**GREEDY, max_tokens=64, stop=given)
         assert (response.choices[0].text, response.choices[0].finish_reason) == (expected.text, "stop")
-    assert stop not in expected.text
+    assert "\n" not in expected.text
 
 
 def test_completion_logprobs_equal_the_engines(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
-    (choice,) = client.completions.create(
-        model="embedded", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2
-    ).choices
+    (choice,) = client.completions.create(**GREEDY, max_tokens=6, logprobs=2).choices
     logprobs = choice.logprobs
     assert logprobs.token_logprobs == pytest.approx([chosen.logprob for chosen in expected.logprobs], abs=1e-5)
     assert "".join(logprobs.tokens) == choice.text == expected.text
     assert [choice.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
     for token, tops in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy decoding chooses the likeliest token
-
-
-def test_top_logprobs_include_the_chosen_token(client):
-    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
-    choice = client.completions.create(**fields).choices[0]
-    tops = choice.logprobs.top_logprobs
-    assert all(token in top for token, top in zip(choice.logprobs.tokens, tops, strict=True))
-    assert max(map(len, tops)) == 2
+    drawn = {**GREEDY, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
+    logprobs = client.completions.create(**drawn).choices[0].logprobs
+    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+    assert max(map(len, logprobs.top_logprobs)) == 2
 
 
 def find_misplaced(logprobs, text: str) -> list[str]:
     """The tokens of whole characters that the text does not have at their offset."""
     pairs = zip(logprobs.tokens, logprobs.text_offset, strict=True)
     return [token for token, at in pairs if not token.startswith("bytes:") and text[at : at + len(token)] != token]
-
-
-def test_text_offsets_count_shown_characters(client):
-    """At this temperature some tokens are incomplete characters."""
-    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 48, "temperature": 9, "seed": 2, "logprobs": 0}
-    choice = client.completions.create(**fields).choices[0]
-    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)
-    assert find_misplaced(choice.logprobs, choice.text) == []
 
 
 def test_parts_of_a_character_have_its_text_offset(client, engine):
@@ -295,16 +180,13 @@ def test_scores_of_prompts_have_a_limit_and_large_answers_are_complete(client):
 
 
 def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):
-    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    fields = {**GREEDY, "max_tokens": 12, "logprobs": 1}
     whole = client.completions.create(**fields).choices[0].logprobs
     tokens, offsets = [], []
     for chunk in client.completions.create(**fields, stream=True):
         tokens += chunk.choices[0].logprobs.tokens
         offsets += chunk.choices[0].logprobs.text_offset
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
-
-
-ECHOED = {"model": "embedded", "temperature": 0, "echo": True}
 
 
 def test_echo_gives_the_logprobs_of_the_prompt(client, engine):
@@ -359,9 +241,7 @@ def test_prompt_logprobs_have_the_form_of_vllm(client, engine):
 
 def test_chat_logprobs_equal_the_engines(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=6, logprobs=3))
-    response = client.chat.completions.create(
-        model="embedded", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
-    )
+    response = client.chat.completions.create(**CHAT, max_tokens=6, logprobs=True, top_logprobs=3)
     content = response.choices[0].logprobs.content
     assert [token.logprob for token in content] == pytest.approx(
         [chosen.logprob for chosen in expected.logprobs], abs=1e-5
@@ -370,40 +250,20 @@ def test_chat_logprobs_equal_the_engines(client, engine):
     assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in content)
 
 
-def test_logit_bias_and_penalties_reach_the_engine(client, engine):
-    banned = engine.generate(PROMPT, SamplingParams(max_tokens=1)).token_ids[0]
-    params = SamplingParams(max_tokens=12, logit_bias={banned: -100}, presence_penalty=1.5, frequency_penalty=0.5)
-    expected = engine.generate(PROMPT, params)
-    response = client.completions.create(
-        model="embedded",
-        prompt=PROMPT,
-        max_tokens=12,
-        temperature=0,
-        logit_bias={str(banned): -100},
-        presence_penalty=1.5,
-        frequency_penalty=0.5,
-    )
-    assert response.choices[0].text == expected.text
-    assert expected.token_ids[0] != banned
-
-
-def test_extra_body_parameters_reach_the_engine(client, engine):
-    extra = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
-    params = SamplingParams(max_tokens=8, seed=3, temperature=0.8, stop_token_ids=(), **extra)
-    response = client.completions.create(
-        model="embedded",
-        prompt=PROMPT,
-        max_tokens=8,
-        seed=3,
-        temperature=0.8,
-        extra_body={**extra, "stop_token_ids": []},
-    )
-    assert response.choices[0].text == engine.generate(PROMPT, params).text
+def test_sampling_fields_reach_the_engine(client, engine):
+    drawn = {"max_tokens": 12, "seed": 3, "temperature": 3.0, "top_p": 0.8, "presence_penalty": 0.5}
+    drawn |= {"frequency_penalty": 0.25}
+    extra = {"top_k": 10, "min_p": 0.2, "repetition_penalty": 1.3, "k": 7}
+    bias = {17: 5, 5: -100}
+    fields = {"model": "embedded", "prompt": PROMPT, **drawn, "logit_bias": {str(token): bias[token] for token in bias}}
+    text = client.completions.create(**fields, extra_body={**extra, "stop_token_ids": []}).choices[0].text
+    params = SamplingParams(**drawn, **extra, logit_bias=bias, stop_token_ids=())
+    assert text == engine.generate(PROMPT, params).text
 
 
 def test_trace_has_every_round(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, k=7, trace=True))
-    fields = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+    fields = {**GREEDY, "max_tokens": TOKENS}
     whole = client.completions.create(**fields, extra_body={"trace": True, "k": 7}).choices[0]
     streamed = client.completions.create(**fields, stream=True, extra_body={"trace": True, "k": 7})
     in_chunks = [outcome for chunk in streamed for outcome in chunk.choices[0].dflash["rounds"]]
@@ -423,65 +283,54 @@ def test_model_is_listed_and_retrieved(client):
     assert (model.id, model.max_model_len, model.dflash["k"]) == ("embedded", 256, [0, 7])
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "code", "words"),
-    [
-        ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
-        ({"max_tokens": 1000}, 400, "context_length_exceeded", "maximum context length is 256 tokens; the prompt has"),
-        ({"prompt": "x " * 1000}, 400, "context_length_exceeded", "length is 256 tokens, and the prompt has"),
-        ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
-        ({"prompt": [1 << 30]}, 400, "invalid_value", "the target's tokens are 0 to 1023"),
-        ({"extra_body": {"k": 3}}, 400, "not_built", "k is 3: this server has 0, 7"),
-        ({"extra_body": {"best_of": 2}}, 400, "invalid_value", "best_of"),
-        ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
-        ({"temperature": -1}, 400, "invalid_value", "temperature"),
-        ({"n": 17}, 400, "invalid_value", "n: "),
-        ({"prompt": ["a"] * 9, "n": 2}, 400, "invalid_value", "no more than 16 choices"),
-    ],
-)
-def test_invalid_completion_is_refused_with_the_reason(client, fields, status, code, words):
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **fields})
-    assert (caught.value.status_code, caught.value.code) == (status, code)
-    assert words in caught.value.message
+INVALID_COMPLETIONS = [
+    ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
+    ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
+    ({"extra_body": {"best_of": 2}}, 400, "invalid_value", "best_of"),
+    ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tools": [{"type": "retrieval"}]}, "tools"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{**MESSAGES[0], "audio": {}}]}, "messages.0.audio: this server accepts null only: leave it out"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"top_logprobs": 2}, "top_logprobs without logprobs"),
-        ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
-        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "reads no variable 'enable_thinking'"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "hi"}}}, "reads no variable 'chat_template'"),
-        ({"extra_body": {"chat_template_kwargs": {"a": [1]}}}, "chat_template_kwargs: Input should be a map of names"),
-        ({"extra_body": {"chat_template_kwargs": {"__a": 1}}}, "chat_template_kwargs: Input should be a map of names"),
-    ],
-)
-def test_unsupported_chat_field_is_refused_by_name(client, fields, words):
-    with pytest.raises(openai.BadRequestError, match=words):
-        client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **fields})
+def test_invalid_completion_is_refused_with_the_reason(client):
+    for fields, status, code, words in INVALID_COMPLETIONS:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **fields})
+        assert (caught.value.status_code, caught.value.code) == (status, code)
+        assert words in caught.value.message
 
 
-def test_unsupported_fields_are_accepted_with_neutral_values(served):
-    unsupported = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
-    template = {"chat_template_kwargs": {"enable_thinking": False}}
-    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_cache_key": "a", **template, **dict.fromkeys(unsupported)}
-    with served.client() as client:
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+UNSUPPORTED_CHATS = [
+    ({"tools": [{"type": "retrieval"}]}, "tools"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{**MESSAGES[0], "audio": {}}]}, "messages.0.audio: this server accepts null only: leave it out"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"top_logprobs": 2}, "top_logprobs without logprobs"),
+    ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "reads no variable 'enable_thinking'"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "hi"}}}, "reads no variable 'chat_template'"),
+    ({"extra_body": {"chat_template_kwargs": {"a": [1]}}}, "chat_template_kwargs: Input should be a map of names"),
+    ({"extra_body": {"chat_template_kwargs": {"__a": 1}}}, "chat_template_kwargs: Input should be a map of names"),
+]
+
+
+def test_unsupported_chat_field_is_refused_by_name(client):
+    for fields, words in UNSUPPORTED_CHATS:
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **fields})
 
 
 def test_hints_that_change_no_text_are_accepted(client):
-    plain = {"model": "embedded", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    plain = {**CHAT, "max_tokens": 6}
     hints = {"reasoning_effort": "low", "verbosity": "low", "store": True, "metadata": {"a": "b"}}
     prediction = {"prediction": {"type": "content", "content": "import sys"}}
     said = client.chat.completions.create(**plain, **hints, **prediction).choices[0].message.content
     assert said == client.chat.completions.create(**plain).choices[0].message.content
+    neutral = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
+    template = {"chat_template_kwargs": {"enable_thinking": False}}
+    body = {**plain, "prompt_cache_key": "a", **template, **dict.fromkeys(neutral)}
+    assert client.post("/chat/completions", body=body, cast_to=dict)["choices"][0]["message"]["content"] == said
 
 
 def test_text_is_tokenized_and_back(served, engine):
@@ -501,26 +350,3 @@ def test_text_is_tokenized_and_back(served, engine):
         ):
             refused = client.post(path, json=body)
             assert refused.status_code == 400 and words in refused.json()["error"]["message"]
-
-
-def test_curl_gets_the_same_text(served, expected):
-    body = f'{{"prompt": {PROMPT!r}, "max_tokens": {TOKENS}, "temperature": 0}}'.replace("'", '"')
-    command = ["curl", "--silent", "--fail", "--no-buffer", f"{served.url}/v1/completions"]
-    whole = subprocess.run(
-        [*command, "--json", body], capture_output=True, text=True, check=True, timeout=PATIENCE
-    ).stdout
-    assert f'"text":"{expected.text.splitlines()[0]}' in whole
-    streamed = subprocess.run(
-        [*command, "--json", body.replace("{", '{"stream": true, ', 1)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE,
-    ).stdout
-    assert streamed.startswith("data: {") and streamed.endswith("data: [DONE]\n\n")
-
-
-def test_overflow_of_a_chat_names_its_messages(client):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="embedded", messages=[{"role": "user", "content": "import os " * 300}])
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")

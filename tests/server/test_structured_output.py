@@ -51,24 +51,24 @@ def test_vllms_structured_outputs_apply_to_completions_too(client):
     assert response.choices[0].text in ("left", "right")
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
-            "- response_format is refused",
-        ),
-        ({"response_format": {"type": "xml"}}, "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "regex is refused"),
-        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "structured_outputs"),
-        ({"response_format": STRICT, "extra_body": {"structured_outputs": {"regex": "a"}}}, "give one"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "schema"),
-    ],
-)
-def test_bad_formats_are_refused_with_the_reason(client, fields, words):
-    with pytest.raises(openai.BadRequestError, match=words):
-        chat(client, **fields)
+BAD_FORMATS = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+        "- response_format is refused",
+    ),
+    ({"response_format": {"type": "xml"}}, "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "regex is refused"),
+    ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "structured_outputs"),
+    ({"response_format": STRICT, "extra_body": {"structured_outputs": {"regex": "a"}}}, "give one"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "schema"),
+]
+
+
+def test_bad_formats_are_refused_with_the_reason(client):
+    for fields, words in BAD_FORMATS:
+        with pytest.raises(openai.BadRequestError, match=words):
+            chat(client, **fields)
 
 
 def test_bundle_without_structured_output_refuses_it(start_server):
@@ -138,25 +138,25 @@ def test_conversation_with_calls_and_their_results_is_accepted(client):
     assert response.choices[0].message.tool_calls is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tools": [WEATHER]}, "knows no tools"),
-        ({"tool_choice": "required"}, "tool_choice without tools"),
-        ({"tools": [WEATHER, WEATHER], "tool_choice": "required"}, "a name twice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "no function 'f'"),
-        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [UNIQUE], "tool_choice": "required"}, "- tools is refused: .*uniqueItems"),
-        (
-            {"tools": [UNIQUE], "tool_choice": "required", "response_format": {"type": "text"}},
-            "- tools is refused: .*uniqueItems",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "name"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": STRICT}, "has its own form"),
-        ({"messages": [{"role": "user", "content": None}]}, "content"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}, {"role": "assistant"}]}, "content"),
-    ],
-)
-def test_bad_tools_are_refused_with_the_reason(client, fields, words):
-    with pytest.raises(openai.BadRequestError, match=words):
-        chat(client, **fields)
+BAD_TOOLS = [
+    ({"tools": [WEATHER]}, "knows no tools"),
+    ({"tool_choice": "required"}, "tool_choice without tools"),
+    ({"tools": [WEATHER, WEATHER], "tool_choice": "required"}, "a name twice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "no function 'f'"),
+    ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [UNIQUE], "tool_choice": "required"}, "- tools is refused: .*uniqueItems"),
+    (
+        {"tools": [UNIQUE], "tool_choice": "required", "response_format": {"type": "text"}},
+        "- tools is refused: .*uniqueItems",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "name"),
+    ({"tools": [WEATHER], "tool_choice": "required", "response_format": STRICT}, "has its own form"),
+    ({"messages": [{"role": "user", "content": None}]}, "content"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}, {"role": "assistant"}]}, "content"),
+]
+
+
+def test_bad_tools_are_refused_with_the_reason(client):
+    for fields, words in BAD_TOOLS:
+        with pytest.raises(openai.BadRequestError, match=words):
+            chat(client, **fields)

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -66,10 +65,10 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_calls_are_split_from_the_text(name):
-    family, text, expected = ANSWERS[name]
-    assert parse(family, text) == expected
+def test_calls_are_split_from_the_text():
+    for name in ANSWERS:
+        family, text, expected = ANSWERS[name]
+        assert parse(family, text) == expected
 
 
 @example(name="llama text", cuts=[1])
@@ -98,31 +97,31 @@ def test_chunks_add_up_to_the_message():
     assert {call["index"] for call in calls} == {0}
 
 
-@pytest.mark.parametrize(
-    ("template", "family"),
-    [
-        ("{% if tools %}<tool_call>{% endif %}", HERMES),
-        ('{% if tools is not none %}{"name": f, "parameters": d}{% endif %}', LLAMA),
-        ("{{ messages[0].content }} <tool_call>", None),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
-    ],
-)
-def test_family_is_that_of_the_chat_template(template, family):
-    assert find_family(template) is family
+FAMILIES = [
+    ("{% if tools %}<tool_call>{% endif %}", HERMES),
+    ('{% if tools is not none %}{"name": f, "parameters": d}{% endif %}', LLAMA),
+    ("{{ messages[0].content }} <tool_call>", None),
+    ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("schema", "closed"),
-    [
-        ({"properties": {"city": {"type": "string"}}}, True),
-        ({"type": "object"}, False),
-        ({"properties": {"a": {}}, "required": ["a", "b"]}, False),
-        *(({"properties": {"a": {}}, "required": required}, False) for required in (5, None, [["a"]], [{}])),
-        ({"properties": ["a"]}, False),
-        ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
-        ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
-    ],
-)
-def test_forced_call_has_no_other_arguments_than_those_its_schema_names(schema, closed):
-    (arguments,) = re.findall(r"^arguments_0: %json (.*)$", write_call_grammar(HERMES, {"f": schema}, False), re.M)
-    assert (json.loads(arguments).get("additionalProperties") is False) is closed
+def test_family_is_that_of_the_chat_template():
+    for template, family in FAMILIES:
+        assert find_family(template) is family
+
+
+SCHEMAS = [
+    ({"properties": {"city": {"type": "string"}}}, True),
+    ({"type": "object"}, False),
+    ({"properties": {"a": {}}, "required": ["a", "b"]}, False),
+    *(({"properties": {"a": {}}, "required": required}, False) for required in (5, None, [["a"]], [{}])),
+    ({"properties": ["a"]}, False),
+    ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
+    ({"properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, False),
+]
+
+
+def test_forced_call_has_no_other_arguments_than_those_its_schema_names():
+    for schema, closed in SCHEMAS:
+        (arguments,) = re.findall(r"^arguments_0: %json (.*)$", write_call_grammar(HERMES, {"f": schema}, False), re.M)
+        assert (json.loads(arguments).get("additionalProperties") is False) is closed
