@@ -54,7 +54,7 @@ def build(pair: OptimizedPair, folder: Path) -> Path:
 @pytest.mark.parametrize("key", GRIDS)
 def test_every_reference_run_is_reproduced_round_by_round(key, runs, emulated):
     facts = runs[key].facts
-    with Engine.open(emulated[key], target=runs[key].target, draft=runs[key].draft) as engine:
+    with Engine.open(emulated[key], k=7, target=runs[key].target, draft=runs[key].draft) as engine:
         for prompt in facts["prompts"][::2]:
             check_rounds(engine, prompt)
 
