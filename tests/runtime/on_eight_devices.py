@@ -179,8 +179,7 @@ def build(make_up, pytestconfig):
     @functools.cache
     def build(kind: str, count: int) -> Path:
         path = directory / f"{kind} on {count}"
-        grid = GRID if count > 1 else GRID.replace("k=0,7", "k=7")
-        grid += " rounds=2" * (kind == "dense")
+        grid = f"{GRID} rounds=2" if kind == "dense" else GRID
         pair = make_up(kind.removesuffix(" int8"))
         weights = "int8" if kind.endswith("int8") else "float32"
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
