@@ -42,6 +42,7 @@ def test_offsets_follow_the_example_of_the_xla_documentation():
     assert offsets[2, 3] == 17
     assert offsets[0].tolist() == [0, 1, 4, 5, 8]
     assert layout("f32", (3, 5), "{1,0:T(2,2)}").padded_size == 24
+    assert layout("f32", (2, 3), "{0,1}").order == (1, 0)
 
 
 def test_second_tile_divides_the_first():
@@ -59,7 +60,6 @@ def test_layout_of_unknown_form_is_refused():
 
 def test_bitcast_reads_memory_in_the_other_order():
     for source, result, sources in [
-        (("f32", (2, 3), "{0,1}"), ("f32", (3, 2), "{1,0}"), range(6)),
         (("s32", (2,), "{0:T(128)}"), ("s32", (), "{:T(128)}"), [0]),
         (("s32", (1, 1), "{1,0:T(1,128)}"), ("s32", (2,), "{0:T(128)}"), [0, -1]),
         (("f32", (2, 2), "{1,0:T(2,128)}"), ("f32", (4,), "{0:T(256)}"), [0, 1, -1, -1]),
@@ -197,7 +197,7 @@ def test_unknown_instruction_is_refused_by_name():
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 GRID = "batch=1 length=64 k=0,7 prefill=16"
-GENERATIONS = {"v4:1x1x1": "float32", "v5p:1x1x1": "bfloat16", "v6e:1x1": "float32"}
+GENERATIONS = {"v5p:1x1x1": "bfloat16", "v6e:1x1": "float32"}
 
 
 class Comparer:

@@ -90,7 +90,7 @@ def test_pool_compiles_for_a_tpu_that_is_not_attached(first, source, bundle):
         assert Store(bundle).read_executable(entry)
         assert all("T(" in entry.analysis.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
         for kept in (Store(bundle).read_executable(entry), Store(bundle).read_program(entry)):
-            assert [word for word in PATHS if word.encode() in kept] == [], entry.signature.label
+            assert [word for word in (str(bundle), *PATHS) if word.encode() in kept] == []
 
 
 def test_second_build_compiles_nothing_and_leaves_no_process(first, source, bundle, logs):
