@@ -41,7 +41,7 @@ def read_until_disconnected(server: Server, began: threading.Event) -> None:
             began.set()
 
 
-def test_hostile_name_and_texts_stay_out_of_log_and_responses(start_server, tmp_path):
+def test_hostile_names_stay_out_of_log_and_responses(start_server, tmp_path):
     """The name of a target's directory is the name of the model in the log, responses and metrics."""
     forged = "dflash-serve: signed by the release key"
     draft = locate_checkpoint(EMBEDDED, "draft")
@@ -202,7 +202,7 @@ def test_served_model_name_and_default_temperature_are_used(start_server):
     assert len(same) == 1
 
 
-def test_text_at_which_the_tokenizer_panics_is_answered_in_openai_form(start_server, make_hostile_target):
+def test_tokenizer_panic_is_answered_in_openai_form(start_server, make_hostile_target):
     """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
     server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
     with server.client() as client:
