@@ -78,7 +78,7 @@ def hostile_manifests(copy) -> list[bytes]:
         everywhere, changed = replace_at(everywhere, path, HOSTILE), replace_at(consistent, path, HOSTILE)
         if find_contradiction(decode_manifest(encode_with_digest(changed), "", "")) is None:
             consistent = changed
-    names = replace_at(consistent, ("entries", 0, "inspection", "layouts"), {HOSTILE: HOSTILE})
+    names = replace_at(consistent, ("entries", 0, "analysis", "layouts"), {HOSTILE: HOSTILE})
     references = replace_at(replace_at(facts, ("target", "reference"), HOSTILE), ("draft", "reference"), HOSTILE)
     return [encode_with_digest(value) for value in (references, names, everywhere)]
 
@@ -90,6 +90,7 @@ def test_commands_escape_every_text_of_a_manifest(command, bundle, copy, hostile
     commands = (
         ["inspect", copy],
         ["diff", bundle("tiny"), copy],
+        ["verify", copy, "--noquarantine"],
         ["verify", copy, f"--key={public}"],
         ["verify", copy, f"--record_golden={tmp_path / 'golden.json'}"],
         ["gc", copy, "--keep_hours=0", "--dry_run"],
