@@ -31,7 +31,7 @@ check_wheel() {
     # Installs the wheel as a deployment does: nothing but the wheel and the locked packages.
     "$VENV"/bin/python -m venv --without-pip build/wheel/venv
     local fresh="$PWD/build/wheel/venv/bin"
-    install_into() { "$VENV"/bin/pip --python "$fresh/python" install --quiet --disable-pip-version-check "$@"; }
+    install_into() { "$VENV"/bin/pip --python "$fresh/python" install --quiet --disable-pip-version-check --no-compile "$@"; }
     install_into --require-hashes --requirement requirements/cpu.txt
     install_into --no-deps build/wheel/*.whl
     (
@@ -54,12 +54,15 @@ say "format and lint"
 "$VENV"/bin/ruff format --check
 "$VENV"/bin/ruff check
 
-say "types"
-"$VENV"/bin/mypy
-
-say "the wheel, installed elsewhere"
+say "types; the wheel, installed elsewhere"
+"$VENV"/bin/mypy >build/mypy.log 2>&1 & # takes as long as the wheel
+types=$!
 build_wheel
 check_wheel
+wait "$types" || {
+    cat build/mypy.log
+    exit 1
+}
 
 if ! install_clients build/clients requirements/clients.txt; then
     echo "Clients that others wrote could not be installed: their tests will be skipped" >&2
@@ -69,7 +72,7 @@ fi
 say "tests"
 # Hundreds of processes import the same modules: they share the bytecode in __pycache__.
 unset PYTHONDONTWRITEBYTECODE
-# A file's tests run on one worker, because they share fixtures. Files run in the order of their paths, because xdist's
-# own order starts some of the longest files last. A worker that dies ends the run: xdist replaces it, and then waits for
-# ever for the rest of its file.
+# A file's tests run on one worker, because they share fixtures. Files run in the order of tests/conftest.py, the longest
+# first, because xdist's own order starts some of them last. A worker that dies ends the run: xdist replaces it, and then
+# waits for ever for the rest of its file.
 "$VENV"/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs

@@ -139,10 +139,13 @@ class _Server(uvicorn.Server):
             return
         closing = threading.Thread(target=self._state.close, name="dflash-closing", daemon=True)
         closing.start()
-        await super().shutdown(sockets)
-        if self.force_exit:  # a second Ctrl-C
+        stopping = asyncio.create_task(super().shutdown(sockets))
+        while not (stopping.done() or self.force_exit):
+            await asyncio.wait([stopping], timeout=0.1)
+        if self.force_exit:  # a second Ctrl-C; uvicorn waits on until the connections are closed
             logger.warning("stopped at once: open requests are cut off")
             os._exit(INTERRUPTED)
+        await stopping
         await asyncio.to_thread(closing.join, self._state.limits.drain_seconds + GRACE_SECONDS)
         if closing.is_alive():
             logger.error("the device does not answer: the process exits without closing the engine")

@@ -339,3 +339,30 @@ def bucket(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setenv(name, value)
     yield Bucket(object_server)
     object_server.forget()
+
+
+# Files whose tests take longest. They run first, so that no worker is left alone with one of them at the end.
+LONGEST = (
+    "tests/runtime/test_tensor_parallelism.py",
+    "tests/runtime/test_emulated_golden_runs.py",
+    "tests/runtime/test_golden_runs.py",
+    "tests/compile/test_tpu_executables.py",
+    "tests/bin/test_emulation.py",
+    "tests/runtime/test_multi_round.py",
+    "tests/compile/test_tensor_parallel_sampling.py",
+    "tests/runtime/test_hybrid_engine.py",
+    "tests/compile/test_emulation.py",
+    "tests/runtime/test_engine_sampling.py",
+    "tests/runtime/test_out_of_memory.py",
+    "tests/test_readme.py",
+    "tests/server/test_lifecycle.py",
+    "tests/server/test_ray_replica.py",
+    "tests/compile/test_ray_pool.py",
+    "tests/benchmarks/test_contender_workers.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files of LONGEST first, and leaves all others in the order of their paths."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

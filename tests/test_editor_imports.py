@@ -45,7 +45,7 @@ def test_definition_is_found_in_the_file_of_its_room(imports, name, file):
     assert Path(found.strip()) == REPOSITORY / file
 
 
-def test_pyright_and_mypy_search_the_folder_that_the_installation_writes():
+def test_pyright_and_mypy_search_the_written_imports():
     assert "write_imports build/imports\n" in (REPOSITORY / "bin/develop.sh").read_text()
     assert TOOLS["pyright"]["extraPaths"] == ["build/imports"]
     assert TOOLS["mypy"]["mypy_path"].split(":")[1] == "$MYPY_CONFIG_FILE_DIR/build/imports"

@@ -159,7 +159,7 @@ def test_data_prints_and_writes_the_questions(run):
     assert load_questions("copy.jsonl") == load_questions("chat.jsonl")
 
 
-def test_published_set_without_a_network_is_refused_with_a_remedy(tmp_path):
+def test_published_set_without_a_network_is_refused(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "dflash_aot.bin.bench", "data", "--data=mt-bench"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -90,6 +90,7 @@ def test_commands_escape_every_text_of_a_manifest(command, bundle, copy, hostile
     commands = (
         ["inspect", copy],
         ["diff", bundle("tiny"), copy],
+        ["verify", copy, "--noquarantine"],
         ["verify", copy, f"--key={public}"],
         ["verify", copy, f"--record_golden={tmp_path / 'golden.json'}"],
         ["gc", copy, "--keep_hours=0", "--dry_run"],

@@ -43,7 +43,7 @@ def plan_tpu(command, tmp_path):
 
 
 @needs_libtpu
-def test_pair_that_fits_a_chip_only_in_int8_is_planned_so(plan_tpu):
+def test_pair_in_int8_fits_a_chip(plan_tpu):
     grid = "batch=1,4 length=4096 k=0,7,15 prefill=256"
     done = plan_tpu("Qwen3-8B", "v5e:1x1", grid, "--plan", "--weights=int8")
     assert done.code == 0
@@ -68,14 +68,14 @@ def test_plan_for_a_tpu_has_memory_and_least_round_times(plan_tpu):
     assert 20 < plan["expected_seconds"] < 600 and 5e6 < plan["expected_bytes"] < 60e6
 
 
-def test_default_bundle_of_a_described_slice_has_its_own_directory(monkeypatch):
+def test_described_slice_has_its_own_default_bundle(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     here, there = default_bundle("a/T", "a/D"), default_bundle("a/T", "a/D", "v5e:2x2")
     assert (here, there) == (Path("/cache/dflash-aot/a-T--a-D"), Path("/cache/dflash-aot/v5e-2x2/a-T--a-D"))
 
 
 @needs_libtpu
-def test_plan_of_a_grid_that_does_not_fit_proposes_one_that_does(plan_tpu):
+def test_plan_proposes_a_grid_that_fits(plan_tpu):
     done = plan_tpu("Qwen3-4B", "v5e:1x1", GRID.replace("8", "16"), "--plan")
     assert (done.code, done.out) == (0, "")
     assert "does not fit v5e: weights 9.12 + " in done.err

@@ -126,7 +126,7 @@ def test_input_that_is_standard_output_is_refused(bundle, tmp_path):
     assert lines.read_text() == '{"prompt_ids": [3, 1, 4]}\n'
 
 
-def test_build_that_is_interrupted_repeatedly_is_resumed(command, tied, tmp_path):
+def test_interrupted_build_is_resumed(command, tied, tmp_path):
     """By Ctrl-C, and by SIGKILL before its last files; another builder meets the lock."""
     flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}", "--platform=cpu", "--jobs=1"]
     flags += ["--buckets=batch=1 length=16 k=0 prefill=4", "--sampling=greedy"]
@@ -165,7 +165,7 @@ def test_processes_share_a_bundle_without_changing_it(command, copy, tmp_path):
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
-def test_plan_without_a_tpu_does_not_start_the_tpu_compiler(tied):
+def test_plan_does_not_start_the_tpu_compiler(tied):
     chosen_by_jax = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     plan = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan"]
     code, _, err = finish(dflash("precompile", *plan, env=chosen_by_jax))
@@ -173,7 +173,7 @@ def test_plan_without_a_tpu_does_not_start_the_tpu_compiler(tied):
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="libtpu is not installed")
-def test_killed_build_for_a_tpu_leaves_no_worker_and_is_resumed(tied, tmp_path):
+def test_killed_build_for_a_tpu_is_resumed(tied, tmp_path):
     """The TPU compiler runs in workers only, and prints nothing to the terminal."""
     pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path / 'bundle'}", "--jobs=1"]
     tpu = ["--topology=v5e:1x1", "--buckets=batch=1 length=16 k=0 prefill=4"]

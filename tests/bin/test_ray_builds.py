@@ -39,7 +39,7 @@ def no_cluster(monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_worker_is_replaced_and_the_shared_store_gets_all_executables(command, flags, tmp_path):
+def test_killed_ray_worker_is_replaced(command, flags, tmp_path):
     store = f"--store={tmp_path / 'store'}"
     on_ray = [*flags, f"--bundle={tmp_path / 'first'}", store, "--executor=ray", "--jobs=2"]
     line = [sys.executable, "-m", "dflash_aot.bin.precompile", *on_ray]

@@ -187,7 +187,7 @@ def test_result_is_returned_before_the_next_line_is_written(bundle):
     assert ids == [0, 1, 2]
 
 
-def test_error_of_the_line_source_is_raised_to_the_reader(bundle):
+def test_error_of_the_line_source_is_raised(bundle):
     def ask():
         yield b'{"id": 1, "prompt_ids": [1, 2], "max_tokens": 2}'
         raise OSError("the disk is gone")
@@ -330,6 +330,11 @@ def test_version_names_the_package_and_its_compiler(command):
     done = command(run, "--version")
     assert done.code == 0 and re.fullmatch(r"dflash-aot \d+\.\d+\.\d+\S*, jaxlib \d+\.\d+\S*\n", done.out)
     assert "(default: 'false')" not in command(run, "--help").out
+
+
+def test_missing_bundle_names_the_build_command(command, tmp_path):
+    done = command(run, f"--bundle={tmp_path / 'none'}", "--prompt=a")
+    assert done.code == 2 and f"dflash-precompile --bundle {tmp_path / 'none'}" in done.err
 
 
 def test_sampling_with_a_greedy_bundle_exits_with_6(command, served):

@@ -48,7 +48,7 @@ def generate(place, **options):
         return engine.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids
 
 
-def test_second_machine_finds_all_executables_in_the_store_and_serves_them(build, copy, bucket, command, tmp_path):
+def test_second_machine_finds_all_executables_in_the_store(build, copy, bucket, command, tmp_path):
     first = build(copy)
     assert first["store"] == {
         "url": f"{bucket.url}/team", "writable": True, "hits": 0, "misses": 0, "written": 7, "failures": []

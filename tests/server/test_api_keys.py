@@ -17,26 +17,12 @@ def test_key_is_identified_by_its_number(scheme, key, number):
     assert KEYS.identify(f"{scheme} {key}") == number
 
 
-OTHER_HEADERS = [
-    None,
-    "",
-    "Bearer",
-    "Bearer ",
-    FIRST,
-    f"Basic {FIRST}",
-    f"Bearer{FIRST}",
-    f"Bearer\t{FIRST}",
-    f"Bearer  {FIRST}",
-    f"Bearer {FIRST} ",
-    f"Bearer {FIRST[:-1]}",
-    f"Bearer {FIRST}0",
-    f"Bearer {FIRST.upper()}",
-    f"Bearer {FIRST}, Bearer {SECOND}",
-    f"Bearer {FIRST}\x00",
-    f"Bearer {hashlib.sha256(FIRST.encode()).hexdigest()}",
-    "Bearer \xff\xfe",
-    "Bearer \udcff",
-]
+OTHER_HEADERS = (
+    *(None, "", "Bearer", "Bearer ", FIRST, f"Basic {FIRST}", f"Bearer{FIRST}", f"Bearer\t{FIRST}", f"Bearer  {FIRST}"),
+    *(f"Bearer {FIRST} ", f"Bearer {FIRST[:-1]}", f"Bearer {FIRST}0", f"Bearer {FIRST.upper()}", f"Bearer {FIRST}\x00"),
+    *(f"Bearer {FIRST}, Bearer {SECOND}", f"Bearer {hashlib.sha256(FIRST.encode()).hexdigest()}"),
+    *("Bearer \xff\xfe", "Bearer \udcff"),
+)
 
 
 def test_other_authorization_headers_are_not_identified():
@@ -44,12 +30,9 @@ def test_other_authorization_headers_are_not_identified():
         assert KEYS.identify(header) is None
 
 
-ANY_HEADERS = [None, "", f"Bearer {FIRST}"]
-
-
 def test_without_keys_every_header_is_accepted():
-    for header in ANY_HEADERS:
-        assert not ApiKeys()
+    assert not ApiKeys()
+    for header in (None, "", f"Bearer {FIRST}"):
         assert ApiKeys().identify(header) == WITHOUT_KEY
 
 
@@ -58,11 +41,8 @@ def test_only_hashes_of_keys_are_kept():
     assert FIRST not in repr(KEYS)
 
 
-BAD_KEYS = ["", "two words", "tab\there", "a line\n", "schlüssel", "\x00", "\x7f"]
-
-
 def test_key_that_no_header_can_hold_is_refused():
-    for key in BAD_KEYS:
+    for key in ("", "two words", "tab\there", "a line\n", "schlüssel", "\x00", "\x7f"):
         with pytest.raises(BadInput, match="DFLASH_API_KEY: the key is empty or cannot be sent in a header") as error:
             make_keys([FIRST, key], "DFLASH_API_KEY")
         assert FIRST not in str(error.value)
@@ -91,12 +71,12 @@ def test_invalid_key_in_a_file_is_reported_with_its_line(tmp_path):
     assert FIRST not in str(error.value) and "two words" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", [b"", b"\n \n", b"# nothing\n"])
-def test_file_without_keys_is_refused(tmp_path, text):
+def test_file_without_keys_is_refused(tmp_path):
     path = tmp_path / "keys"
-    path.write_bytes(text)
-    with pytest.raises(BadInput, match="holds no API key: write one per line"):
-        read_keys(path)
+    for text in (b"", b"\n \n", b"# nothing\n"):
+        path.write_bytes(text)
+        with pytest.raises(BadInput, match="holds no API key: write one per line"):
+            read_keys(path)
 
 
 def test_unreadable_file_is_refused_with_the_reason(tmp_path):

@@ -29,8 +29,8 @@ def read_stream(server: Server, began: threading.Event, lines: list[bytes]) -> N
             began.set()
 
 
-def read_until_disconnected(server: Server, began: threading.Event) -> None:
-    """Reads a stream of 16 long choices until the connection is lost."""
+def read_choices(server: Server, began: threading.Event, ended: threading.Event) -> None:
+    """Reads a stream of 16 long choices. `ended` is set unless the connection is lost."""
     body = {**LONG, "n": 16, "stream": True}
     with (
         suppress(httpx.TransportError),
@@ -39,9 +39,10 @@ def read_until_disconnected(server: Server, began: threading.Event) -> None:
     ):
         for _ in response.iter_lines():
             began.set()
+        ended.set()
 
 
-def test_hostile_name_and_texts_stay_out_of_log_and_responses(start_server, tmp_path):
+def test_hostile_names_stay_out_of_log_and_responses(start_server, tmp_path):
     """The name of a target's directory is the name of the model in the log, responses and metrics."""
     forged = "dflash-serve: signed by the release key"
     draft = locate_checkpoint(EMBEDDED, "draft")
@@ -177,8 +178,8 @@ def test_greedy_bundle_of_a_directory_is_served_by_its_name(start_server, speaki
 
 def test_second_interrupt_exits_at_once(start_server):
     server = start_server("--drain_seconds=1000", "--request_seconds=1000").wait_until_ready()
-    began = threading.Event()
-    reader = threading.Thread(target=read_until_disconnected, args=(server, began))
+    began, ended = threading.Event(), threading.Event()
+    reader = threading.Thread(target=read_choices, args=(server, began, ended))
     reader.start()
     assert began.wait(PATIENCE)
     server.process.send_signal(signal.SIGINT)
@@ -190,6 +191,7 @@ def test_second_interrupt_exits_at_once(start_server):
                 break  # it no longer listens
     assert server.stop(signal.SIGINT) == 130
     reader.join(PATIENCE)
+    assert not ended.is_set()
 
 
 def test_served_model_name_and_default_temperature_are_used(start_server):
@@ -202,7 +204,7 @@ def test_served_model_name_and_default_temperature_are_used(start_server):
     assert len(same) == 1
 
 
-def test_text_at_which_the_tokenizer_panics_is_answered_in_openai_form(start_server, make_hostile_target):
+def test_tokenizer_panic_is_answered_in_openai_form(start_server, make_hostile_target):
     """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
     server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
     with server.client() as client:

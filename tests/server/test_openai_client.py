@@ -166,6 +166,7 @@ def test_parts_of_a_character_have_its_text_offset(client, engine):
     choice = client.completions.create(**ECHOED, prompt=prompt, max_tokens=6, logprobs=0).choices[0]
     ids = engine.tokenizer.encode(prompt)
     assert len(ids) > len(prompt) and choice.text.startswith(prompt)
+    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)
     assert find_misplaced(choice.logprobs, choice.text) == []
     begins = [
         len(b"".join(map(engine.tokenizer.token_bytes, ids[:at])).decode(errors="ignore")) for at in range(len(ids))
@@ -173,7 +174,7 @@ def test_parts_of_a_character_have_its_text_offset(client, engine):
     assert choice.logprobs.text_offset[: len(ids)] == begins
 
 
-def test_scores_of_prompts_have_a_limit_and_large_answers_are_complete(client):
+def test_large_answer_with_scores_is_complete(client):
     fields = {**ECHOED, "prompt": ["a" * 200] * 16, "max_tokens": 0}
     choices = client.completions.create(**fields, logprobs=20).choices
     assert len(choices) == 16 and all(len(choice.logprobs.tokens) == 200 for choice in choices)

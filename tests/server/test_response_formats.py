@@ -14,7 +14,7 @@ def test_cached_tokens_of_a_single_choice_are_its_own():
     assert count_cached(1, (32, 16), (16, 0)) == 48  # of two prompts
 
 
-def test_cached_tokens_of_several_choices_were_there_before_the_first_of_them():
+def test_choices_of_a_prompt_count_no_cached_tokens_twice():
     assert count_cached(3, (16, 16), (32, 16), (32, 32)) == 16
     assert count_cached(2, (24, 0), (28, 0)) == 0  # each computed a part of the prompt
     assert count_cached(2, (16, 16), (32, 32), (0, 0), (32, 32)) == 16

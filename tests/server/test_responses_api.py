@@ -46,7 +46,7 @@ def test_earlier_output_may_be_given_as_input(client):
     assert second.output_text == chat.choices[0].message.content
 
 
-def test_text_that_no_response_can_repeat_is_refused_before_anything_is_generated(served):
+def test_text_that_no_response_can_repeat_is_refused(served):
     """Half of a character, as JavaScript cuts texts."""
     with served.client() as http:
         body = '{"input": "import os", "metadata": {"title": "\\ud83d"}}'
@@ -104,7 +104,7 @@ def test_fields_that_change_no_text_are_accepted(client):
     assert client.responses.create(input="import os", **ASKED, **fields).output_text == plain.output_text
 
 
-def test_error_event_has_openais_flat_form_and_the_field_that_its_client_reads():
+def test_error_event_has_openais_flat_form():
     event = format_error_event(ApiError(504, "too long", "timeout", "input"), 7)
     name, data = event.decode().rstrip().split("\n")
     fields = {"code": "timeout", "message": "too long", "param": "input"}

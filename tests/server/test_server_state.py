@@ -27,7 +27,7 @@ def test_watchdog_ignores_an_idle_engine():
     assert watchdog.is_stalled(Counters(rounds=5, running=1), 1015.1)
 
 
-def test_request_that_begins_long_after_the_last_look_is_not_stalled():
+def test_request_after_a_long_pause_is_not_stalled():
     watchdog = Watchdog(stall_seconds=10)
     assert not watchdog.is_stalled(Counters(rounds=5), 0)
     assert not watchdog.is_stalled(Counters(rounds=5, running=1), 300)

@@ -121,7 +121,7 @@ SCHEMAS = [
 ]
 
 
-def test_forced_call_has_no_other_arguments_than_those_its_schema_names():
+def test_forced_call_has_only_arguments_of_its_schema():
     for schema, closed in SCHEMAS:
         (arguments,) = re.findall(r"^arguments_0: %json (.*)$", write_call_grammar(HERMES, {"f": schema}, False), re.M)
         assert (json.loads(arguments).get("additionalProperties") is False) is closed
