@@ -29,7 +29,6 @@ from dflash_aot.benchmarks.messages import (
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.benchmarks.worker import Worker
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
@@ -90,22 +89,9 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
     return BenchmarkPair(name, places["target"], places["draft"], invented=True)
 
 
-def ensure_bundle(
-    pair: BenchmarkPair,
-    buckets: str,
-    dtype: str,
-    scratch: Path,
-    note: ProgressNote,
-    sampling: Sequence[str] = ("greedy",),
-    formats: WeightFormats = PLAIN,
-) -> Path:
-    """A bundle for this machine in `scratch`; one of an earlier run is used again.
-
-    Raises what `precompile` raises.
-    """
-    weights, draft_weights = (dtype if one == "plain" else one for one in (formats.target, formats.draft))
-    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, *sampling))
-    facts += "" if formats == PLAIN else f"\n{weights}\n{draft_weights}"
+def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
+    """A bundle for this machine in `scratch`; the bundle of an earlier run is used again. Raises as `precompile`."""
+    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, "greedy"))
     path = scratch / f"{pair.name}-{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     note(f"bundle of {buckets}, {dtype}: {path}")
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
@@ -113,13 +99,8 @@ def ensure_bundle(
     # In a process of its own: this one must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "weights": weights,
-            "draft_weights": draft_weights,
-            "sampling": sampling,
-        }
-        pool.submit(precompile, *places, grid=buckets, exact=True, **options).result()
+        weights = {"weights": dtype, "draft_weights": dtype}
+        pool.submit(precompile, *places, grid=buckets, exact=True, dtype=dtype, **weights).result()
     return path
 
 
