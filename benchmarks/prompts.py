@@ -179,10 +179,7 @@ class DataSettings:
 
 
 def format_data(settings: DataSettings) -> list[str]:
-    """Lines: the number of questions, their lengths in tokens, and the first one, indented.
-
-    Raises BadInput, BadCheckpoint.
-    """
+    """Lines: the number of questions, their lengths in tokens, and the first one, indented."""
     questions = load_questions(settings.data, settings.count)
     target = locate_checkpoint(settings.target, "target")
     if settings.jsonl:

@@ -62,10 +62,7 @@ class Settings:
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """An "executable" for each executable, and an "operation" for each of its longest instructions.
-
-    Raises BadInput, BadCheckpoint, BuildFailed.
-    """
+    """An "executable" for each executable, and an "operation" for each of its longest instructions."""
     topologies = [parse_topology(name) for name in settings.topologies.split(",")]
     sampling = check_sampling_kinds(settings.sampling.split(","), f"--sampling {settings.sampling}")
     configs: dict[CheckpointRole, ConfigFile] = {

@@ -8,7 +8,7 @@ dflash-bench kflat …                time of a verification against its rows, P
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
-dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
+dflash-bench render DIR [--check]   write DIR.md and the charts of the records in DIR
 
 The command comes first; dflash-bench COMMAND --help lists its flags. A benchmark writes all samples to OUT/NAME.json
 and its charts next to it as SVG. The exit code is 1, with a message, if the figures mean nothing.
