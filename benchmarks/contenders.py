@@ -80,8 +80,8 @@ def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, 
     # In a process of its own: this one must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
-        weights = {"weights": dtype, "draft_weights": dtype}
-        pool.submit(precompile, *places, grid=buckets, exact=True, dtype=dtype, **weights).result()
+        options: dict[str, Any] = {"dtype": dtype, "weights": dtype, "draft_weights": dtype}
+        pool.submit(precompile, *places, grid=buckets, exact=True, **options).result()
     return path
 
 

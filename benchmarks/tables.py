@@ -159,8 +159,8 @@ def make_table(name: str, title: str, rows: Iterable[Samples], columns: Sequence
 
 def make_series(label: str, points: Mapping[Any, Sequence[float]]) -> Series:
     """Medians of the values at each x, with the least and the largest."""
-    values = points.values()
-    return Series(label, tuple(points), *(tuple(map(reduce, values)) for reduce in (median, min, max)))
+    medians, least, most = (tuple(map(reduce, points.values())) for reduce in (median, min, max))
+    return Series(label, tuple(points), medians, least, most)
 
 
 def format_markdown(table: Table) -> str:
