@@ -34,7 +34,7 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
-LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the one with the fewest passes on held-out texts
+LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes
 EARLY_EXIT = 0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
 
 
@@ -77,7 +77,7 @@ def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, 
     note(f"bundle of {buckets}, {dtype}: {path}")
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
 
-    # In a process of its own: this one must not hold an accelerator that the workers need.
+    # In a process of its own: this process must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
         options: dict[str, Any] = {"dtype": dtype, "weights": dtype, "draft_weights": dtype}
@@ -86,7 +86,7 @@ def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, 
 
 
 def end_with_parent() -> None:
-    """Lets this process end with the one that started it: a killed benchmark compiles nothing more."""
+    """Lets this process end with its parent: a killed benchmark compiles nothing more."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""dflash-bench kflat: does the time of a target forward pass stay flat as K grows? Beside PyTorch and the roofline.
+"""dflash-bench kflat: does the time of a target forward pass stay flat as K grows? With PyTorch and the roofline.
 
 A pass is a verification of K + 1 rows or a chunk of a prompt. The roofline is computed from the best bandwidth and
 arithmetic that any contender reached in the same run. Contenders take turns, each in a process of its own, on the same
@@ -201,7 +201,7 @@ def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
     length = passes[0]["length"]
     title = f"One pass of the target over its last rows, {length} positions seen"
     note = (
-        "Medians of all calls but the first one of each turn, waited for; ratios repeat by repeat, 95 % intervals. A "
+        "Medians of all calls but the first of each turn, waited for; ratios repeat by repeat, 95 % intervals. A "
         "verification chooses a token after every row, a prompt chunk after its last one. Roofline: every weight and "
         "all kv read once, at the best bandwidth and arithmetic of this run."
     )

@@ -42,7 +42,7 @@ class Settings(PairSettings):
 
     grids: tuple[int, ...] = setting(
         tuple(GRIDS),
-        f"bundles of about so many executables, the first one also in jax.jit; of {', '.join(map(str, GRIDS))}",
+        f"bundles of about so many executables, the first bundle also in jax.jit; of {', '.join(map(str, GRIDS))}",
     )
     repeats: int = setting(5, "starts of each kind", least=1)
     prompt_tokens: int = setting(48, "tokens of the prompt", least=1)

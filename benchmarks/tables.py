@@ -48,7 +48,7 @@ class Chart(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What a record shows. Tables and charts share one name space: pages refer to RECORD/NAME."""
+    """What a record shows. Tables and charts share one name space."""
 
     tables: tuple[Table, ...] = ()
     charts: tuple[Chart, ...] = ()
@@ -91,7 +91,7 @@ class Column:
 
     header: str  # with the unit
     value: str | Callable[[Samples], Sequence[Any]]  # key of the samples, see `collect`; or from them to the values
-    reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the one that is shown
+    reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the value that is shown
     scale: float | None = None  # from the unit of the samples to that of the column
     show: Callable[[Any], str] = format_figure  # from the reduced value to text
     least: int = 1

@@ -70,7 +70,7 @@ class JsonProcess:
 
         Args:
             module: dotted name; its `main` opens a `JsonPipe`.
-            variables: environment variables besides those of this process.
+            variables: environment variables in addition to those of this process.
             log: the file that gets standard error; None to discard it.
         """
         self._log = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115  until `close`

@@ -17,8 +17,8 @@ from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import ServerLimits
 
 READ_BYTES = 8192  # that are read and parsed for one connection before the others have their turn
-# Bytes of a request beside its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
-# have 48 bytes on average: a small chunk costs the parser as much as a large one.
+# Bytes of a request without its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
+# have 48 bytes on average: a small chunk costs the parser as much as a large chunk.
 FRAMING_BYTES = 32 << 10
 BODY_BYTES_PER_FRAMING_BYTE = 8
 MAX_HEADERS = 128

@@ -67,7 +67,7 @@ def render_chat(
 ) -> str:
     """Returns the prompt that the checkpoint's chat template makes of `messages`, up to where the answer begins.
 
-    messages: each with `role` and `content`. variables: what the template may read beside the messages; they override
+    messages: each with `role` and `content`. variables: what the template may read in addition; they override
     DEFAULT_VARIABLES, by which thinking is off. tools: functions that the answer may call, as OpenAI's interface
     describes them.
 

@@ -73,7 +73,7 @@ def flood(server: Server, start: bytes) -> Iterator[None]:
             sender.join()
 
 
-def test_requests_of_others_are_answered_beside_tiny_chunks(attacked):
+def test_tiny_chunks_do_not_stop_the_requests_of_others(attacked):
     for start in (
         head("GET", "/health", transfer_encoding="chunked"),
         head("POST", COMPLETIONS, transfer_encoding="chunked"),
