@@ -4,9 +4,7 @@ import pytest
 
 from dflash_aot.benchmarks import decode_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
-from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.messages import ServedClosed, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.tables import Findings
 from tests.benchmarks.toy_worker import ToySpec, say
 
@@ -92,13 +90,10 @@ def make_samples() -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def findings() -> Findings:
+def findings(make_record) -> Findings:
     samples = make_samples()
-    record = Record(
-        RECORD_SCHEMA, "decode", "", "", "", 1.0, read_machine(0.0), {}, samples, decode_bench.find_fault(samples)
-    )
-    assert record.void == ""
-    return decode_bench.make_findings(record)
+    assert decode_bench.find_fault(samples) == ""
+    return decode_bench.make_findings(make_record(samples))
 
 
 def test_speed_is_the_median_and_ratios_are_pair_by_pair(findings, read_table):

@@ -4,8 +4,6 @@ import pytest
 
 from dflash_aot.benchmarks import host_bench
 from dflash_aot.benchmarks.host_bench import Settings, check_callers, find_fault
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import Record
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
 
@@ -28,9 +26,8 @@ def make_samples() -> list[dict]:
     return samples
 
 
-def test_work_before_the_rounds_is_in_no_figure():
-    record = Record(1, "host", "", "", "", 0.0, read_machine(0.0), {}, make_samples(), "")
-    findings = host_bench.make_findings(record)
+def test_work_before_the_rounds_is_in_no_figure(make_record):
+    findings = host_bench.make_findings(make_record(make_samples()))
     assert findings.tables[0].rows == (
         ("1", "3", "engine", "110 (100-120)", "1.500", "8.0%"),
         ("1", "3", "jax.jit loop", "220 (200-240)", "1.500", "16.0%"),

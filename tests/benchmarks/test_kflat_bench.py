@@ -4,9 +4,7 @@ import pytest
 
 from dflash_aot.benchmarks import forward_worker, kflat_bench, torch_worker
 from dflash_aot.benchmarks.kflat_bench import Settings, choose_grid, find_fault, find_peak, list_passes, list_work
-from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TorchForwardSpec
-from dflash_aot.benchmarks.record import Record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
@@ -85,8 +83,9 @@ def make_samples() -> list[dict]:
     return samples
 
 
-def read(samples: list[dict]) -> Findings:
-    return kflat_bench.make_findings(Record(1, "kflat", "", "", "", 0.0, read_machine(0.0), {}, samples, ""))
+@pytest.fixture(scope="module")
+def findings(make_record) -> Findings:
+    return kflat_bench.make_findings(make_record(make_samples()))
 
 
 def test_roofline_uses_the_best_rates_of_all_contenders():
@@ -99,8 +98,8 @@ def test_roofline_uses_the_best_rates_of_all_contenders():
     assert find_peak(slow).flops_per_second == {"float32": 1e11, "bfloat16": 1e11}  # can be computed in float32
 
 
-def test_table_has_all_contenders_side_by_side():
-    (passes,) = read(make_samples()).tables
+def test_table_has_all_contenders_side_by_side(findings):
+    (passes,) = findings.tables
     assert passes.rows[0] == (
         *("verification", "1", "2.00", "4.90", "1.00", "2.50 (2.00-3.00)"),
         *("1.00", "2.45", "0.500", "2.50 (2.00-3.00)"),
@@ -113,8 +112,8 @@ def test_table_has_all_contenders_side_by_side():
     )
 
 
-def test_chart_has_the_roofline():
-    (chart,) = read(make_samples()).charts
+def test_chart_has_the_roofline(findings):
+    (chart,) = findings.charts
     labels = [one.label for one in chart.series]
     assert labels == [
         *(f"{who} {dtype}" for who in ("bundle", "PyTorch", "roofline") for dtype in ("float32", "bfloat16"))

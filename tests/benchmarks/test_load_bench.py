@@ -4,9 +4,7 @@ import pytest
 
 from dflash_aot.benchmarks import load_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
-from dflash_aot.benchmarks.machine import read_machine
 from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
@@ -121,7 +119,7 @@ def opened(way: str, rate: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def findings() -> Findings:
+def findings(make_record) -> Findings:
     samples = [
         closed(way, callers, repeat, callers * (1.0 + repeat / 2) * slow)
         for way, slow in (("engine, K = 7", 1), ("jax.jit loop, K = 7", 2))
@@ -130,10 +128,7 @@ def findings() -> Findings:
     ]
     samples += [opened("engine, K = 7", rate) for rate in (4.0, 2.0)]
     assert load_bench.find_fault(samples) == ""
-    settings = {"max_tokens": 5}
-    return load_bench.make_findings(
-        Record(RECORD_SCHEMA, "load", "", "", "", 1.0, read_machine(0.0), settings, samples, "")
-    )
+    return load_bench.make_findings(make_record(samples, {"max_tokens": 5}))
 
 
 def test_callers_have_a_row_for_each_contender(findings):
