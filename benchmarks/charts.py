@@ -21,7 +21,6 @@ STYLE = {
     "hatch.linewidth": 0.5,
 }
 FIGURE_INCHES = (7.0, 4.2)
-FLAT_LETTERS = 70  # of tick labels that fit without rotation
 # Without date and version, which would change the file.
 METADATA = {"Date": None, "Creator": None}
 
@@ -62,10 +61,8 @@ def draw_chart(chart: Chart) -> bytes:
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
-        cycle, kind = divmod(place, len(COLOURS))
-        look = {"color": COLOURS[kind], "marker": MARKS[kind], "markersize": 5, "label": series.label}
-        line = LINES[cycle % len(LINES)]
-        axes.errorbar(series.x, series.y, yerr=_error_bars(series), capsize=3, linestyle=line, **look)
+        look = {"color": COLOURS[place % 8], "marker": MARKS[place % 8], "linestyle": LINES[place // 8 % 3]}
+        axes.errorbar(series.x, series.y, _error_bars(series), capsize=3, markersize=5, label=series.label, **look)
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({x for series in chart.series for x in series.x}), minor=False)
@@ -77,26 +74,15 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
 
 
 def _draw_bars(axes: Any, chart: Chart) -> None:
-    """Side by side at each x, or on top of each other."""
-    names, stacked = _list_x(chart), chart.kind == "stack"
-    width = 0.6 if stacked else 0.8 / len(chart.series)
+    """Each series on top of the series before."""
+    names = list(dict.fromkeys(x for series in chart.series for x in series.x))
     tops = dict.fromkeys(names, 0.0)
     for place, series in enumerate(chart.series):
-        shift = 0.0 if stacked else (place - (len(chart.series) - 1) / 2) * width
-        cycle, kind = divmod(place, len(COLOURS))
-        hatch = HATCHES[(kind + cycle) % len(HATCHES)]
-        look = {"color": COLOURS[kind], "hatch": hatch, "edgecolor": "white", "label": series.label}
-        centres, bottom = [names.index(x) + shift for x in series.x], [tops[x] for x in series.x]
-        axes.bar(centres, series.y, width, yerr=_error_bars(series), bottom=bottom, capsize=3, **look)
-        tops |= {x: tops[x] + y for x, y in zip(series.x, series.y, strict=True)} if stacked else {}
-    texts = [name if isinstance(name, str) else f"{name:g}" for name in names]
-    rotated = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if len("".join(texts)) > FLAT_LETTERS else {}
-    axes.set_xticks(range(len(names)), texts, **rotated)
-
-
-def _list_x(chart: Chart) -> list[float | str]:
-    """Every x once, in order of appearance."""
-    return list(dict.fromkeys(x for series in chart.series for x in series.x))
+        look = {"color": COLOURS[place % 8], "hatch": HATCHES[(place + place // 8) % 8], "edgecolor": "white"}
+        bottom = [tops[x] for x in series.x]
+        axes.bar([names.index(x) for x in series.x], series.y, 0.6, bottom=bottom, label=series.label, **look)
+        tops |= {x: tops[x] + y for x, y in zip(series.x, series.y, strict=True)}
+    axes.set_xticks(range(len(names)), map(str, names))
 
 
 def _error_bars(series: Series) -> list[list[float]] | None:

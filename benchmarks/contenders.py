@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from dflash_aot.benchmarks.messages import (
     EngineSpec,
@@ -23,13 +22,11 @@ from dflash_aot.benchmarks.messages import (
     PromptIds,
     ServeClosed,
     ServedClosed,
-    ServingWork,
     TorchSpec,
 )
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.benchmarks.worker import Worker
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
@@ -37,18 +34,16 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
-LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the one with the fewest passes on held-out texts
+LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes
 EARLY_EXIT = 0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
-RANDOM_PROMPT_SEED = 7
 
 
 @dataclass(frozen=True)
 class PairSettings:
     """Flags that choose the checkpoint pair."""
 
-    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large")
-    target: str | None = setting(None, "your own target instead: directory or hub id; needs --draft")
-    draft: str | None = setting(None, "your own draft")
+    target: str = setting(EMBEDDED, "the target: directory or hub id")
+    draft: str = setting(EMBEDDED, "its draft: directory or hub id")
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class PromptSettings(PairSettings):
     """Flags that choose the pair, the grid and the prompts."""
 
     buckets: str = setting("batch=1 length=256 k=0,3,7,15 prefill=64", "the grid, as dflash-precompile takes it")
-    data: str = setting(HELD_OUT, "the prompts, see dflash-bench data; a pair of random weights gets random tokens")
+    data: str = setting(HELD_OUT, "the prompts, see dflash-bench data")
     prompts: int = setting(24, "number of questions; each turn of a conversation is a prompt", least=1)
     prompt_tokens: int = setting(64, "of a text the first so many tokens; of a conversation all", least=1)
     max_tokens: int = setting(128, "new tokens per prompt", least=2)
@@ -64,67 +59,34 @@ class PromptSettings(PairSettings):
 
 @dataclass(frozen=True)
 class BenchmarkPair:
-    """The directories of two checkpoints. invented: random weights, no tokenizer."""
+    """The directories of two checkpoints."""
 
-    name: str
     target: Path
     draft: Path
-    invented: bool = False
 
 
-def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
-    """--target and --draft, or else --pair; random weights are written to `scratch`, once.
-
-    Raises BadInput, BadCheckpoint.
-    """
-    name, target, draft = settings.pair, settings.target, settings.draft
-    if (target is None) != (draft is None):
-        raise BadInput("--target and --draft: a pair needs both")
-    if target and draft:
-        return BenchmarkPair("given", locate_checkpoint(target, "target"), locate_checkpoint(draft, "draft"))
-    if name == EMBEDDED:
-        return BenchmarkPair(name, locate_checkpoint(EMBEDDED, "target"), locate_checkpoint(EMBEDDED, "draft"))
-    from dflash_aot.benchmarks.random_pair import ensure_pair  # noqa: PLC0415  imports the models
-
-    places = ensure_pair(name, scratch / "pairs")
-    return BenchmarkPair(name, places["target"], places["draft"], invented=True)
+def choose_pair(settings: PairSettings) -> BenchmarkPair:
+    """The pair of --target and --draft. Raises BadInput, BadCheckpoint."""
+    return BenchmarkPair(locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft"))
 
 
-def ensure_bundle(
-    pair: BenchmarkPair,
-    buckets: str,
-    dtype: str,
-    scratch: Path,
-    note: ProgressNote,
-    sampling: Sequence[str] = ("greedy",),
-    formats: WeightFormats = PLAIN,
-) -> Path:
-    """A bundle for this machine in `scratch`; one of an earlier run is used again.
-
-    Raises what `precompile` raises.
-    """
-    weights, draft_weights = (dtype if one == "plain" else one for one in (formats.target, formats.draft))
-    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, *sampling))
-    facts += "" if formats == PLAIN else f"\n{weights}\n{draft_weights}"
-    path = scratch / f"{pair.name}-{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
+    """A bundle for this machine in `scratch`; the bundle of an earlier run is used again. Raises as `precompile`."""
+    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, "greedy"))
+    path = scratch / f"{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     note(f"bundle of {buckets}, {dtype}: {path}")
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
 
-    # In a process of its own: this one must not hold an accelerator that the workers need.
+    # In a process of its own: this process must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "weights": weights,
-            "draft_weights": draft_weights,
-            "sampling": sampling,
-        }
+        options: dict[str, Any] = {"dtype": dtype, "weights": dtype, "draft_weights": dtype}
         pool.submit(precompile, *places, grid=buckets, exact=True, **options).result()
     return path
 
 
 def end_with_parent() -> None:
-    """Lets this process end with the one that started it: a killed benchmark compiles nothing more."""
+    """Lets this process end with its parent: a killed benchmark compiles nothing more."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -135,24 +97,8 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def choose_prompts(
-    data: str, count: int, width: int, pair: BenchmarkPair, answer: Callable[[PromptIds], list[int]] | None = None
-) -> list[PromptIds]:
-    """Prompts of the data, see `load_prompts`; random tokens for an invented pair.
-
-    Raises BadInput, BadCheckpoint, and what `answer` raises.
-    """
-    if pair.invented:
-        vocab = read_target(read_config(pair.target)).decoder.vocab
-        return np.random.default_rng(RANDOM_PROMPT_SEED).integers(0, vocab, (count, width)).tolist()
-    return load_prompts(data, count, pair.target, width, answer)
-
-
 def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) -> list[PromptIds]:
-    """Like `choose_prompts`, with all turns of a conversation; the target answers the earlier turns.
-
-    Raises BadInput, BadCheckpoint, PeerFailed.
-    """
+    """Prompts of --data, with all turns of a conversation; the target answers the earlier turns."""
     ends = read_end_tokens(pair.target)
     with ExitStack() as stack:
 
@@ -164,7 +110,7 @@ def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) ->
             ((found,),) = open_plain().ask(ServeClosed([[prompt]], settings.max_tokens), ServedClosed).answers
             return [*itertools.takewhile(lambda token: token not in ends, found.token_ids)]
 
-        return choose_prompts(settings.data, settings.prompts, settings.prompt_tokens, pair, answer)
+        return load_prompts(settings.data, settings.prompts, pair.target, settings.prompt_tokens, answer)
 
 
 @dataclass(frozen=True)
@@ -243,10 +189,7 @@ def hash_tokens(token_ids: Sequence[int]) -> str:
 
 
 def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Names the exact contenders whose tokens differ from those of the first one, "" if none do.
-
-    samples: with "way", "exact", "prompt" and "tokens".
-    """
+    """Names the exact contenders whose tokens differ from those of the first contender, "" if none do."""
     exact = [one for one in samples if one["exact"]]
     chosen = exact[0]["way"] if exact else ""  # the reference, whichever contender was first for a prompt
     first: dict[int, Mapping[str, Any]] = {}
@@ -268,8 +211,3 @@ def find_faults(answers: Sequence[Mapping[str, Any]], served: Sequence[Mapping[s
     compiled = sorted({one["way"] for one in served or answers if one.get("compile_events")})
     faults = [find_disagreement(answers), f"{', '.join(compiled)} compiled while serving" if compiled else ""]
     return "; ".join(filter(None, faults))
-
-
-def list_host_us(work: ServingWork) -> dict[str, int]:
-    """Microseconds of the thread that dispatches."""
-    return {"host_us": round(1e6 * work.host_seconds), "host_wall_us": round(1e6 * work.host_wall_seconds)}

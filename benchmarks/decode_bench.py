@@ -5,7 +5,6 @@ give the same tokens.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,11 +31,8 @@ class Settings(contenders.PromptSettings):
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """An "answer" for each contender, prompt and repeat.
-
-    Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
-    """
-    pair = contenders.choose_pair(settings, scratch)
+    """An "answer" for each contender, prompt and repeat."""
+    pair = contenders.choose_pair(settings)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
@@ -83,8 +79,7 @@ def make_answer(contender: contenders.Contender, served: messages.ServedClosed) 
     facts: Sample = {"kind": "answer", "way": contender.name, "k": contender.k, "exact": contender.exact}
     facts |= {"tokens": contenders.hash_tokens(answer.token_ids), "gaps_us": gaps}
     facts |= {"accepted": answer.accepted, "passes": len(answer.accepted) or work.rounds, "rounds": work.rounds}
-    by_k = {str(k): count for k, count in work.rounds_by_k.items()}
-    return facts | {"rounds_by_k": by_k, "compile_events": work.compile_events} | contenders.list_host_us(work)
+    return facts | {"compile_events": work.compile_events}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
@@ -93,23 +88,11 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """Speed, time per token and acceptance."""
+    """Speed and acceptance."""
     answers = [add_times(one) for one in choose(record.samples, kind="answer")]
     runs = {name: chosen for (name,), chosen in group_by(answers, "way").items()}
-    engines = [one for name, one in runs.items() if name.startswith("engine") and one[0]["k"] != 0]
-    speculating = [one for one in engines if tables.collect(one, "accepted")]
-    fixed = [one for one in speculating if one[0]["k"] is not None]
-    page_tables = [tabulate_speed(runs), tabulate_pace(runs)]
-    speeds = {name: tables.collect(one, "speed") for name, one in runs.items()}
-    bars = tables.make_series("tokens per second", speeds, "interval")
-    charts = [
-        tables.Chart("speed-bars", "Tokens per second, one prompt at a time", "", "tokens per second", (bars,), "bar")
-    ]
-    if speculating:
-        page_tables.append(tabulate_acceptance(speculating))
-    if fixed:
-        charts.append(chart_positions(fixed))
-    return tables.Findings(tuple(page_tables), tuple(charts))
+    fixed = [one for name, one in runs.items() if name.startswith("engine") and one[0]["k"]]
+    return tables.Findings((tabulate_speed(runs),), (chart_positions(fixed),) if fixed else ())
 
 
 def add_times(sample: Mapping[str, Any]) -> Sample:
@@ -119,17 +102,16 @@ def add_times(sample: Mapping[str, Any]) -> Sample:
     return {
         **sample,
         "first_us": start,
-        "later_us": later,
         "token_seconds": seconds,
         "speed": 1 / seconds,
         "pass_us": sum(later) / sample["passes"],
     }
 
 
-def compute_tau(samples: Samples) -> float:
-    """1 + accepted drafted tokens per round, over all rounds, also those that the limit cut off."""
+def compute_tau(samples: Samples) -> list[float]:
+    """1 + accepted drafted tokens per round, over all rounds; nothing for a contender without rounds."""
     accepted = tables.collect(samples, "accepted")
-    return 1 + sum(accepted) / len(accepted)
+    return [1 + sum(accepted) / len(accepted)] if accepted else []
 
 
 def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
@@ -154,6 +136,7 @@ def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
         tables.Column("tokens/s", "speed"),
         tables.Column("range", "speed", estimate_median, show=lambda one: tables.format_range(one.low, one.high)),
         *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
+        tables.Column("τ", compute_tau, tables.first, show="{:.2f}".format),
         tables.Column("first token ms", "first_us", scale=1e-3),
         tables.Column("ms per pass", "pass_us", scale=1e-3),
         tables.Column("same tokens", count_same, tables.first, show=str),
@@ -167,72 +150,16 @@ def note_speed(runs: Mapping[str, Samples]) -> str:
     prompts, tokens = len({one["prompt"] for one in samples}), len(samples[0]["gaps_us"])
     return (
         f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. Speed "
-        "and time per pass (one forward pass of the target, and everything until the next one) leave out the first "
-        "token, which has its own column. Medians; ratios are of the same prompt and repeat, with 95 % intervals."
+        "and time per pass (one forward pass of the target, and everything until the next pass) leave out the first "
+        "token. Medians; ratios are of the same prompt and repeat, with 95 % intervals. τ: 1 + accepted drafted "
+        "tokens per round, also the tokens that the limit cut off."
     )
-
-
-def tabulate_pace(runs: Mapping[str, Samples]) -> tables.Table:
-    """Percentiles of the time per token."""
-    columns = [
-        tables.label("contender", "way"),
-        *tables.percentile_columns("answer", "token_seconds", (50, 95, 99), 1e3),
-        *tables.percentile_columns("token", "later_us", (50, 95, 99), 1e-3),
-    ]
-    note = (
-        "After the first token. Answer: the mean time per token of each answer. Token: the time from each token to the "
-        "next one. Tokens of one round, or of several rounds in one dispatch, come together, so most wait for nothing "
-        "and some for all of that time."
-    )
-    return tables.make_table("pace", "Time per output token, ms", runs.values(), columns, note)
-
-
-def tabulate_acceptance(runs: Sequence[Samples]) -> tables.Table:
-    """τ, and for a fixed K how often the drafted token at each position was accepted."""
-
-    def taus_of_prompts(samples: Samples) -> list[float]:
-        return [compute_tau(one) for one in group_by(samples, "prompt").values() if tables.collect(one, "accepted")]
-
-    widest = max((samples[0]["k"] for samples in runs if samples[0]["k"]), default=0)
-    columns = [
-        tables.label("contender", "way"),
-        tables.Column("rounds", "accepted", len, show=str),
-        tables.Column("τ over rounds", lambda samples: [compute_tau(samples)], tables.first, show="{:.2f}".format),
-        tables.Column("τ mean of prompts", taus_of_prompts, lambda taus: sum(taus) / len(taus), show="{:.2f}".format),
-        *(share_column(str(place), place, share_from) for place in range(1, widest + 1)),
-    ]
-    title = "Tokens per round (τ), and the share of rounds in which the drafted token at each position stood"
-    note = (
-        "τ: 1 + accepted drafted tokens per round, also those that the limit cut off. Over rounds: of all rounds. "
-        "Mean of prompts: of each prompt's τ."
-    )
-    chosen = [note_chosen_k(samples) for samples in runs if samples[0]["k"] is None]
-    return tables.make_table("acceptance", title, runs, columns, " ".join((note, *chosen)))
-
-
-def share_column(header: str, count: int, share: Any) -> tables.Column:
-    """A share of rounds, for contenders with a fixed K of at least `count`."""
-
-    def value(samples: Samples) -> list[float]:
-        k = samples[0]["k"]
-        return [share(samples, count)] if k is not None and count <= k else []
-
-    return tables.Column(header, value, tables.first, show="{:.2f}".format)
 
 
 def share_from(samples: Samples, count: int) -> float:
     """Share of rounds that accept at least `count` drafted tokens."""
     accepted = tables.collect(samples, "accepted")
     return sum(one >= count for one in accepted) / len(accepted)
-
-
-def note_chosen_k(samples: Samples) -> str:
-    """How often each K was chosen."""
-    counts: Counter[int] = Counter()
-    for one in samples:
-        counts.update({int(k): count for k, count in one["rounds_by_k"].items()})
-    shares = ", ".join(f"{count / counts.total():.0%} at K = {k}" for k, count in sorted(counts.items()))
-    return f"Rounds of {samples[0]['way']}: {shares}."
 
 
 def chart_positions(runs: Sequence[Samples]) -> tables.Chart:

@@ -53,23 +53,21 @@ def serve_closed(engine: Engine, question: messages.ServeClosed) -> messages.Ser
 
 def serve_open(engine: Engine, question: messages.ServeOpen) -> messages.ServedOpen:
     """Like `ask_when_due`, with the engine's work."""
-    ends, work = count_work(engine, lambda: ask_when_due(engine, question))
-    return messages.ServedOpen([answer for answer, _ in ends], [late for _, late in ends], work)
+    return messages.ServedOpen(*count_work(engine, lambda: ask_when_due(engine, question)))
 
 
-def ask_when_due(engine: Engine, question: messages.ServeOpen) -> list[tuple[messages.TimedAnswer | None, float]]:
+def ask_when_due(engine: Engine, question: messages.ServeOpen) -> list[messages.TimedAnswer | None]:
     """One thread per request, asleep until the request is due, so that a slow answer delays no other request.
 
-    Returns answers, None for a refused one, and seconds by which each was sent late. Raises as `Engine.stream`.
+    Returns None for a refused request. Raises what `Engine.stream` raises.
     """
 
-    def ask(prompt: messages.PromptIds, due: float) -> tuple[messages.TimedAnswer | None, float]:
+    def ask(prompt: messages.PromptIds, due: float) -> messages.TimedAnswer | None:
         time.sleep(max(0.0, due - time.perf_counter()))
-        late = time.perf_counter() - due
         try:
-            return listen(engine, prompt, question.max_tokens, due), late
+            return listen(engine, prompt, question.max_tokens, due)
         except QueueFull:
-            return None, late
+            return None
 
     began = time.perf_counter() + LEAD
     with ThreadPoolExecutor(len(question.due)) as callers:
@@ -92,17 +90,11 @@ def count_work(engine: Engine, serve: Callable[[], T]) -> tuple[T, messages.Serv
     served = serve()
     after = read_settled(engine)
     rounds = Counter(after.bucket_rounds) - Counter(before.bucket_rounds)
-    by_k: Counter[int] = Counter()
-    for (bucket, _), count in rounds.items():
-        by_k[bucket.k] += count
     return served, messages.ServingWork(
         rounds=after.rounds - before.rounds,
-        rounds_by_k=dict(sorted(by_k.items())),
         rows=sum(bucket.batch * count for (bucket, _), count in rounds.items()),
         row_rounds=after.row_rounds - before.row_rounds,
-        padded_rows=after.padded_rows - before.padded_rows,
         host_seconds=after.host_seconds - before.host_seconds,
-        host_wall_seconds=after.host_wall_seconds - before.host_wall_seconds,
         compile_events=after.compile_events - before.compile_events,
     )
 

@@ -1,4 +1,4 @@
-"""Worker with the executables of a bundle: one forward pass of the target at a time, or one program of a round."""
+"""Worker with the executables of a bundle: one forward pass of the target at a time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,6 @@ from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.speculation.round_timing import RoundTimer
 
 
 @contextmanager
@@ -31,7 +30,6 @@ def open_bundle_passes(spec: messages.BundleForwardSpec) -> Iterator[Handlers]:
     passes = BundlePasses(parts.bundle, parts.state, spec.text)
     yield {
         messages.RunForward: passes.run,
-        messages.TimePrograms: partial(time_programs, RoundTimer(parts.bundle, parts.state), manifest.grid.capacity),
         messages.MeasurePeaks: partial(measure_xla_peaks, manifest.dtype),
     }
 
@@ -87,13 +85,6 @@ class BundlePasses:
 
     def _number(self, number: int) -> jax.Array:
         return self._state.to_device(np.array([number], np.int32))
-
-
-def time_programs(rounds: RoundTimer, length: int, question: messages.TimePrograms) -> messages.ProgramSeconds:
-    """Raises KeyError for a bucket that the bundle lacks."""
-    bucket = Bucket(question.batch, length, question.k)
-    calls = [rounds.time_programs(bucket, "greedy") for _ in range(question.calls)]
-    return messages.ProgramSeconds({program: [one[program] for one in calls] for program in calls[0]})
 
 
 def measure_xla_peaks(dtype: str, question: messages.MeasurePeaks) -> messages.PeakRates:

@@ -1,30 +1,26 @@
 """dflash-bench host: the host's work per round, of the engine at every K and of the plain `jax.jit` loop.
 
 Contenders take turns, each in a process of its own. Figures are differences between long and short answers, so that
-work before the rounds cancels out. Between them the programs of a round are timed, one at a time.
+work before the rounds cancels out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from dflash_aot.benchmarks import contenders, messages, tables
 from dflash_aot.benchmarks.estimates import Samples, choose, estimate_median, group_by, median, pair_up
-from dflash_aot.benchmarks.prompts import HELD_OUT
+from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
-from dflash_aot.benchmarks.worker import Worker
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
 # The engine; the engine on a bundle that runs several rounds per call; the plain `jax.jit` loop.
 ENGINE, BURSTS, LOOP = "engine", "engine, bursts", "jax.jit loop"
-PROGRAMS = "verify", "draft", "kv_write"
-PROGRAM_CALLS = 10  # in each repeat
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,9 @@ class Settings(contenders.PairSettings):
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """ "times" of short and long answers, and the "parts" of a round: its programs.
-
-    Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
-    """
-    pair = contenders.choose_pair(settings, scratch)
-    prompts = contenders.choose_prompts(HELD_OUT, settings.prompts, settings.prompt_tokens, pair)
+    """ "times" of short and long answers."""
+    pair = contenders.choose_pair(settings)
+    prompts = load_prompts(HELD_OUT, settings.prompts, pair.target, settings.prompt_tokens)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     grid = read_manifest(bundle).grid
     check_callers(settings, grid)
@@ -55,18 +48,12 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     if settings.rounds > 1:
         buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))
         bundles[BURSTS] = contenders.ensure_bundle(pair, buckets, "float32", scratch, note)
-    spec = messages.BundleForwardSpec(str(bundle), str(pair.target), str(pair.draft), [])
-    programs = contenders.Contender("programs", "forward_worker", spec)
     with ExitStack() as stack:
         workers = contenders.open_contenders(list_contenders(bundles, pair, grid, max(map(len, prompts))), stack, note)
-        ((_, timer),) = contenders.open_contenders([programs], stack, note)
         for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for callers in settings.callers:
-                taken = [
-                    *take_times(workers, messages.deal(prompts, callers), settings),
-                    *take_parts(timer, callers, grid),
-                ]
+                taken = list(take_times(workers, messages.deal(prompts, callers), settings))
                 if repeat >= 0:
                     yield from (one | {"callers": callers, "repeat": repeat} for one in taken)
 
@@ -79,14 +66,6 @@ def take_times(
         question = messages.ServeClosed(turns, tokens)
         for one, worker in workers:
             yield list_times(one, worker.ask(question, messages.ServedClosed)) | {"length": length}
-
-
-def take_parts(timer: Worker, batch: int, grid: Grid) -> Iterator[Sample]:
-    """The programs of a round at every K, in microseconds."""
-    for k in grid.k:
-        timed = timer.ask(messages.TimePrograms(batch, k, PROGRAM_CALLS), messages.ProgramSeconds)
-        us = {program: [round(1e6 * one) for one in seconds] for program, seconds in timed.seconds.items()}
-        yield {"kind": "parts", "k": k, "us": us}
 
 
 def check_callers(settings: Settings, grid: Grid) -> None:
@@ -118,7 +97,7 @@ def list_times(contender: contenders.Contender, served: messages.ServedClosed) -
     work, tokens = served.work, [contenders.hash_tokens(one.token_ids) for one in messages.gather(served.answers)]
     facts = {"kind": "times", "way": contender.name, "k": contender.k, "us": round(1e6 * served.seconds)}
     facts |= {"rounds": work.rounds, "row_rounds": work.row_rounds, "compile_events": work.compile_events}
-    return facts | contenders.list_host_us(work) | {"tokens": tokens}
+    return facts | {"host_us": round(1e6 * work.host_seconds), "tokens": tokens}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
@@ -133,43 +112,19 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """The host's time per round, and its chart."""
+    """The host's time per round."""
     groups = group_by(choose(record.samples, kind="times"), "callers", "k", "way")
     cases = [make_case(groups[name]) for name in sorted(groups, key=lambda name: name[:2])]
     table = tables.make_table("times", "The host's time per round", [[one] for one in cases], COLUMNS, NOTE)
-    series = []
-    for (name,), chosen in group_by(cases, "way").items():
-        series.append(tables.make_series(name, {name_case(one): one["work"] for one in chosen}, "interval"))
-    charts = [tables.Chart("work", "The host's work per round", "", "µs", tuple(series), "bar")]
-    if parts := choose(record.samples, kind="parts"):
-        charts.append(chart_parts(parts, choose(cases, way=ENGINE)))
-    return tables.Findings((table,), tuple(charts))
-
-
-def name_case(case: Mapping[str, Any]) -> str:
-    return f"{case['callers']} caller{'s' * (case['callers'] > 1)}, K = {case['k']}"
-
-
-def chart_parts(samples: Samples, cases: Samples) -> tables.Chart:
-    """A bar for each number of callers and K: medians of its programs and of the host's work."""
-    parts: dict[str, dict[str, float]] = {program: {} for program in PROGRAMS}
-    for group in group_by(samples, "callers", "k").values():
-        for program in group[0]["us"]:
-            times = [one for sample in group for one in sample["us"][program]]
-            parts[program][name_case(group[0])] = median(times) / 1000
-    parts["host"] = {name_case(one): median(one["work"]) / 1000 for one in cases}
-    series = tuple(tables.Series(name, tuple(of), tuple(of.values())) for name, of in parts.items() if of)
-    title = "The parts of a round, each waited for; a served round overlaps them"
-    return tables.Chart("parts", title, "", "ms", series, "stack")
+    return tables.Findings((table,))
 
 
 def make_case(samples: Samples) -> Sample:
     """Microseconds per round, a value per repeat."""
-    work, clock, whole = (subtract_short(samples, value) for value in ("host_us", "host_wall_us", "us"))
+    work, whole = (subtract_short(samples, value) for value in ("host_us", "us"))
     return {
         **{key: samples[0][key] for key in ("callers", "k", "way")},
         "work": work,
-        "clock": clock if any(clock) else [],
         "round": whole,
         "share": median([one / other for one, other in zip(work, whole, strict=True)]),
     }
@@ -188,12 +143,10 @@ COLUMNS = [
     tables.label("K", "k"),
     tables.label("contender", "way"),
     tables.Column("work µs", "work", estimate_median, show=tables.format_estimate),
-    tables.Column("clock µs", "clock"),
     tables.Column("round ms", "round", scale=1e-3, show="{:.3f}".format),
     tables.Column("work of round", "share", tables.first, show="{:.1%}".format),
 ]
 NOTE = (
-    "Work: processor time of the thread that dispatches; medians of the repeats with 95 % intervals. Clock: wall time "
-    "without waits for the device, as the engine counts it. On a CPU the device works on the same cores, which "
-    "lengthens the clock and cools the caches. Bursts: several rounds per call."
+    "Work: processor time of the thread that dispatches; medians of the repeats with 95 % intervals. On a CPU the "
+    "device works on the same cores, which cools the caches. Bursts: several rounds per call."
 )

@@ -158,13 +158,10 @@ class JitLoop:
                 self._run_round(rows)
             seconds, worked = time.perf_counter() - began, time.thread_time() - worked
             self._state.wait()  # for the last kv_write, which would run into the next measurement
-        computed = self._rounds * self._bucket.batch
         work = ServingWork(
             rounds=self._rounds,
-            rounds_by_k={self._bucket.k: self._rounds},
-            rows=computed,
+            rows=self._rounds * self._bucket.batch,
             row_rounds=self._row_rounds,
-            padded_rows=computed - self._row_rounds,
             host_seconds=worked,
             compile_events=guard.events,
         )

@@ -1,4 +1,4 @@
-"""dflash-bench kflat: does the time of a target forward pass stay flat as K grows? Beside PyTorch and the roofline.
+"""dflash-bench kflat: does the time of a target forward pass stay flat as K grows? With PyTorch and the roofline.
 
 A pass is a verification of K + 1 rows or a chunk of a prompt. The roofline is computed from the best bandwidth and
 arithmetic that any contender reached in the same run. Contenders take turns, each in a process of its own, on the same
@@ -19,7 +19,6 @@ from dflash_aot.benchmarks.estimates import Estimate, Samples, choose, estimate_
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.grid import Grid, make_grid
-from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -28,17 +27,13 @@ from dflash_aot.compile.analysis.roofline import Roofline
 PEAK_CALLS = 3
 BUNDLE, TORCH = "bundle", "PyTorch"
 PROGRAM_NAMES = {"verify": "verification", "prefill": "prompt chunk"}
-RATES = {"bytes_per_second": "GB/s read", "flops_per_second": "Gflop/s"}
+RATES = "bytes_per_second", "flops_per_second"
 
 
 @dataclass(frozen=True)
 class Settings(contenders.PairSettings):
     """Flags of `dflash-bench kflat`."""
 
-    pair: str = setting(
-        EMBEDDED,
-        f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large; qwen3-0.6b-block256 allows k=255",
-    )
     length: tuple[int, ...] = setting((256, 1024), "kv positions attended to, including the rows themselves", least=2)
     k: tuple[int, ...] = setting((), "of verifications; default: 0, 1, 3, 7 … up to the draft's block")
     prefill: tuple[int, ...] = setting((64, 128, 256), "rows of prompt chunks", least=1)
@@ -49,11 +44,8 @@ class Settings(contenders.PairSettings):
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """The "work" of each pass; then, in each repeat, a "pass" of each contender, and its "peaks".
-
-    Raises BadInput, BadCheckpoint, BuildFailed, PeerFailed.
-    """
-    pair = contenders.choose_pair(settings, scratch)
+    """The "work" of each pass; then, in each repeat, a "pass" of each contender, and its "peaks"."""
+    pair = contenders.choose_pair(settings)
     target = read_target(read_config(pair.target))
     grid = choose_grid(settings, read_draft(read_config(pair.draft), target).block)
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()
@@ -165,15 +157,14 @@ def find_peak(samples: Samples) -> MachinePeak:
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """A table for every length, and the peak rates."""
+    """A chart for every length, and a table for the longest."""
     peak = find_peak(record.samples)
     passes = choose(record.samples, kind="pass")
     works = [{**one, "bound_ms": peak.bound_ms(one)} for one in choose(record.samples, kind="work")]
     lengths = sorted({one["length"] for one in passes})
-    page_tables = [tabulate_passes(choose(passes, length=length), choose(works, length=length)) for length in lengths]
-    page_tables.append(tabulate_peaks(choose(record.samples, kind="peaks"), peak))
+    table = tabulate_passes(choose(passes, length=lengths[-1]), choose(works, length=lengths[-1]))
     charts = [chart_passes(choose(passes, length=length), choose(works, length=length)) for length in lengths]
-    return tables.Findings(tuple(page_tables), tuple(charts))
+    return tables.Findings((table,), tuple(charts))
 
 
 def compare_torch(passes: Samples, dtype: str) -> Estimate | None:
@@ -210,24 +201,11 @@ def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
     length = passes[0]["length"]
     title = f"One pass of the target over its last rows, {length} positions seen"
     note = (
-        "Medians of all calls but the first one of each turn, waited for; ratios repeat by repeat, 95 % intervals. A "
+        "Medians of all calls but the first of each turn, waited for; ratios repeat by repeat, 95 % intervals. A "
         "verification chooses a token after every row, a prompt chunk after its last one. Roofline: every weight and "
         "all kv read once, at the best bandwidth and arithmetic of this run."
     )
     return tables.make_table(f"passes_{length}", title, rows, columns, note)
-
-
-def tabulate_peaks(peaks: Samples, peak: MachinePeak) -> tables.Table:
-    """Peak rates by contender, and those of the roofline."""
-    columns = [
-        tables.Column("contender", lambda rows: [f"{rows[0]['way']} {rows[0]['dtype']}"], tables.first, show=str),
-        *(tables.Column(header, key, scale=1e-9) for key, header in RATES.items()),
-    ]
-    best = " ".join(f"{dtype} {value / 1e9:.0f}" for dtype, value in peak.flops_per_second.items())
-    last = ("the roofline's, the best of all", tables.format_figure(peak.bytes_per_second / 1e9), best)
-    note = "A sum over 512 MiB, and a matmul of 2048 by 2048 in the dtype; medians, and the best single value."
-    rows = group_by(peaks, "way", "dtype").values()
-    return tables.make_table("peaks", "Peak rates of this machine", rows, columns, note, [last])
 
 
 def chart_passes(passes: Samples, works: Samples) -> tables.Chart:
@@ -238,7 +216,7 @@ def chart_passes(passes: Samples, works: Samples) -> tables.Chart:
             rows: [us / 1e3 for one in some for us in one["us"]]
             for (rows,), some in sorted(group_by(chosen, "rows").items())
         }
-        series.append(tables.make_series(f"{name} {dtype}", times, "range"))
+        series.append(tables.make_series(f"{name} {dtype}", times))
     for (dtype,) in group_by(passes, "dtype"):
         chosen = sorted(choose(works, dtype=dtype, program="verify"), key=lambda one: one["rows"])
         bounds = tuple(one["bound_ms"] for one in chosen)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.estimates import Samples, choose, group_by, median, percentile
+from dflash_aot.benchmarks.estimates import Samples, choose, group_by, median
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
@@ -37,6 +37,7 @@ class Settings(contenders.PromptSettings):
         (),
         "of the open loops, prompts per second; default: "
         f"{', '.join(f'{share:.0%}' for share in SHARES)} of the rate of the closed loops with most callers",
+        least=1e-3,
     )
     arrivals: int = setting(64, "prompts of each open loop, 0 for none", least=0)
     seed: int = setting(1, "of the arrival times; every repeat has other times")
@@ -44,11 +45,8 @@ class Settings(contenders.PromptSettings):
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """A "closed" sample for each contender, number of callers and repeat; an "open" one by engine, rate and repeat.
-
-    Raises BadInput, BadCheckpoint, BuildFailed, GridMiss, PeerFailed.
-    """
-    pair = contenders.choose_pair(settings, scratch)
+    """A "closed" sample for each contender, number of callers and repeat; an "open" one by engine, rate and repeat."""
+    pair = contenders.choose_pair(settings)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
@@ -75,8 +73,6 @@ def check_settings(settings: Settings, grid: Grid, longest: int) -> None:
         raise BadInput(f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}")
     if max(settings.callers) > settings.prompts:
         raise BadInput(f"--callers: {max(settings.callers)} callers share {settings.prompts} prompts (--prompts)")
-    if settings.rates and min(settings.rates) <= 0:
-        raise BadInput(f"--rates: {min(settings.rates):g} prompts per second")
 
 
 def serve_closed_loops(
@@ -86,7 +82,8 @@ def serve_closed_loops(
     for repeat in range(-1, settings.repeats):
         note(f"closed loops, repeat {repeat + 1} of {settings.repeats}" if repeat >= 0 else "warming up")
         for turn, callers in enumerate(settings.callers):
-            order = list_turns(prompts, count_prompts(len(prompts), callers) if repeat >= 0 else callers)
+            count = count_prompts(len(prompts), callers) if repeat >= 0 else callers
+            order = [turn % len(prompts) for turn in range(count)]
             lists = messages.deal([prompts[number] for number in order], callers)
             for contender, worker in contenders.take_turns(workers, turn + repeat):
                 served = worker.ask(messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed)
@@ -97,11 +94,6 @@ def serve_closed_loops(
 def count_prompts(prompts: int, callers: int) -> int:
     """Requests of a closed loop: every prompt equally often, and at least PROMPTS_PER_CALLER for each caller."""
     return prompts * math.ceil(PROMPTS_PER_CALLER * callers / prompts)
-
-
-def list_turns(prompts: Sequence[messages.PromptIds], count: int) -> list[int]:
-    """Which prompt each of `count` requests sends: one after the other. No engine keeps a prompt's kv for later."""
-    return [turn % len(prompts) for turn in range(count)]
 
 
 def choose_rates(closed: Sequence[Sample], name: str, callers: int) -> list[float]:
@@ -119,7 +111,7 @@ def serve_open_loops(
     note: ProgressNote,
 ) -> Iterator[Sample]:
     """Each rate with each contender: the same prompts at the same times."""
-    order = list_turns(prompts, settings.arrivals)
+    order = [turn % len(prompts) for turn in range(settings.arrivals)]
     arriving = [prompts[number] for number in order]
     for repeat in range(settings.repeats):
         for turn, rate in enumerate(rates):
@@ -137,10 +129,11 @@ def make_closed(contender: contenders.Contender, served: messages.ServedClosed) 
 
 
 def make_open(contender: contenders.Contender, served: messages.ServedOpen, due: Sequence[float]) -> Sample:
-    """By prompt, in microseconds: when it was due, how late it was sent, and the times since it was due."""
-    times = {"due_us": [round(1e6 * one) for one in due], "late_us": [round(1e6 * one) for one in served.late]}
+    """By prompt, in microseconds: when it was due, and the times since it was due."""
     facts = {"kind": "open", "way": contender.name, "exact": contender.exact}
-    return facts | times | list_answers(served.answers) | list_counts(served.work)
+    return (
+        facts | {"due_us": [round(1e6 * one) for one in due]} | list_answers(served.answers) | list_counts(served.work)
+    )
 
 
 def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
@@ -155,7 +148,7 @@ def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
 def list_counts(work: messages.ServingWork) -> Sample:
     """Counters that the tables show."""
     names = ("rounds", "rows", "row_rounds", "compile_events")
-    return {name: getattr(work, name) for name in names} | contenders.list_host_us(work)
+    return {name: getattr(work, name) for name in names} | {"host_us": round(1e6 * work.host_seconds)}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
@@ -174,14 +167,10 @@ def make_findings(record: Record) -> tables.Findings:
     tokens = record.settings["max_tokens"]
     samples = sorted((add_rates(one, tokens) for one in record.samples), key=lambda one: one["way"])
     closed, open_loops = (choose(samples, kind=kind) for kind in ("closed", "open"))
-    page_tables, charts = [tabulate_callers(closed, tokens)], [chart_callers(closed)]
+    page_tables = [tabulate_callers(closed, tokens)]
     if open_loops:
         page_tables.append(tabulate_arrivals(open_loops, tokens))
-        charts += [
-            chart_waits(open_loops, "first_us", "first token"),
-            chart_waits(open_loops, "end_us", "whole answer"),
-        ]
-    return tables.Findings(tuple(page_tables), tuple(charts))
+    return tables.Findings(tuple(page_tables), (chart_callers(closed),))
 
 
 def add_rates(sample: Mapping[str, Any], tokens: int) -> Sample:
@@ -208,18 +197,16 @@ def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
         tables.label("contender", "way"),
         tables.Column("tokens/s", "speed"),
         tables.range_column("least-most", "speed"),
-        *tables.percentile_columns("ms per token", "token_us", (50, 95), 1e-3, name_median=False),
-        *tables.percentile_columns("first token ms", "first_us", (50, 95), 1e-3, name_median=False),
+        *tables.percentile_columns("ms per token,", "token_us", (50, 95), 1e-3),
+        *tables.percentile_columns("first token ms,", "first_us", (50, 95), 1e-3),
         tables.Column("τ", share_of("later_tokens", "row_rounds"), tables.first, show="{:.2f}".format),
-        tables.Column("host ms per round", share_of("host_us", "rounds"), tables.first, 1e-3),
         tables.Column("idle rows", share_of("idle_rows", "rows"), tables.first, show="{:.1%}".format),
     ]
     rows = [runs for _, runs in sorted(group_by(with_count, "callers", "way").items())]
     note = (
         f"At least {PROMPTS_PER_CALLER} prompts for each caller, {tokens} tokens each. Tokens per second: of each "
         "repeat, the median and both ends. Times: of all answers of all repeats, median and 95th percentile; per token "
-        "without the first. τ: tokens per row and round. Host: the thread that dispatches, prefills included. Idle "
-        "rows: share of computed rows that gave no token."
+        "without the first. τ: tokens per row and round. Idle rows: share of computed rows that gave no token."
     )
     return tables.make_table("callers", "Callers in closed loops", rows, columns, note)
 
@@ -244,12 +231,10 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
     columns = [
         tables.label("per second", "rate", "{:g}".format),
         tables.label("contender", "way"),
-        tables.Column("prompts", lambda rows: [len(one["end_us"]) for one in rows], sum, show=str),
         tables.Column("refused", lambda rows: [one["end_us"].count(None) for one in rows], sum, show=str),
-        *tables.percentile_columns("first token", "first_us", (50, 95, 99), 1e-3),
-        *tables.percentile_columns("per token", "token_us", (50, 95, 99), 1e-3),
-        *tables.percentile_columns("whole", "end_us", (50, 95, 99), 1e-3),
-        *tables.percentile_columns("sent late", "late_us", (99,), 1e-3),
+        *tables.percentile_columns("first token", "first_us", (50, 95), 1e-3),
+        *tables.percentile_columns("per token", "token_us", (50, 95), 1e-3),
+        *tables.percentile_columns("whole", "end_us", (50, 95), 1e-3),
     ]
     rows = [runs for _, runs in sorted(group_by(open_loops, "rate", "way").items())]
     note = (
@@ -258,16 +243,3 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
         "All repeats; refused prompts have no times."
     )
     return tables.make_table("arrivals", "Prompts at independent times, ms", rows, columns, note)
-
-
-def chart_waits(open_loops: Samples, key: str, what: str) -> tables.Chart:
-    """Two lines for each contender: median and 95th percentile by rate."""
-    lines = []
-    for (name,), runs in group_by(open_loops, "way").items():
-        waits = {rate: tables.collect(some, key) for (rate,), some in sorted(group_by(runs, "rate").items())}
-        there = [rate for rate in waits if waits[rate]]
-        for percent in (50, 95):
-            y = tuple(percentile(waits[rate], percent) / 1e3 for rate in there)
-            lines.append(tables.Series(f"{name.removeprefix('engine, ')}, p{percent}", tuple(there), y))
-    title = f"{what[0].upper()}{what[1:]}, by arrivals"
-    return tables.Chart(f"{what.replace(' ', '-')}-by-rate", title, "prompts per second", "milliseconds", tuple(lines))

@@ -1,8 +1,6 @@
-"""The machine of a benchmark (Linux): processor, versions and load, peak rates, files in the page cache."""
+"""The machine of a benchmark (Linux): processor, versions and load, peak rates, files."""
 
-import ctypes
 import importlib.metadata
-import mmap
 import os
 import platform
 import timeit
@@ -10,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from dflash_aot.benchmarks.messages import PeakRates
 from dflash_aot.cache.environment import read_flags
@@ -81,48 +78,9 @@ def measure_peaks(read: Callable[[], object], multiply: Callable[[], object], ca
     return PeakRates([READ_BYTES / one for one in seconds[read]], flops)
 
 
-def list_files(directories: Iterable[Path]) -> list[Path]:
-    """All files in directories and their subdirectories."""
-    return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
-
-
-def read_files(files: Iterable[Path]) -> None:
-    """Reads files, so that the kernel keeps them."""
-    for path in files:
+def read_files(directories: Iterable[Path]) -> None:
+    """Reads all files in directories and their subdirectories, so that the kernel keeps them."""
+    for path in (path for directory in directories for path in directory.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
-
-
-def evict_files(files: Iterable[Path]) -> None:
-    """Asks the kernel to drop the pages of files."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def measure_cached_share(files: Iterable[Path]) -> float:
-    """Share of the files' pages that the kernel keeps, 0 to 1; 1 for no pages."""
-    pages = np.concatenate([np.ones(0, bool), *map(_find_cached_pages, files)])
-    return float(pages.mean()) if pages.size else 1.0
-
-
-def _find_cached_pages(path: Path) -> np.ndarray:
-    """Whether the kernel keeps each page, bool [pages]."""
-    size = path.stat().st_size
-    if not size:
-        return np.ones(0, bool)
-    found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        content = np.frombuffer(mapped, np.uint8)
-        failed = ctypes.CDLL(None, use_errno=True).mincore(
-            ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)
-        )
-        del content  # a mapping with a view cannot be closed
-    if failed:
-        raise OSError(ctypes.get_errno(), f"mincore of {path}")
-    return (found & 1).astype(bool)

@@ -86,12 +86,9 @@ class ServingWork(msgspec.Struct, frozen=True):
     """What was counted while prompts were served."""
 
     rounds: int = 0  # forward passes of the target after the prompts
-    rounds_by_k: dict[int, int] = {}
     rows: int = 0  # rows that the rounds computed
     row_rounds: int = 0  # rows that committed tokens, summed over rounds
-    padded_rows: int = 0  # rows without a request
     host_seconds: float = 0.0  # processor time of the thread that dispatches
-    host_wall_seconds: float = 0.0  # wall time of that thread, without its waits for the device
     compile_events: int = 0  # traces and compilations
 
 
@@ -107,7 +104,6 @@ class ServedOpen(msgspec.Struct, frozen=True):
     """The answers of an open loop."""
 
     answers: list[TimedAnswer | None]  # in the order of the prompts; None: refused
-    late: list[float]  # seconds by which each prompt was sent too late
     work: ServingWork
 
 
@@ -144,20 +140,6 @@ class ForwardSeconds(msgspec.Struct, frozen=True):
 
     seconds: list[float]  # of each call, until all results are computed
     token_ids: list[int]
-
-
-class TimePrograms(msgspec.Struct, frozen=True, tag=True):
-    """The programs of a round with random tokens in its longest bucket, `calls` times. Answered by ProgramSeconds."""
-
-    batch: int
-    k: int
-    calls: int
-
-
-class ProgramSeconds(msgspec.Struct, frozen=True):
-    """Times of the programs of rounds: of each program those of its calls, each waited for."""
-
-    seconds: dict[str, list[float]]
 
 
 class MeasurePeaks(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """Prompts of benchmarks: questions of a file or a published data set, as text and as token ids; `dflash-bench data`.
 
 Names, prompts, limits and the choice of samples of the published sets are those of https://github.com/z-lab/dflash
-(dflash/benchmark.py, and run_benchmark.sh and model/utils.py of the version behind the paper's tables).
+(dflash/benchmark.py, and run_benchmark.sh and model/utils.py of the version that the paper's tables come from).
 """
 
 import json
@@ -179,10 +179,7 @@ class DataSettings:
 
 
 def format_data(settings: DataSettings) -> list[str]:
-    """Lines: the number of questions, their lengths in tokens, and the first one, indented.
-
-    Raises BadInput, BadCheckpoint.
-    """
+    """Lines: the number of questions, their lengths in tokens, and the first one, indented."""
     questions = load_questions(settings.data, settings.count)
     target = locate_checkpoint(settings.target, "target")
     if settings.jsonl:

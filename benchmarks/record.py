@@ -94,7 +94,7 @@ class Benchmark(Protocol):
         """A frozen dataclass, each field made by `setting`."""
 
     def measure(self, settings: Any, scratch: Path, note: ProgressNote) -> Iterable[Sample]:
-        """Yields samples. scratch: directory for bundles, kept for the next run."""
+        """Yields samples. Raises DflashError. scratch: directory for bundles, kept for the next run."""
 
     def find_fault(self, samples: Sequence[Sample]) -> str:
         """Why the figures would mean nothing, for example contenders with different tokens; "" if nothing is wrong."""

@@ -102,10 +102,7 @@ def start_bundle(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
 
 
 def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
-    """Starts the plain loop without a bundle's executables: programs are traced and compiled when they are called.
-
-    Raises what reading the manifest and the checkpoints raises.
-    """
+    """Starts the plain loop without a bundle's executables: programs are traced and compiled when they are called."""
     import jax  # noqa: PLC0415
 
     from dflash_aot.benchmarks.jit_loop import JitLoop, JittedPrograms  # noqa: PLC0415

@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from dflash_aot.benchmarks import tables
-from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, choose_pair, choose_prompts, ensure_bundle
-from dflash_aot.benchmarks.estimates import Samples, choose, compare, group_by, median
-from dflash_aot.benchmarks.machine import evict_files, list_files, measure_cached_share, read_files
-from dflash_aot.benchmarks.prompts import HELD_OUT
+from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, choose_pair, ensure_bundle
+from dflash_aot.benchmarks.estimates import Samples, choose, compare, group_by
+from dflash_aot.benchmarks.machine import read_files
+from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.start import Scope, StartSpec, TimedStart, read_clock
 from dflash_aot.benchmarks.worker import ask_process
@@ -34,7 +34,6 @@ GRIDS = {
 PHASE_TOLERANCE = 1e-3  # seconds between the sum of the phases and the whole
 BUNDLE, CACHED, COLD = NAMES = ("bundle", "jax.jit, cache warm", "jax.jit, cold")
 SCOPES = {"grid": "whole grid", "request": "first request"}  # what is ready at the first token
-MOST_PHASES = 7  # in a chart; the other phases are "rest"
 
 
 @dataclass(frozen=True)
@@ -43,46 +42,40 @@ class Settings(PairSettings):
 
     grids: tuple[int, ...] = setting(
         tuple(GRIDS),
-        f"bundles of about so many executables, the first one also in jax.jit; of {', '.join(map(str, GRIDS))}",
+        f"bundles of about so many executables, the first bundle also in jax.jit; of {', '.join(map(str, GRIDS))}",
     )
     repeats: int = setting(5, "starts of each kind", least=1)
     prompt_tokens: int = setting(48, "tokens of the prompt", least=1)
     tokens: int = setting(16, "tokens of the answer", least=2)
-    cold_files: bool = setting(True, "also start with the bundle and the checkpoints out of the page cache")
 
 
 @dataclass(frozen=True)
 class StartContender:
-    """What is started, with its files in the page cache or out of it. grid: key of GRIDS."""
+    """What is started. grid: key of GRIDS."""
 
     name: str
     spec: StartSpec
-    files: Literal["warm", "cold"]
     grid: int
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """A sample per start. Raises PeerFailed for a start that fails, BadInput, BuildFailed."""
+    """A sample per start."""
     if not settings.grids or set(settings.grids) - GRIDS.keys():
         raise BadInput(f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}")
-    pair = choose_pair(settings, scratch)
+    pair = choose_pair(settings)
     bundles = {grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids}
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
-    (prompt,) = choose_prompts(HELD_OUT, 1, settings.prompt_tokens, pair)
+    (prompt,) = load_prompts(HELD_OUT, 1, pair.target, settings.prompt_tokens)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
         contenders = list(list_contenders(settings, pair, bundles, prompt, cache))
         note("filling JAX's persistent cache")
         run_start(next(one.spec for one in contenders if one.name == CACHED and one.spec.scope == "grid"))
         for repeat in range(settings.repeats):
             for one in contenders:
-                what = f"{one.name}, {SCOPES[one.spec.scope]}, {one.files} files"
-                note(f"start {repeat + 1} of {settings.repeats}: {what}")
+                note(f"start {repeat + 1} of {settings.repeats}: {one.name}, {SCOPES[one.spec.scope]}")
                 places = (one.spec.bundle, one.spec.target, one.spec.draft, one.spec.cache)
-                files = list_files(Path(place) for place in places if place)
-                (read_files if one.files == "warm" else evict_files)(files)
-                cached = measure_cached_share(files)
-                start = run_start(one.spec)
-                yield make_sample(one, manifests[one.grid], start, cached) | {"repeat": repeat}
+                read_files(Path(place) for place in places if place)
+                yield make_sample(one, manifests[one.grid], run_start(one.spec)) | {"repeat": repeat}
 
 
 def list_contenders(
@@ -95,14 +88,13 @@ def list_contenders(
         return StartSpec(way, scope, *places, prompt, settings.tokens, cache)
 
     smallest, *larger = settings.grids
-    for files in ("warm", "cold") if settings.cold_files else ("warm",):
-        for scope in get_args(Scope):
-            yield StartContender(BUNDLE, spec("bundle", scope, smallest), files, smallest)
-            yield StartContender(CACHED, spec("jit", scope, smallest, cache), files, smallest)
-            yield StartContender(COLD, spec("jit", scope, smallest), files, smallest)
+    for scope in get_args(Scope):
+        yield StartContender(BUNDLE, spec("bundle", scope, smallest), smallest)
+        yield StartContender(CACHED, spec("jit", scope, smallest, cache), smallest)
+        yield StartContender(COLD, spec("jit", scope, smallest), smallest)
     for grid in larger:
         for scope in get_args(Scope):
-            yield StartContender(BUNDLE, spec("bundle", scope, grid), "warm", grid)
+            yield StartContender(BUNDLE, spec("bundle", scope, grid), grid)
 
 
 def run_start(spec: StartSpec) -> TimedStart:
@@ -112,10 +104,10 @@ def run_start(spec: StartSpec) -> TimedStart:
         return ask_process(process, timed, TimedStart, "a start")
 
 
-def make_sample(contender: StartContender, manifest: Manifest, start: TimedStart, cached: float) -> Sample:
-    """seconds: to the first token. cached: share of the files in the page cache before the start."""
-    facts: Sample = {"way": contender.name, "scope": contender.spec.scope, "files": contender.files}
-    facts |= {"grid": contender.grid, "executables": len(manifest.entries), "cached": round(cached, 4)}
+def make_sample(contender: StartContender, manifest: Manifest, start: TimedStart) -> Sample:
+    """seconds: to the first token."""
+    facts: Sample = {"way": contender.name, "scope": contender.spec.scope}
+    facts |= {"grid": contender.grid, "executables": len(manifest.entries)}
     facts |= {"bundle_bytes": sum(entry.bytes for entry in manifest.entries), "ready": start.executables}
     facts |= {"seconds": start.first, "last_seconds": start.last, "phases": start.phases}
     return facts | {"token_ids": start.token_ids}
@@ -141,9 +133,7 @@ def make_findings(record: Record) -> tables.Findings:
     compared = choose(samples, grid=samples[0]["grid"])
     page_tables, charts = [tabulate_contenders(compared)], []
     for scope in SCOPES:
-        typical = find_typical(compared, scope)
-        page_tables.append(tabulate_phases(typical, scope))
-        charts.append(chart_phases(typical, scope))
+        charts.append(chart_phases(find_typical(compared, scope), scope))
     if len(group_by(samples, "grid")) > 1:
         page_tables.append(tabulate_growth(samples))
     return tables.Findings(tuple(page_tables), tuple(charts))
@@ -158,77 +148,50 @@ def tabulate_contenders(samples: Samples) -> tables.Table:
     """Every contender, in all conditions."""
 
     def times_bundle(rows: Samples) -> list[str]:
-        same = {key: rows[0][key] for key in ("scope", "files")}
-        return [compare_starts(samples, {"way": rows[0]["way"], **same}, {"way": BUNDLE, **same})]
-
-    def describe_files(rows: Samples) -> list[str]:
-        return [f"{rows[0]['files']}, {median(tables.collect(rows, 'cached')):.0%}"]
+        scope = rows[0]["scope"]
+        return [compare_starts(samples, {"way": rows[0]["way"], "scope": scope}, {"way": BUNDLE, "scope": scope})]
 
     columns = [
         tables.label("contender", "way"),
         tables.label("ready at the first token", "scope", SCOPES.__getitem__),
-        tables.Column("files in page cache", describe_files, tables.first, show=str),
         tables.Column("first token s", "seconds"),
         tables.range_column("least-most", "seconds"),
         tables.Column("x bundle", times_bundle, tables.first, show=str),
         tables.Column(f"token {len(samples[0]['token_ids'])} s", "last_seconds"),
         tables.label("executables called", "of"),
     ]
-    groups = group_by(samples, "scope", "files", "way")
-    rows = [groups[*case, name] for case in group_by(samples, "scope", "files") for name in NAMES]
+    groups = group_by(samples, "scope", "way")
+    rows = [groups[scope, name] for (scope,) in group_by(samples, "scope") for name in NAMES]
     note = (
-        "Medians; ratios repeat by repeat, with 95 % intervals. Files: of the bundle, the checkpoints and JAX's cache, "
-        "and the share of them in the page cache; the interpreter and its packages were always there. The prompt is "
-        "token ids: no contender loads a tokenizer."
+        "Medians; ratios repeat by repeat, with 95 % intervals. All files are in the page cache. The prompt is token "
+        "ids: no contender loads a tokenizer."
     )
     return tables.make_table("ways", "From process start to first token", rows, columns, note)
 
 
 def find_typical(samples: Samples, scope: str) -> dict[str, Mapping[str, Any]]:
-    """The median start of each contender, files cached. Its phases add up, unlike medians of phases."""
+    """The median start of each contender. Its phases add up, unlike medians of phases."""
     typical = {}
     for name in NAMES:
-        chosen = sorted(choose(samples, way=name, scope=scope, files="warm"), key=lambda one: one["seconds"])
+        chosen = sorted(choose(samples, way=name, scope=scope), key=lambda one: one["seconds"])
         typical[name] = chosen[(len(chosen) - 1) // 2]
     return typical
 
 
-def list_phases(typical: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Phases of all contenders in their order; the last phase of the bundle is last."""
-    names = dict.fromkeys(name for one in typical.values() for name in one["phases"])
-    last = [*typical[BUNDLE]["phases"]][-1]
-    return [*(name for name in names if name != last), last]
-
-
-def tabulate_phases(typical: Mapping[str, Mapping[str, Any]], scope: str) -> tables.Table:
-    """A row for each phase, a column for each contender."""
-    times = {phase: {name: one["phases"].get(phase) for name, one in typical.items()} for phase in list_phases(typical)}
-    times["together"] = {name: one["seconds"] for name, one in typical.items()}
-    rows = [[{"phase": phase, **values}] for phase, values in times.items()]
-    columns = [tables.label("phase", "phase"), *(tables.label(name, name, "{:.3f}".format) for name in typical)]
-    title = f"Phases in seconds; ready at the first token: {SCOPES[scope]}"
-    note = "The start of median length of each contender; files in the page cache."
-    return tables.make_table(f"phases_{scope}", title, rows, columns, note)
-
-
 def chart_phases(typical: Mapping[str, Mapping[str, Any]], scope: str) -> tables.Chart:
     """A bar for each contender, made of its phases."""
-    phases, names = [one["phases"] for one in typical.values()], list_phases(typical)
-    largest = sorted(names, key=lambda name: -max(one.get(name, 0.0) for one in phases))[:MOST_PHASES]
-    shown = {name: [name] for name in names if name in largest}
-    if rest := [name for name in names if name not in largest]:
-        shown["rest"] = rest
+    names = dict.fromkeys(name for one in typical.values() for name in one["phases"])
     series = (
-        tables.Series(name, tuple(typical), tuple(sum(one.get(part, 0.0) for part in parts) for one in phases))
-        for name, parts in shown.items()
+        tables.Series(name, tuple(typical), tuple(one["phases"].get(name, 0.0) for one in typical.values()))
+        for name in names
     )
     title = f"Process start to first token; ready then: {SCOPES[scope]}"
     return tables.Chart(f"start_{scope}", title, "", "seconds", tuple(series), "stack")
 
 
 def tabulate_growth(samples: Samples) -> tables.Table:
-    """Bundles by the size of their grids; files cached."""
-    starts = choose(samples, way=BUNDLE, files="warm")
+    """Bundles by the size of their grids."""
+    starts = choose(samples, way=BUNDLE)
     smallest = starts[0]["grid"]
     columns = [tables.label("executables", "executables"), tables.label("MB", "MB", "{:.1f}".format)]
     for scope, name in SCOPES.items():
@@ -243,5 +206,5 @@ def tabulate_growth(samples: Samples) -> tables.Table:
             tables.Column("x smallest", times_smallest, tables.first, show=str),
         ]
     title = "Start-up of a bundle by the size of its grid"
-    note = "Process start to first token, medians; ratios repeat by repeat, with 95 % intervals; files cached."
+    note = "Process start to first token, medians; ratios repeat by repeat, with 95 % intervals."
     return tables.make_table("growth", title, group_by(starts, "grid").values(), columns, note)

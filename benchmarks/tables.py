@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.benchmarks.estimates import Estimate, Samples, choose, estimate_median, median, percentile
+from dflash_aot.benchmarks.estimates import Estimate, Samples, choose, median, percentile
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line, or one group of bars. low, high: the ends of each point's range."""
+    """One line, or one part of stacked bars. low, high: the ends of each point's range."""
 
     label: str
     x: tuple[float | str, ...]
@@ -35,7 +35,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """kind: "line", "bar" (side by side at each x) or "stack" (on top of each other)."""
+    """kind: "line", or "stack" of bars."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class Chart(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What a record shows. Tables and charts share one name space: pages refer to RECORD/NAME."""
+    """What a record shows. Tables and charts share one name space."""
 
     tables: tuple[Table, ...] = ()
     charts: tuple[Chart, ...] = ()
@@ -91,7 +91,7 @@ class Column:
 
     header: str  # with the unit
     value: str | Callable[[Samples], Sequence[Any]]  # key of the samples, see `collect`; or from them to the values
-    reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the one that is shown
+    reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the value that is shown
     scale: float | None = None  # from the unit of the samples to that of the column
     show: Callable[[Any], str] = format_figure  # from the reduced value to text
     least: int = 1
@@ -119,14 +119,13 @@ def percentile_columns(
     value: str | Callable[[Samples], Sequence[float]],
     percents: Sequence[float],
     scale: float | None = None,
-    name_median: bool = True,
 ) -> list[Column]:
     """A column for each percentile; the first one has the whole header, the others only "p95".
 
     A percentile above the median needs a value above it: the 99th of 50 values would be their maximum.
     """
     names = [f"p{percent:g}" for percent in percents]
-    names[0] = f"{header} {names[0]}" if name_median else header
+    names[0] = f"{header} {names[0]}"
     least = [1 if one <= 50 else math.ceil(100 / (100 - one)) for one in percents]
     return [
         Column(name, value, at_percent(one), scale, least=count)
@@ -151,26 +150,17 @@ def pick(key: str, **wanted: Any) -> Callable[[Samples], list[Any]]:
     return lambda samples: collect(choose(samples, **wanted), key)
 
 
-def make_table(
-    name: str, title: str, rows: Iterable[Samples], columns: Sequence[Column], note: str = "", extra: Sequence = ()
-) -> Table:
-    """A row for each group of samples. extra: finished rows below."""
+def make_table(name: str, title: str, rows: Iterable[Samples], columns: Sequence[Column], note: str = "") -> Table:
+    """A row for each group of samples."""
     header = tuple(column.header for column in columns)
-    cells = [tuple(column.format_cell(samples) for column in columns) for samples in rows]
-    return Table(name, title, header, (*cells, *extra), note)
+    cells = tuple(tuple(column.format_cell(samples) for column in columns) for samples in rows)
+    return Table(name, title, header, cells, note)
 
 
-def make_series(label: str, points: Mapping[Any, Sequence[float]], ends: str = "") -> Series:
-    """Medians of the values at each x. ends: "interval" for confidence intervals, "range" for least and largest."""
-    estimates = [estimate_median(values) for values in points.values()]
-    y = tuple(one.value for one in estimates)
-    if ends == "range":
-        return Series(label, tuple(points), y, tuple(map(min, points.values())), tuple(map(max, points.values())))
-    if ends == "interval":
-        return Series(
-            label, tuple(points), y, tuple(one.low for one in estimates), tuple(one.high for one in estimates)
-        )
-    return Series(label, tuple(points), y)
+def make_series(label: str, points: Mapping[Any, Sequence[float]]) -> Series:
+    """Medians of the values at each x, with the least and the largest."""
+    medians, least, most = (tuple(map(reduce, points.values())) for reduce in (median, min, max))
+    return Series(label, tuple(points), medians, least, most)
 
 
 def format_markdown(table: Table) -> str:

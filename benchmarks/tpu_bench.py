@@ -1,4 +1,4 @@
-"""dflash-bench tpu: estimated times of the executables of a pair on TPUs that are not attached, beside their bounds.
+"""dflash-bench tpu: estimated times of the executables of a pair on TPUs that are not attached, and their bounds.
 
 Needs the two configs and the TPU compiler, no weights and no TPU. The estimates are the compiler's, see
 `compile.analysis.schedule`; nothing runs, so other programs on this machine do not change them.
@@ -44,7 +44,7 @@ class Settings:
     """Flags of `dflash-bench tpu`."""
 
     target: str = setting(EMBEDDED, "the target: directory, hub id, or the file of a config.json")
-    draft: str = setting(EMBEDDED, "its draft, likewise")
+    draft: str = setting(EMBEDDED, "its draft: directory, hub id, or the file of a config.json")
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
     buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
@@ -62,10 +62,7 @@ class Settings:
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
-    """An "executable" for each executable, and an "operation" for each of its longest instructions.
-
-    Raises BadInput, BadCheckpoint, BuildFailed.
-    """
+    """An "executable" for each executable, and an "operation" for each of its longest instructions."""
     topologies = [parse_topology(name) for name in settings.topologies.split(",")]
     sampling = check_sampling_kinds(settings.sampling.split(","), f"--sampling {settings.sampling}")
     configs: dict[CheckpointRole, ConfigFile] = {
@@ -147,7 +144,7 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 
 def make_findings(record: Record) -> tables.Findings:
-    """A table of all executables, and if some were chosen one of the operations of each."""
+    """A table of all executables; for chosen executables also tables of their operations."""
     executables = choose(record.samples, kind="executable")
     found = [tabulate_executables(executables)]
     if record.settings["executable"] is not None:

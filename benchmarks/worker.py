@@ -31,10 +31,7 @@ class Worker:
     """The benchmark's end of one worker."""
 
     def __init__(self, name: str, module: str, spec: msgspec.Struct):
-        """Starts the worker and waits until it is ready. Raises PeerFailed.
-
-        module: dotted name; it calls `run_worker`. spec: what the worker is.
-        """
+        """Starts `python -m module`, which calls `run_worker`, and waits until it is ready. Raises PeerFailed."""
         self.name = name
         self._process = JsonProcess(module)
         try:

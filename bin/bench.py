@@ -6,12 +6,9 @@ dflash-bench startup …              time from process start to first token, an
 dflash-bench host …                 work of the host per round, and the parts of a round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
-dflash-bench quality …              what int8 weights change: next token, KL divergence, τ
-dflash-bench sampling …             accepted draft tokens per position at temperature > 0, and the bound
-dflash-bench structured …           tokens per round and time of an answer under JSON schemas
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf
 dflash-bench data …                 the prompts that --data stands for
-dflash-bench render DIR [--check]   write the charts of the records in DIR, DIR.md, and the marked parts of other pages
+dflash-bench render DIR [--check]   write DIR.md and the charts of the records in DIR
 
 The command comes first; dflash-bench COMMAND --help lists its flags. A benchmark writes all samples to OUT/NAME.json
 and its charts next to it as SVG. The exit code is 1, with a message, if the figures mean nothing.
@@ -22,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from absl import flags
@@ -29,6 +27,7 @@ from absl import flags
 from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.charts import check_matplotlib, draw_charts
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
+from dflash_aot.benchmarks.serve_client import ServeSettings, run_client
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.bin.bench_flags import define_settings, format_arguments, read_settings
 from dflash_aot.bin.command_line import format_table, print_lines, run_with_arguments
@@ -77,73 +76,29 @@ class BenchCommand:
     run: Callable[[Sequence[str]], int]
 
 
-# Importing a benchmark takes seconds, so only the one that runs is imported.
+def _load(name: str) -> Benchmark:
+    from dflash_aot.benchmarks import (  # noqa: PLC0415  takes seconds
+        decode_bench,
+        host_bench,
+        kflat_bench,
+        load_bench,
+        startup_bench,
+        tpu_bench,
+    )
 
-
-def _load_decode() -> Benchmark:
-    from dflash_aot.benchmarks import decode_bench  # noqa: PLC0415
-
-    return decode_bench
-
-
-def _load_load() -> Benchmark:
-    from dflash_aot.benchmarks import load_bench  # noqa: PLC0415
-
-    return load_bench
-
-
-def _load_startup() -> Benchmark:
-    from dflash_aot.benchmarks import startup_bench  # noqa: PLC0415
-
-    return startup_bench
-
-
-def _load_host() -> Benchmark:
-    from dflash_aot.benchmarks import host_bench  # noqa: PLC0415
-
-    return host_bench
-
-
-def _load_kflat() -> Benchmark:
-    from dflash_aot.benchmarks import kflat_bench  # noqa: PLC0415
-
-    return kflat_bench
-
-
-def _load_structured() -> Benchmark:
-    from dflash_aot.benchmarks import structured_bench  # noqa: PLC0415
-
-    return structured_bench
-
-
-def _load_sampling() -> Benchmark:
-    from dflash_aot.benchmarks import sampling_bench  # noqa: PLC0415
-
-    return sampling_bench
-
-
-def _load_tpu() -> Benchmark:
-    from dflash_aot.benchmarks import tpu_bench  # noqa: PLC0415
-
-    return tpu_bench
-
-
-def _load_quality() -> Benchmark:
-    from dflash_aot.benchmarks import quality_bench  # noqa: PLC0415
-
-    return quality_bench
+    modules: dict[str, Benchmark] = {
+        "decode": decode_bench,
+        "load": load_bench,
+        "startup": startup_bench,
+        "host": host_bench,
+        "kflat": kflat_bench,
+        "tpu": tpu_bench,
+    }
+    return modules[name]
 
 
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
-    "decode": _load_decode,
-    "load": _load_load,
-    "startup": _load_startup,
-    "host": _load_host,
-    "kflat": _load_kflat,
-    "structured": _load_structured,
-    "sampling": _load_sampling,
-    "tpu": _load_tpu,
-    "quality": _load_quality,
+    name: partial(_load, name) for name in ("decode", "load", "startup", "host", "kflat", "tpu")
 }
 
 
@@ -247,17 +202,9 @@ def _data_settings() -> Sequence[type]:
 
 def load_server(arguments: Sequence[str]) -> int:
     """Runs the load client. Raises BadInput, PeerFailed."""
-    from dflash_aot.benchmarks.serve_client import ServeSettings, run_client  # noqa: PLC0415
-
     _expect_no_arguments("serve", arguments)
     run_client(read_settings(ServeSettings, FLAGS), read_settings(ClientOutput, FLAGS).out, print_progress)
     return 0
-
-
-def _serve_settings() -> Sequence[type]:
-    from dflash_aot.benchmarks.serve_client import ServeSettings  # noqa: PLC0415
-
-    return (ServeSettings, ClientOutput)
 
 
 # -- render
@@ -304,7 +251,7 @@ def find_findings(record: Record) -> Findings:
 
 
 OTHERS = {
-    "serve": BenchCommand(_serve_settings, load_server),
+    "serve": BenchCommand(lambda: (ServeSettings, ClientOutput), load_server),
     "data": BenchCommand(_data_settings, print_data),
     "render": BenchCommand(lambda: (RenderSettings,), render),
 }

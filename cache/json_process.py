@@ -8,7 +8,6 @@ as one line of JSON. The process ends after its standard input does, so it does 
 import io
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -32,11 +31,11 @@ class ProcessEnded(Exception):
     Attributes:
         returncode: as `subprocess` has it, negative for a signal.
         log: what the process wrote to standard error since it started, or since `JsonProcess.skip_log`.
-        timed_out: whether its parent ended it because no message came in time.
     """
 
-    def __init__(self, returncode: int, log: str, timed_out: bool = False):
-        self.returncode, self.log, self.timed_out = returncode, log, timed_out
+    def __init__(self, returncode: int, log: str):
+        self.returncode = returncode
+        self.log = log
         super().__init__(f"the process {self.how}")
 
     @property
@@ -71,7 +70,7 @@ class JsonProcess:
 
         Args:
             module: dotted name; its `main` opens a `JsonPipe`.
-            variables: environment variables besides those of this process.
+            variables: environment variables in addition to those of this process.
             log: the file that gets standard error; None to discard it.
         """
         self._log = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115  until `close`
@@ -102,31 +101,27 @@ class JsonProcess:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
 
-    def receive(self, kind: type[T], seconds: float | None = None) -> T:
+    def receive(self, kind: type[T], most: int = -1) -> T:
         """Waits for the next message. Raises ProcessEnded, or msgspec.DecodeError for an invalid message.
 
-        seconds: how long to wait for a message to begin; then the process is killed. Only for a process that sends one
-            message at a time.
+        most: bytes of a message; the process is killed if it sends a longer one. -1: no limit.
         """
         assert self._process.stdout
-        timed_out = seconds is not None and not self._wait_for_output(seconds)
-        if timed_out:
-            self._process.kill()
-        line = self._process.stdout.readline()
+        line = self._process.stdout.readline(most)
         if not line.endswith(b"\n"):
-            raise ProcessEnded(self._process.wait(), self._read_log(), timed_out)
+            if len(line) == most:
+                self.kill()
+            raise ProcessEnded(self._process.wait(), self._read_log())
         return msgspec.json.decode(line, type=kind)
 
-    def ask(self, message: msgspec.Struct, kind: type[T], seconds: float | None = None) -> T:
-        """Sends a message and waits for the answer; raises as `receive` does."""
+    def ask(self, message: msgspec.Struct, kind: type[T], most: int = -1) -> T:
+        """Sends a message and waits for the answer; arguments and errors are those of `receive`."""
         self.send(message)
-        return self.receive(kind, seconds)
+        return self.receive(kind, most)
 
-    def _wait_for_output(self, seconds: float) -> bool:
-        assert self._process.stdout
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+    def kill(self) -> None:
+        """Kills the process, also while another thread waits for a message."""
+        self._process.kill()
 
     def skip_log(self) -> None:
         """Leaves out of ProcessEnded what the process has written to standard error so far."""

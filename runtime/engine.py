@@ -40,6 +40,7 @@ from dflash_aot.runtime.requests.request_builder import (
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import Decision
+from dflash_aot.runtime.text.chat_template import close_template_worker
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ class Engine:
         self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
         self._queue.close("the engine was closed")
         self._thread.join()
+        close_template_worker()
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Engine":

@@ -1,15 +1,13 @@
 """Connections: uvicorn's HTTP/1.1 protocol over httptools, with limits of time, of size, and of work per turn.
 
-httptools parses and refuses what is malformed. uvicorn has no settings for the limits: `limit_concurrency` counts
-requests and not silent connections, `timeout_keep_alive` ends with the first byte of the next request, and nothing
-limits the head, the work for one connection, or the time for the first head or for writing. A subclass is the purpose
-of uvicorn's `http` setting and the only access to the transport. Beside the callbacks of asyncio and httptools it uses
-`transport`, `parser`, `url`, `headers`, `cycle` (the newest request), `pipeline` (those that wait for their turn),
-`connections` and `on_response_complete` of uvicorn's class.
+httptools parses, and refuses malformed requests. uvicorn has no settings for these limits, so this is a subclass, which
+is the purpose of uvicorn's `http` setting. In addition to the callbacks of asyncio and httptools it uses, of uvicorn's
+class, `transport`, `parser`, `url`, `headers`, `cycle` (the newest request), `pipeline` (requests that wait for their
+turn), `connections` and `on_response_complete`.
 """
 
 import asyncio
-import socket
+from functools import partial
 from typing import Any
 
 import httptools
@@ -18,11 +16,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import ServerLimits
 
-# Seconds of silence, seconds between probes, and number of probes until a vanished peer is disconnected.
-KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 READ_BYTES = 8192  # that are read and parsed for one connection before the others have their turn
-# Bytes of a request beside its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
-# have 48 bytes on average: a small chunk costs the parser as much as a large one.
+# Bytes of a request without its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
+# have 48 bytes on average: a small chunk costs the parser as much as a large chunk.
 FRAMING_BYTES = 32 << 10
 BODY_BYTES_PER_FRAMING_BYTE = 8
 MAX_HEADERS = 128
@@ -30,156 +26,164 @@ MAX_PIPELINED = 16  # requests that wait for the response to an earlier request 
 VERSIONS = ("1.0", "1.1")
 
 
-def make_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
-    """A protocol class with these limits: uvicorn creates an instance for each connection, without own arguments."""
-    buffer = memoryview(bytearray(READ_BYTES))  # of all connections: parsed before the next read
+def make_protocol(limits: ServerLimits) -> Any:
+    """Returns what uvicorn's `http` setting takes: it creates the protocol of each connection."""
+    return partial(LimitedConnection, limits)
 
-    class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
-        _answering: RequestResponseCycle | None = None  # the request whose response is awaited or being sent
-        _refusal: bytes | None = None  # the response to a malformed request; nothing more is parsed
-        _is_in_head = False
-        _framing_bytes = 0  # of the newest request, less what its body allows
-        _head_timer: asyncio.TimerHandle | None = None
-        _write_timer: asyncio.TimerHandle | None = None
 
-        # -- asyncio's callbacks
+class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """One connection."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                transport.abort()
-                return
-            _detect_vanished_peer(transport, limits.write_seconds)
+    def __init__(self, limits: ServerLimits, **given: Any):
+        """given: uvicorn's own arguments."""
+        super().__init__(**given)
+        self._limits = limits
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._answering: RequestResponseCycle | None = None  # the request whose response is awaited or being sent
+        self._refusal = b""  # the response to a malformed request; nothing more is parsed
+        self._is_in_head = False
+        self._framing_bytes = 0  # of the newest request, less what its body allows
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # -- asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.abort()
+        else:
             self._start_head_timer()
 
-        def get_buffer(self, sizehint: int) -> memoryview:
-            """The buffer for the next bytes. asyncio reads once per turn, and not more than its size."""
-            return buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """The buffer for the next bytes. asyncio reads once per turn, and not more than its size."""
+        return self._buffer
 
-        def buffer_updated(self, nbytes: int) -> None:
-            self._unset_keepalive_if_required()
-            if self._refusal is None and not self.transport.is_closing():
-                self._parse(buffer[:nbytes])
-                self._framing_bytes += nbytes
-                if self._framing_bytes > FRAMING_BYTES and self._refusal is None:
-                    self._refuse(_malformed("its head is too large, or its chunks are too small"))
-            if self._answering is not None:
-                _cancel(self._head_timer)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._write_timer = self.loop.call_later(limits.write_seconds, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            _cancel(self._write_timer)
-
-        def connection_lost(self, exc: Exception | None) -> None:
+    def buffer_updated(self, nbytes: int) -> None:
+        self._unset_keepalive_if_required()
+        if self._refusal or self.transport.is_closing():
+            return
+        self._parse(self._buffer[:nbytes])
+        self._framing_bytes += nbytes
+        if self._framing_bytes > FRAMING_BYTES and not self._refusal:
+            self._refuse(_malformed("its head is too large, or its chunks are too small"))
+        if self._answering is not None:
             _cancel(self._head_timer)
-            _cancel(self._write_timer)
-            self.pipeline.clear()
-            if self._answering is not None:  # uvicorn tells the newest request only
-                self._answering.disconnected = True
-                self._answering.message_event.set()
-            super().connection_lost(exc)
 
-        # -- the parser's callbacks; an ApiError that they raise refuses the request
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
 
-        def on_message_begin(self) -> None:
-            self._is_in_head, self._framing_bytes = True, 0
-            super().on_message_begin()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._write_timer)
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if not self._is_in_head:  # trailers are ignored
-                return
-            if len(self.headers) == MAX_HEADERS:
-                raise _malformed(f"it has more than {MAX_HEADERS} headers")
-            super().on_header(name, value)
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._head_timer)
+        _cancel(self._write_timer)
+        self.pipeline.clear()
+        if self._answering is not None:  # uvicorn tells the newest request only
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
 
-        def on_headers_complete(self) -> None:
-            self._is_in_head = False
-            self._check_head()
-            if self.parser.should_upgrade():  # see `_ignore_upgrade`
-                return
-            super().on_headers_complete()
-            if not self.pipeline:
-                self._answering = self.cycle
+    # -- the parser's callbacks; an ApiError that they raise refuses the request
 
-        def on_body(self, body: bytes) -> None:
-            self._framing_bytes -= len(body) + len(body) // BODY_BYTES_PER_FRAMING_BYTE
-            super().on_body(body)
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        self._framing_bytes = 0
+        super().on_message_begin()
 
-        def on_message_complete(self) -> None:
-            if not self.parser.should_upgrade():
-                super().on_message_complete()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:  # trailers are ignored
+            return
+        if len(self.headers) == MAX_HEADERS:
+            raise _malformed(f"it has more than {MAX_HEADERS} headers")
+        super().on_header(name, value)
 
-        def on_response_complete(self) -> None:
-            self._answering = self.pipeline[-1][0] if self.pipeline else None
-            self._start_head_timer()
-            super().on_response_complete()  # which may begin the next request
-            if self._answering is None and self._refusal is not None and not self.transport.is_closing():
-                self._send_refusal()
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._check_head()
+        if self.parser.should_upgrade():  # see `_ignore_upgrade`
+            return
+        super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
-        # -- steps
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body) + len(body) // BODY_BYTES_PER_FRAMING_BYTE
+        super().on_body(body)
 
-        def _parse(self, data: memoryview) -> None:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                self._ignore_upgrade(data[upgrade.args[0] :])
-            except httptools.HttpParserCallbackError as error:
-                cause = error.__context__
-                self._refuse(cause if isinstance(cause, ApiError) else _malformed("its target is not a path"))
-            except httptools.HttpParserError as error:
-                self._refuse(_malformed(str(error)))
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
-        def _check_head(self) -> None:
-            """Raises ApiError for a head that httptools accepts and this server does not."""
-            version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
-            if version not in VERSIONS or self.parser.get_method() == b"CONNECT":
-                raise _malformed("its version or method is not supported")
-            if hosts > 1 or (version == "1.1" and not hosts):
-                raise _malformed("exactly one Host header is needed")
-            if len(self.pipeline) == MAX_PIPELINED:
-                raise _malformed(f"more than {MAX_PIPELINED} requests wait for an earlier response")
+    def on_response_complete(self) -> None:
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
+        self._start_head_timer()
+        super().on_response_complete()  # which may begin the next request
+        if self._answering is None and self._refusal and not self.transport.is_closing():
+            self._send_refusal()
 
-        def _ignore_upgrade(self, rest: memoryview) -> None:
-            """Parses the newest request again, without its Upgrade header.
+    # -- steps
 
-            For an upgrade httptools skips the body, which clients send that offer HTTP/2 with every request.
-            """
-            fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
-            version = self.parser.get_http_version().encode()
-            head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
-            self.parser = httptools.HttpRequestParser(self)
-            self._parse(memoryview(head))
-            if self._refusal is None:
-                self._parse(rest)
+    def _parse(self, data: memoryview) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, ApiError) else _malformed("its target is not a path"))
+        except httptools.HttpParserError as error:
+            self._refuse(_malformed(str(error)))
 
-        def _refuse(self, error: ApiError) -> None:
-            """Sends an error after the responses to earlier requests, and closes the connection."""
-            self._refusal = _encode_last_response(error)
-            is_in_body = self.cycle is not None and self.cycle.more_body
-            if self._answering is None or (is_in_body and not self.pipeline):
-                self._send_refusal()
-            elif is_in_body:
-                self.pipeline.popleft()  # the newest request
+    def _check_head(self) -> None:
+        """Raises ApiError for a head that httptools accepts and this server does not."""
+        version = self.parser.get_http_version()
+        hosts = [name for name, _ in self.headers].count(b"host")
+        if version not in VERSIONS or self.parser.get_method() == b"CONNECT":
+            raise _malformed("its version or method is not supported")
+        if hosts > 1 or (version == "1.1" and not hosts):
+            raise _malformed("exactly one Host header is needed")
+        if len(self.pipeline) == MAX_PIPELINED:
+            raise _malformed(f"more than {MAX_PIPELINED} requests wait for an earlier response")
 
-        def _send_refusal(self) -> None:
-            if self._answering is None or not self._answering.response_started:
-                self.transport.write(self._refusal or b"")
-            self.transport.close()
+    def _ignore_upgrade(self, rest: memoryview) -> None:
+        """Parses the newest request again, without its Upgrade header.
 
-        def _start_head_timer(self) -> None:
-            """Limits the time until the head of the next request is complete."""
-            _cancel(self._head_timer)
-            self._head_timer = self.loop.call_later(limits.head_seconds, self._abort_if_idle)
+        For an upgrade httptools skips the body, which clients send that offer HTTP/2 with every request.
+        """
+        fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        version = self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(memoryview(head))
+        if not self._refusal:
+            self._parse(rest)
 
-        def _abort_if_idle(self) -> None:
-            if self._answering is None:
-                self.transport.abort()
+    def _refuse(self, error: ApiError) -> None:
+        """Sends an error after the responses to earlier requests, and closes the connection."""
+        self._refusal = _encode_last_response(error)
+        is_in_body = self.cycle is not None and self.cycle.more_body
+        if is_in_body and self.pipeline:
+            self.pipeline.popleft()  # the newest request, which is the malformed one
+        elif is_in_body or self._answering is None:
+            self._send_refusal()
 
-    return LimitedConnection
+    def _send_refusal(self) -> None:
+        if self._answering is None or not self._answering.response_started:
+            self.transport.write(self._refusal)
+        self.transport.close()
+
+    def _start_head_timer(self) -> None:
+        """Limits the time until the head of the next request is complete."""
+        _cancel(self._head_timer)
+        self._head_timer = self.loop.call_later(self._limits.head_seconds, self._abort_if_idle)
+
+    def _abort_if_idle(self) -> None:
+        if self._answering is None:
+            self.transport.abort()
 
 
 def _malformed(reason: str) -> ApiError:
@@ -196,14 +200,3 @@ def _encode_last_response(error: ApiError) -> bytes:
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def _detect_vanished_peer(transport: asyncio.Transport, write_seconds: float) -> None:
-    """Lets the kernel close the connection of a peer that no longer acknowledges data or answers probes."""
-    connection: Any = transport.get_extra_info("socket")
-    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {**KEEPALIVE, "TCP_USER_TIMEOUT": int(write_seconds * 1000)}.items():
-        if hasattr(socket, name):  # Linux has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -16,12 +16,13 @@ from dflash_aot.cache.checkpoint_files import (
     read_checkpoint_object,
 )
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.runtime.text.template_process import TemplateLimits, TemplateProcess, TemplateRequest
+from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits
 
 TemplateVariables = Mapping[str, str | bool | int | float]
 # Qwen3's template reads this variable. Drafts are trained on answers without thinking, unless their authors say so.
 DEFAULT_VARIABLES: TemplateVariables = {"enable_thinking": False}
-DEFAULT_LIMITS = TemplateLimits()
+DEFAULT_LIMITS = CallLimits()
+LOAD_LIMITS = CallLimits(seconds=60.0, memory=1 << 32)  # for transformers and the tokenizer files
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -61,12 +62,12 @@ def render_chat(
     directory: Path,
     messages: Sequence[Mapping[str, Any]],
     variables: TemplateVariables = DEFAULT_VARIABLES,
-    limits: TemplateLimits = DEFAULT_LIMITS,
+    limits: CallLimits = DEFAULT_LIMITS,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Returns the prompt that the checkpoint's chat template makes of `messages`, up to where the answer begins.
 
-    messages: each with `role` and `content`. variables: what the template may read beside the messages; they override
+    messages: each with `role` and `content`. variables: what the template may read in addition; they override
     DEFAULT_VARIABLES, by which thinking is off. tools: functions that the answer may call, as OpenAI's interface
     describes them.
 
@@ -82,28 +83,35 @@ def render_chat(
     chat = _open_chat(directory)
     given = {name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value}
     try:
-        fields = json.dumps(
-            {
-                "messages": [*messages],
-                "variables": {**DEFAULT_VARIABLES, **given},
-                "given": [*given],
-                "tools": [*tools] or None,
-            }
-        )
+        _WORKER.call("read_tokenizer", {"directory": str(directory)}, LOAD_LIMITS)
+    except CallFailed as error:
+        raise BadCheckpoint(f"the tokenizer in {directory} cannot be read: {error}") from error
+    request = {
+        "directory": str(directory),
+        "template": chat.template,
+        "messages": [*messages],
+        "tools": [*tools] or None,
+        "variables": {**DEFAULT_VARIABLES, **given},
+        "given": [*given],
+    }
+    try:
+        rendered = _WORKER.call("render", request, limits)
     except ValueError as error:  # Python converts no integer of over 4300 digits
         raise BadInput(f"the variables of the chat template cannot be written as JSON: {error}") from error
-    reply = _PROCESS.ask(TemplateRequest(str(directory), chat.template, fields, limits))
-    if reply.text is not None:
-        return json.loads(reply.text)
-    if reply.unread is not None:
-        raise BadInput(f"the chat template reads no variable {reply.unread!r} of its caller's: leave it out")
-    if reply.refusal is not None:
-        raise BadInput(f"the chat template refuses these messages: {reply.refusal}")
-    if reply.unreadable is not None:
-        raise BadCheckpoint(f"the tokenizer in {directory} cannot be read: {reply.unreadable}")
-    if given:
-        raise BadInput(f"the chat template failed with {', '.join(given)} as they were given: {reply.failure}")
-    raise BadCheckpoint(f"the chat template of {chat.source} failed: {reply.failure}")
+    except CallFailed as error:
+        if given:
+            raise BadInput(f"the chat template failed with {', '.join(given)} as they were given: {error}") from error
+        raise BadCheckpoint(f"the chat template of {chat.source} failed: {error}") from error
+    if "unread" in rendered:
+        raise BadInput(f"the chat template reads no variable {rendered['unread']!r} of its caller's: leave it out")
+    if "refusal" in rendered:
+        raise BadInput(f"the chat template refuses these messages: {rendered['refusal']}")
+    return rendered["text"]
+
+
+def close_template_worker() -> None:
+    """Ends the subprocess; the next chat starts another."""
+    _WORKER.close()
 
 
 @dataclass(frozen=True)
@@ -132,4 +140,4 @@ def _open_chat(directory: Path) -> _ChatTemplate:
     return _ChatTemplate(template, source)
 
 
-_PROCESS = TemplateProcess()
+_WORKER = BoundedWorker("dflash_aot.runtime.text.template_worker")

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from dflash_aot.benchmarks.machine import read_machine
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.benchmarks.worker import Worker
 from tests.benchmarks.toy_worker import ToySpec
@@ -40,3 +42,13 @@ def read_table() -> Callable[[Findings, str], dict[str, dict[str, str]]]:
         return {row[0]: dict(reversed([*zip(table.header, row, strict=True)])) for row in table.rows}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def make_record() -> Callable[..., Record]:
+    """Samples, and settings → a valid record of them."""
+
+    def make(samples: list[dict], settings: dict | None = None) -> Record:
+        return Record(RECORD_SCHEMA, "toy", "", "", "", 1.0, read_machine(0.0), settings or {}, samples, "")
+
+    return make

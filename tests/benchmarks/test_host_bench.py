@@ -4,8 +4,6 @@ import pytest
 
 from dflash_aot.benchmarks import host_bench
 from dflash_aot.benchmarks.host_bench import Settings, check_callers, find_fault
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import Record
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
 
@@ -21,46 +19,19 @@ def make_samples() -> list[dict]:
         for repeat, (host, whole) in enumerate([(100, 1000), (120, 2000)]):
             same = {"way": name, "k": 3, "callers": 1, "repeat": repeat, "compile_events": 0}
             for length, rounds in (("short", 10), ("long", 60)):
-                wall = (2000 + 300 * rounds) * (name == "engine")
-                times = {"us": 50_000 + whole * rounds, "host_us": 5_000 + factor * host * rounds, "host_wall_us": wall}
+                times = {"us": 50_000 + whole * rounds, "host_us": 5_000 + factor * host * rounds}
                 counted = {"rounds": rounds, "row_rounds": rounds, "tokens": [f"{length} one", f"{length} two"]}
                 samples.append({"kind": "times", "length": length, **same, **times, **counted})
-    samples.append({"kind": "floor", "way": "one call", "work_us": [1.0]})  # of records of earlier versions
+    samples.append({"kind": "parts", "callers": 1, "k": 3})  # of records of earlier versions
     return samples
 
 
-def test_work_before_the_rounds_is_in_no_figure():
-    record = Record(1, "host", "", "", "", 0.0, read_machine(0.0), {}, make_samples(), "")
-    findings = host_bench.make_findings(record)
+def test_work_before_the_rounds_is_in_no_figure(make_record):
+    findings = host_bench.make_findings(make_record(make_samples()))
     assert findings.tables[0].rows == (
-        ("1", "3", "engine", "110 (100-120)", "300", "1.500", "8.0%"),
-        ("1", "3", "jax.jit loop", "220 (200-240)", "", "1.500", "16.0%"),  # the loop has no clock
+        ("1", "3", "engine", "110 (100-120)", "1.500", "8.0%"),
+        ("1", "3", "jax.jit loop", "220 (200-240)", "1.500", "16.0%"),
     )
-    (work,) = findings.charts  # no parts in records of earlier versions
-    assert [one.label for one in work.series] == ["engine", "jax.jit loop"]
-    assert (work.series[0].x, work.series[0].y, work.series[0].low) == (("1 caller, K = 3",), (110.0,), (100.0,))
-
-
-def test_parts_of_a_round_are_medians_of_its_programs_beside_the_host():
-    parts = [
-        {
-            "kind": "parts",
-            "callers": 1,
-            "k": 3,
-            "repeat": 0,
-            "us": {"verify": [900, 800], "kv_write": [30], "draft": [90]},
-        },
-        {"kind": "parts", "callers": 1, "k": 3, "repeat": 1, "us": {"verify": [1000], "kv_write": [50], "draft": [70]}},
-        {"kind": "parts", "callers": 1, "k": 0, "repeat": 0, "us": {"verify": [500]}},
-    ]
-    record = Record(1, "host", "", "", "", 0.0, read_machine(0.0), {}, make_samples() + parts, "")
-    _, chart = host_bench.make_findings(record).charts
-    assert {one.label: dict(zip(one.x, one.y, strict=True)) for one in chart.series} == {
-        "draft": {"1 caller, K = 3": 0.08},
-        "verify": {"1 caller, K = 3": 0.9, "1 caller, K = 0": 0.5},
-        "kv_write": {"1 caller, K = 3": 0.04},
-        "host": {"1 caller, K = 3": 0.11},
-    }
 
 
 @pytest.mark.parametrize(

@@ -32,27 +32,12 @@ def tokenizer() -> Tokenizer:
 
 
 def test_text_is_encoded_whole_or_its_first_tokens(tokenizer):
-    whole = tokenizer.encode("import os\nimport sys\n")
-    assert encode_turn(Question(text="import os\nimport sys\n"), (), TARGET, tokenizer) == whole
-    assert encode_turn(Question(text="import os\nimport sys\n"), (), TARGET, tokenizer, 3) == whole[:3]
-
-
-def test_short_text_is_refused(tokenizer):
-    with pytest.raises(BadInput, match=r"'import os' … has .* tokens, and a prompt has 500"):
-        encode_turn(Question(text="import os"), (), TARGET, tokenizer, 500)
-
-
-def test_turn_is_encoded_after_earlier_turns_and_answers(tokenizer):
-    question = Question(turns=("One?", "Two?", "Three?"))
-
-    def rendered(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = "<|im_start|>user\nOne?<|im_end|>\n"
-    ask = "<|im_start|>assistant\n"
-    assert encode_turn(question, (), TARGET, tokenizer) == rendered(first + ask)
-    second = f"{first}{ask}1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n{ask}"
-    assert encode_turn(question, ("1",), TARGET, tokenizer) == rendered(second)
+    question = Question(text="import os\nimport sys\n")
+    whole = tokenizer.encode(question.text)
+    assert encode_turn(question, (), TARGET, tokenizer) == whole
+    assert encode_turn(question, (), TARGET, tokenizer, 3) == whole[:3]
+    with pytest.raises(BadInput, match=r"'import os.* … has .* tokens, and a prompt has 500"):
+        encode_turn(question, (), TARGET, tokenizer, 500)
 
 
 def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
@@ -65,9 +50,12 @@ def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
         asked.append(prompt)
         return tokenizer.encode(answers[tokenizer.decode(prompt).split("user\n")[-1].splitlines()[0]])
 
+    ask = "<|im_start|>assistant\n"
+    first = f"<|im_start|>user\nOne?<|im_end|>\n{ask}"
+    second = f"{first}1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n{ask}"
+    third = f"{second}2<|im_end|>\n<|im_start|>user\nThree?<|im_end|>\n{ask}"
+    turns = [tokenizer.encode(text, add_special_tokens=False) for text in (first, second, third)]
     prompts = load_prompts(str(path), None, TARGET, None, answer)
-    question = Question(turns=("One?", "Two?", "Three?"))
-    turns = [encode_turn(question, said, TARGET, tokenizer) for said in ((), ("1",), ("1", "2"))]
     assert prompts == [*turns, tokenizer.encode("import os")]
     assert asked == turns[:2]
     assert load_prompts(str(path), None, TARGET) == [turns[0], prompts[-1]]
@@ -87,13 +75,6 @@ def test_special_tokens_come_from_the_template_or_precede_a_text(tmp_path):
     tokenizer = Tokenizer.open(target)
     assert encode_turn(Question(text="import os"), (), target, tokenizer)[0] == 0
     assert 0 not in encode_turn(Question(turns=("One?",)), (), target, tokenizer)
-
-
-def test_held_out_prompts_have_the_requested_length():
-    short, long = (load_prompts(HELD_OUT, 64, TARGET, width) for width in (64, 400))
-    assert len(short) == 64 and {len(prompt) for prompt in short} == {64}
-    assert {len(prompt) for prompt in long} == {400}
-    assert [prompt[:64] for prompt in long] == short
 
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -119,20 +100,16 @@ def test_questions_are_read_from_lines(lines):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [{"turns": []}, {"turns": ["", "b"]}, {"turns": "Hello"}, {"text": ""}, {"text": "a", "turns": ["b"]}, {}, "{"],
+    "line", [{"turns": []}, {"turns": ["", "b"]}, {"text": ""}, {"text": "a", "turns": ["b"]}, "{"]
 )
 def test_line_without_a_question_is_refused(lines, line):
     with pytest.raises(BadInput, match=r"asked\.jsonl, line 2"):
         load_questions(lines({"text": "fine"}, line))
 
 
-def test_unknown_name_is_refused():
+def test_unknown_names_and_large_counts_are_refused(lines):
     with pytest.raises(BadInput, match="gsm9k: no such file, and none of held-out, gsm8k"):
         load_questions("gsm9k")
-
-
-def test_count_above_the_number_of_questions_is_refused(lines):
     with pytest.raises(BadInput, match=r"--count 3: there are 2"):
         load_questions(lines({"text": "a"}, {"text": "b"}), 3)
 
@@ -144,9 +121,6 @@ def test_count_above_the_number_of_questions_is_refused(lines):
     ("name", "row", "turns"),
     [
         ("gsm8k", {"question": "How many {x}?", "answer": "4"}, [f"How many {{x}}?{BOXED}"]),
-        ("math500", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
-        ("aime24", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
-        ("aime25", {"problem": "$1+1$"}, [f"$1+1${BOXED}"]),
         (
             "humaneval",
             {"prompt": "def f():\n"},
@@ -165,28 +139,14 @@ def test_row_of_a_published_set_becomes_its_turns(name, row, turns):
     assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
 
 
-def test_default_count_is_the_published_one():
-    limits = {name: source.limit for name, source in PUBLISHED_SETS.items()}
-    assert limits == {
-        **dict.fromkeys(("gsm8k", "math500", "mbpp", "alpaca"), 128),
-        **dict.fromkeys(("aime24", "aime25"), 30),
-        "humaneval": 164,
-        "mt-bench": 80,
-    }
-
-
 def test_choice_is_that_of_the_shuffle_of_datasets():
     rows = datasets.Dataset.from_list([{"question": f"{number}?"} for number in range(1000)])
     chosen = [f"{question}{BOXED}" for question in rows.shuffle(seed=0).select(range(128))["question"]]
     asked = choose_questions(rows, PUBLISHED_SETS["gsm8k"], None)
     assert [question.turns[0] for question in asked] == chosen
     assert choose_questions(rows, PUBLISHED_SETS["gsm8k"], 5) == asked[:5]
-
-
-def test_whole_set_keeps_its_order():
-    rows = [{"prompt": [f"{number}?"]} for number in range(80)]
-    asked = choose_questions(rows, PUBLISHED_SETS["mt-bench"], None)
-    assert [question.turns[0] for question in asked] == [row["prompt"][0] for row in rows]
+    in_order = choose_questions(rows.select(range(128)), PUBLISHED_SETS["gsm8k"], None)
+    assert [question.turns[0] for question in in_order] == [f"{number}?{BOXED}" for number in range(128)]
 
 
 # -- held out
@@ -197,21 +157,21 @@ def held_out() -> list[dict]:
     return [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()]
 
 
-def test_held_out_texts_are_loaded_by_name(held_out):
+def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(held_out):
     assert [question.text for question in load_questions(HELD_OUT)] == [line["text"] for line in held_out]
     assert len({line["text"] for line in held_out}) == len(held_out) == 64
+    assert {len(prompt) for prompt in load_prompts(HELD_OUT, 64, TARGET, 400)} == {400}
 
 
 def test_held_out_texts_are_not_from_training_files(held_out, corpus):
     assert [line["source"] for line in held_out if not corpus.is_held_out(corpus.Path(line["source"]))] == []
     trained = corpus.read_split(held_out=False)
-    assert [line["source"] for line in held_out if any(line["text"][:140] in text for text in trained)] == []
 
+    def is_trained(text: str) -> bool:
+        return any(text[:140] in one for one in trained)
 
-def test_training_text_would_be_found(corpus):
-    trained = corpus.read_split(held_out=False)
-    text = max(trained, key=len)
-    assert any(text[1000:1140] in one for one in trained)
+    assert [line["source"] for line in held_out if is_trained(line["text"])] == []
+    assert is_trained(max(trained, key=len)[1000:])  # a training text would be found
 
 
 def test_written_questions_do_not_replace_the_file_they_come_from(tmp_path):

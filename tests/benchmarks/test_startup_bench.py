@@ -9,24 +9,17 @@ import pytest
 
 from dflash_aot.benchmarks import startup_bench
 from dflash_aot.benchmarks.contenders import BenchmarkPair
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import Record
 from dflash_aot.benchmarks.start import PhaseTimer, StartSpec
 from dflash_aot.benchmarks.startup_bench import (
     BUNDLE,
     CACHED,
     COLD,
-    GRIDS,
     Settings,
     find_fault,
     list_contenders,
     run_start,
 )
-from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.errors import PeerFailed
-from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures
 
 
 @pytest.fixture(scope="module")
@@ -49,52 +42,30 @@ def test_start_gives_the_reference_tokens_and_its_phases_add_up(spec, tied, way,
     assert 0 < start.executables <= len(read_manifest(Path(spec.bundle)).entries)
 
 
-def test_failed_start_is_reported_with_its_last_lines(spec):
-    with pytest.raises(PeerFailed, match="nowhere"):
-        run_start(msgspec.structs.replace(spec, bundle="/nowhere"))
-
-
 def test_phases_have_no_gaps():
     timer = PhaseTimer(monotonic_ns() - 2 * 10**9)
     timer.end("before")
-    timer.end("next")
     assert timer.seconds["before"] >= 2.0
-    assert sum(timer.seconds.values()) <= timer.total < 2.0 + 1e9
     timer.end_parts("whole", {"part": -1.0})  # of another clock, which went backwards
-    assert list(timer.seconds) == ["before", "next", "part", "whole"]
+    assert list(timer.seconds) == ["before", "part", "whole"]
     assert timer.seconds["part"] + timer.seconds["whole"] >= 0.0
-    assert sum(timer.seconds.values()) == pytest.approx(timer.total, abs=0.5)
-
-
-def test_grids_have_about_the_promised_number_of_executables(spec):
-    manifest = read_manifest(Path(spec.bundle))
-    pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, "float32", ("greedy",))
-    for promised, buckets in GRIDS.items():
-        found = len(list_signatures(pair, parse_grid(buckets, 16), ProgramWeights((), (), ())))
-        assert abs(found - promised) <= max(1, promised // 20)
+    assert 2.0 <= sum(timer.seconds.values()) <= timer.total
 
 
 def test_only_the_smallest_grid_is_started_without_a_bundle(tmp_path):
     bundles = {grid: tmp_path / f"{grid}" for grid in (10, 50)}
-    pair = BenchmarkPair("toy", tmp_path / "target", tmp_path / "draft")
+    pair = BenchmarkPair(tmp_path / "target", tmp_path / "draft")
     found = list(list_contenders(Settings(grids=(10, 50)), pair, bundles, [1], "cache"))
-    kinds = [(one.name, one.spec.scope, one.files) for one in found if one.grid == 10]
-    assert kinds == [
-        (name, scope, files)
-        for files in ("warm", "cold")
-        for scope in ("grid", "request")
-        for name in (BUNDLE, CACHED, COLD)
+    assert [(one.name, one.spec.scope, one.grid) for one in found] == [
+        *((name, scope, 10) for scope in ("grid", "request") for name in (BUNDLE, CACHED, COLD)),
+        *((BUNDLE, scope, 50) for scope in ("grid", "request")),
     ]
-    assert [(one.name, one.spec.scope, one.files) for one in found if one.grid == 50] == [
-        (BUNDLE, scope, "warm") for scope in ("grid", "request")
-    ]
-    assert {one.spec.cache for one in found if one.name != CACHED} == {""}
-    assert {one.spec.cache for one in found if one.name == CACHED} == {"cache"}
+    assert [one.spec.cache for one in found] == ["", "cache", ""] * 2 + ["", ""]
 
 
 def make_sample(way: str, repeat: int, seconds: float, **facts: object) -> dict:
     phases = {"process": 0.25, "imports": 0.5, "first token": seconds - 0.75}
-    common = {"scope": "grid", "files": "warm", "grid": 10, "executables": 11, "bundle_bytes": 2_500_000, "cached": 1.0}
+    common = {"scope": "grid", "grid": 10, "executables": 11, "bundle_bytes": 2_500_000}
     measured = {"last_seconds": seconds + 1, "ready": 11, "phases": phases, "token_ids": [5, 6]}
     return {"way": way, "repeat": repeat, "seconds": seconds, **common, **measured, **facts}
 
@@ -112,58 +83,32 @@ def samples() -> list[dict]:
     return found
 
 
-def read(samples: list[dict]) -> Findings:
-    record = Record(1, "startup", "", "", "", 0.0, read_machine(0.0), {}, samples, "")
-    return startup_bench.make_findings(record)
-
-
-def test_tables_have_every_contender_and_phases_that_add_up(samples):
-    tables = {table.name: table for table in read(samples).tables}
+def test_tables_have_every_contender_and_grid(samples, make_record):
+    tables = {table.name: table for table in startup_bench.make_findings(make_record(samples)).tables}
     names = [row[:2] for row in tables["ways"].rows]
     assert names == [(name, scope) for scope in ("whole grid", "first request") for name in (BUNDLE, CACHED, COLD)]
-    assert tables["ways"].rows[0][2:6] == ("warm, 100%", "4.00", "2.00-6.00", "1")
+    assert tables["ways"].rows[0][2:5] == ("4.00", "2.00-6.00", "1")
     # Ratios of starts of the same repeat: medians of 3, 4, 6 and of 10, 20, 30; the larger grid takes twice as long.
-    assert [row[5][:4] for row in tables["ways"].rows[1:3]] == ["4.00", "20.0"]
-    assert tables["growth"].rows[1][4].startswith("2.00 (")
-    phases = {row[0]: row[1:] for row in tables["phases_grid"].rows}
-    assert phases["together"] == ("4.000", "24.000", "120.000")  # the median starts: repeats 2, 1 and 2
-    for column in range(3):
-        parts = [float(cells[column]) for name, cells in phases.items() if name != "together"]
-        assert sum(parts) == pytest.approx(float(phases["together"][column]))
+    assert [row[4][:4] for row in tables["ways"].rows[1:3]] == ["4.00", "20.0"]
     assert [row[:3] for row in tables["growth"].rows] == [("11", "2.5", "4.00"), ("51", "2.5", "8.00")]
+    assert tables["growth"].rows[1][4].startswith("2.00 (")
 
 
-def test_chart_stacks_the_phases_of_a_start(samples):
-    charts = {chart.name: chart for chart in read(samples).charts}
+def test_chart_stacks_the_phases_of_a_start(samples, make_record):
+    charts = {chart.name: chart for chart in startup_bench.make_findings(make_record(samples)).charts}
     stack = charts["start_grid"]
     assert stack.kind == "stack" and stack.series[0].x == (BUNDLE, CACHED, COLD)
     assert [sum(heights) for heights in zip(*(one.y for one in stack.series), strict=True)] == [4.0, 24.0, 120.0]
 
 
-def test_small_phases_are_one_bar(samples):
-    many = {f"phase {number}": 0.1 + number / 100 for number in range(12)}
-    for one in samples:
-        one["phases"], one["seconds"] = many, sum(many.values())
-    (stack, *_) = read(samples).charts
-    assert [one.label for one in stack.series] == [*(f"phase {number}" for number in range(5, 12)), "rest"]
-    assert sum(one.y[0] for one in stack.series) == pytest.approx(sum(many.values()))
-
-
-def change(samples: list[dict], **facts: object) -> list[dict]:
-    return [*samples[:-1], samples[-1] | facts]
-
-
-def test_valid_samples_have_no_fault(samples):
-    assert find_fault(samples) == ""
-
-
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
+        ({}, "^$"),
         ({"token_ids": [5, 7]}, r"do not agree on the tokens: \(5, 6\) and \(5, 7\)"),
         ({"seconds": 99.0}, "do not add up"),
         ({"seconds": 1.0, "phases": {"a": -0.5, "b": 1.5}}, "do not add up"),
     ],
 )
 def test_impossible_start_makes_the_record_void(samples, facts, why):
-    assert re.search(why, find_fault(change(samples, **facts)))
+    assert re.search(why, find_fault([*samples[:-1], samples[-1] | facts]))

@@ -4,19 +4,16 @@ import json
 
 import pytest
 
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import Record
 from dflash_aot.benchmarks.tpu_bench import Settings, find_fault, make_findings, measure
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.locations import locate_checkpoint
-from tests.quantized_checkpoints import make_section
 
 GRID = "batch=1 length=64 k=0,3 prefill=32"
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path):
+def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path, make_record):
     """The target is given as a file: a config is all that is needed."""
     config = locate_checkpoint("embedded", "target") / "config.json"
     settings = Settings(
@@ -33,29 +30,10 @@ def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path):
     assert 0 < sum(one["seconds"] for one in operations) <= whole["estimate_seconds"] * (1 + 1e-9)
     assert notes == [f"v5e:1x1, 1 of 1: {settings.executable}"]
     assert not list(tmp_path.iterdir())
-    found = make_findings(make_record(samples, settings.executable))
+    found = make_findings(make_record(samples, {"executable": settings.executable}))
     assert found.tables[0].rows[0][:2] == ("v5e:1x1", settings.executable)
     assert len(found.tables[1].rows) == len(operations)
-    assert len(make_findings(make_record(samples, None)).tables) == 1
-
-
-@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_layers_of_a_quantized_config_are_int8_unless_weights_says_otherwise(tmp_path):
-    config = json.loads((locate_checkpoint("embedded", "draft") / "config.json").read_text())
-    draft = tmp_path / "draft.json"
-    draft.write_text(json.dumps({**config, "quantization_config": make_section("int8", [])}))
-    given = {"topologies": "v5e:1x1", "buckets": GRID, "executable": "kv_write rows=1 width=4", "jobs": 1}
-    bounds = []
-    for weights in (None, "bfloat16"):
-        settings = Settings(draft=str(draft), draft_weights=weights, **given)
-        (whole,) = (one for one in measure(settings, tmp_path, print) if one["kind"] == "executable")
-        bounds.append(whole["bound_seconds"])
-    assert 0.5 < bounds[0] / bounds[1] < 0.6
-
-
-def make_record(samples, executable) -> Record:
-    facts = {"seconds": 1.0, "environment": read_machine(0.0), "settings": {"executable": executable}}
-    return Record(1, "tpu", "dflash-bench tpu", "", "2026-11-22T12:00:00", samples=samples, void="", **facts)
+    assert len(make_findings(make_record(samples, {"executable": None})).tables) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Chat template: the look-up, and rendered conversations."""
+"""Chat template: the look-up, rendered conversations, and templates that never end."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,9 @@ import tokenizers
 from tokenizers import models
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.runtime import Engine
+from dflash_aot.runtime.bounded_worker import CallLimits
+from dflash_aot.runtime.text import chat_template
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 < 5?"}]
@@ -189,6 +193,38 @@ def test_tokenizer_that_transformers_cannot_read_raises(checkpoint):
     (checkpoint / "tokenizer.json").write_text("{}")
     with pytest.raises(BadCheckpoint, match=f"the tokenizer in {checkpoint} cannot be read: "):
         render_chat(checkpoint, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [
+        (
+            "{% for a in text * 99 %}{% for b in text * 99 %}{% endfor %}{% endfor %}",
+            "more than 0.5 s of processor time",
+        ),
+        ("{% set ns = namespace(x=text) %}{% for i in range(70) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "64 MiB"),
+        ("{{ '%1000000000d' % (text | length) }}", "more than 64 MiB of memory"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_endless_template_is_refused_and_others_are_rendered(checkpoint, template, limit):
+    path = checkpoint / "chat_template.jinja"
+    path.write_text(
+        "{% set text = messages[0].content %}{% if text == 'fine' %}fine{% else %}" + template + "{% endif %}"
+    )
+    messages = [{"role": "user", "content": "x" * 1000}]
+    with pytest.raises(BadCheckpoint, match=f"the chat template of {path} failed: .*{limit}"):
+        render_chat(checkpoint, messages, limits=CallLimits(seconds=0.5, memory=1 << 26))
+    assert render_chat(checkpoint, [{"role": "user", "content": "fine"}]) == "fine"
+
+
+def test_closed_engine_leaves_no_subprocess(checkpoint, bundle):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    with Engine.open(bundle("tiny"), k=0):
+        render_chat(checkpoint, MESSAGES)
+        pid = chat_template._WORKER._process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_empty_conversation_raises(checkpoint):

@@ -71,15 +71,14 @@ def is_usable(server: Server) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("choices", [1, 16])
-def test_disconnect_frees_slots_and_queue_places(served, stream, choices):
+def test_disconnect_frees_slots_and_queue_places(served, stream):
     wait_until_idle(served)
     aborted, completed = count_finished(served)
     with RawClient(served) as client:
-        client.ask("POST", COMPLETIONS, encode({**ENDLESS, "n": choices, "stream": stream}))
-        wait_until_busy(served, min(choices, 4), max(choices - 4, 0))
+        client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": stream}))
+        wait_until_busy(served, 4, 12)
     wait_until_idle(served)
-    assert count_finished(served) == (aborted + choices, completed)
+    assert count_finished(served) == (aborted + 16, completed)
 
 
 def test_disconnect_in_mid_stream_frees_slots(served):
@@ -89,44 +88,32 @@ def test_disconnect_in_mid_stream_frees_slots(served):
         client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": True}))
         while b"data: " not in client.file.readline():
             pass
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
     wait_until_idle(served)
     assert count_finished(served) == (aborted + 16, completed)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_immediate_disconnect_leaves_no_request_running(served, stream):
+def test_immediate_disconnect_leaves_no_request_running(served):
     wait_until_idle(served)
-    for _ in range(20):
+    for turn in range(20):
         with RawClient(served) as client:
-            client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": stream}))
+            client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": turn % 2 == 0}))
     wait_until(lambda: is_usable(served))  # until the disconnects are detected, their choices count for the key's limit
     wait_until_idle(served)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_while_waiting_leaves_other_requests_running(served, stream):
+def test_disconnect_while_waiting_leaves_other_requests_running(served):
     wait_until_idle(served)
     aborted, completed = count_finished(served)
     with RawClient(served) as first:
         first.ask("POST", COMPLETIONS, encode(ENDLESS))
         wait_until_busy(served, 4, 12)
         with RawClient(served) as second:
-            second.ask("POST", COMPLETIONS, encode({**ENDLESS, "n": 8, "stream": stream}))
+            second.ask("POST", COMPLETIONS, encode({**ENDLESS, "n": 8}))
             wait_until(lambda: sum(count_requests(served)) == 24)
         wait_until(lambda: count_finished(served)[0] == aborted + 8)
     wait_until_idle(served)
     assert count_finished(served)[1] - completed < 16, "the first request also ended when its client disconnected"
-
-
-def test_connection_reset_frees_slots(served):
-    wait_until_idle(served)
-    aborted, completed = count_finished(served)
-    with RawClient(served) as client:
-        client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": True}))
-        wait_until_busy(served, 4, 12)
-        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    wait_until_idle(served)
-    assert count_finished(served) == (aborted + 16, completed)
 
 
 def test_half_closed_connection_is_a_disconnect(served):
@@ -183,13 +170,12 @@ def test_body_timeout_is_answered_408(limited, framing):
     assert is_usable(limited)
 
 
-@pytest.mark.parametrize("leave", [lambda client: client.socket.shutdown(socket.SHUT_WR), lambda client: None])
-def test_incomplete_body_is_not_served(served, leave):
+def test_incomplete_body_is_not_served(served):
     wait_until_idle(served)
     with RawClient(served) as client:
         client.send(head("POST", COMPLETIONS, content_length="1000") + encode(SMALL))
-        leave(client)
-    assert is_usable(served)
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.read_until_closed() == b""
 
 
 # -- clients that read slowly
@@ -298,17 +284,14 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
         b"GET\r\n\r\n",
         GET.replace(b"1.1", b"0.9") + b"\r\n",
         GET.replace(b"1.1", b"2.0") + b"\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"CONNECT /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET http://localhost HTTP/1.1\r\nhost: localhost\r\n\r\n",  # without a path
-        GET + b"x: a\r\n b\r\n\r\n",  # folded headers
-        GET + b"x:\r\n\tb\r\n\r\n",
+        GET + b"x: a\r\n b\r\n\r\n",  # a folded header
         GET.replace(b"\r\n", b"\n") + b"\n",  # lines that end with LF only
-        GET.replace(b"\r\n", b"\n") + b"\r\n",
         GET + b"x: a\n\r\n",
         GET + b"x: a\ry: b\r\n\r\n",
         GET + b"host: localhost\r\n\r\n",
+        GET + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
         GET + b"x: a\r\n" * 128 + b"\r\n",
         GET + b"x: " + b"a" * (1 << 17),
         b"GET /" + b"a" * (1 << 17),
@@ -316,8 +299,6 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
         b"GET / HTTP/1.1\r\n\r\n",  # without the Host header
         b"GET / HTTP/1.1\r\nhost: localhost\r\nbad header: 1\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\x00b\r\n\r\n",
-        b"EHLO localhost\r\n\r\n",
-        bytes(range(256)) + b"\r\n\r\n",
     ],
 )
 def test_malformed_http_is_answered_400_and_closed(served, data):
@@ -329,7 +310,6 @@ def test_malformed_http_is_answered_400_and_closed(served, data):
         assert error.pop("message").startswith("malformed HTTP/1.1 request: ")
         assert error == {"type": "invalid_request_error", "param": None, "code": "invalid_http"}
         assert client.read_until_closed() == b""
-    assert is_usable(served)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +320,6 @@ def test_malformed_chunks_are_refused(served, chunks):
         client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + b"5\r\n{}   \r\n" + chunks)
         assert client.read_response().status == 400
         assert client.read_until_closed() == b""
-    assert is_usable(served)
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
