@@ -79,8 +79,8 @@ class Compatibility(msgspec.Struct, frozen=True):
     fits: bool
     differences: tuple[EnvironmentDifference, ...]
     known_only_when_jax_starts: tuple[str, ...]
-    rebuild_from_programs: str = msgspec.field(name="mend")  # the names in --json
-    rebuild_from_checkpoints: str = msgspec.field(name="rebuild")
+    rebuild_from_programs: str
+    rebuild_from_checkpoints: str
 
 
 class BundleInspection(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
     times: tuple[ExecutableTime, ...]
     environment: Environment
     signers: Signers | None
-    compatibility: Compatibility = msgspec.field(name="verdict")  # the name in --json
+    compatibility: Compatibility
 
 
 # -- inspect
@@ -157,7 +157,7 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         draft=manifest.draft,
         grid=str(manifest.grid),
         dtype=manifest.dtype,
-        weight_formats=manifest.weight_formats,
+        weight_formats=manifest.formats,
         sampling=manifest.sampling,
         programs=programs,
         executables=sum(program.executables for program in programs),

@@ -134,7 +134,7 @@ def print_report(report: BuildReport, as_json: bool) -> None:
             "reused": found,
             "seconds": report.seconds,
             "bytes": size,
-            "canaries": sum(entry.self_test is not None for entry in entries),
+            "self_tests": sum(entry.self_test is not None for entry in entries),
             "store": report.store and msgspec.to_builtins(report.store),
             "findings": list(report.findings),
             "stored_weights": msgspec.to_builtins(dict(report.conversions)),

@@ -243,7 +243,7 @@ def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[
         state=job.source.state,
         weights=job.source.recipes,
         entries=tuple(bound_entries(deployment, entries)),
-        formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
+        weight_formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
     )
 
 

@@ -114,7 +114,7 @@ def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[Execu
         observer.on_warning(f"estimated times of the bundle are not used: {error}")
         return {}
     built = manifest.environment
-    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.weight_formats) == (
+    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.formats) == (
         deployment.target,
         deployment.draft,
         deployment.dtype,

@@ -148,7 +148,7 @@ def _make_programs(manifest: Manifest) -> Programs:
         stacked=True,
         devices=manifest.environment.device_count,
         sampling=manifest.sampling,
-        formats=manifest.weight_formats,
+        formats=manifest.formats,
     )
 
 

@@ -254,7 +254,7 @@ def rebuild(
         target=manifest.target,
         draft=manifest.draft,
         deployment=plan_deployment(
-            *facts, manifest.grid, manifest.dtype, manifest.sampling, build_target, manifest.weight_formats
+            *facts, manifest.grid, manifest.dtype, manifest.sampling, build_target, manifest.formats
         ),
         source=source,
         build_target=build_target,
@@ -262,7 +262,7 @@ def rebuild(
         options=BuildOptions(jobs=jobs, self_test=self_test, ray_address=ray_address),
         records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
-        names_formats=manifest.formats is not msgspec.UNSET,
+        names_formats=manifest.weight_formats is not msgspec.UNSET,
         manifest_hash=manifest_hash,
     )
     if into is not None and (message := describe_loss(own_store.bundle, job.deployment, build_target)):

@@ -61,7 +61,7 @@ def rebuild(command):
 
 def test_rebuild_for_another_environment_compiles_everything_without_checkpoints(copy, tied, tmp_path):
     found = precompile_elsewhere("--rebuild", copy, "--bundle", tmp_path / "new", **OTHER_FLAGS)
-    assert (found["compiled"], found["canaries"]) == (LABELS, LABELS)
+    assert (found["compiled"], found["self_tests"]) == (LABELS, LABELS)
     old, new = read_manifest(copy), read_manifest(tmp_path / "new")
     assert new.environment.xla_flags == OTHER_FLAGS["XLA_FLAGS"]
     for one, other in zip(old.entries, new.entries, strict=True):
@@ -82,7 +82,7 @@ def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuil
     found = rebuild(copy)
     assert (found["compiled"], found["reused"]) == (1, LABELS - 1)
     assert [one["compiled"] for one in found["entries"]].index(True) == 2
-    assert (copy / "set-aside" / f"{entry.sha256}.0").exists()
+    assert (copy / "quarantine" / f"{entry.sha256}.0").exists()
     assert rebuild(copy)["compiled"] == 0
 
 
@@ -98,8 +98,8 @@ def test_rebuild_that_computes_something_else_is_not_published(command, copy, tm
     assert f"1 of {LABELS} executables failed their self-test. Nothing is published" in done.err
     assert f"{last.signature.label}: draft_k: the mean is" in done.err
     assert not (tmp_path / "new" / "manifest.json").exists()
-    (record,) = (tmp_path / "new" / "set-aside").glob("*.json")
-    assert json.loads(record.read_text())["kind"] == "canary"
+    (record,) = (tmp_path / "new" / "quarantine").glob("*.json")
+    assert json.loads(record.read_text())["kind"] == "self_test"
 
 
 def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(command, copy):
@@ -143,7 +143,7 @@ def test_programs_of_an_older_jax_are_compiled_and_pass_the_self_tests(command, 
     done = command(precompile, "--rebuild", copy, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert (found["compiled"], found["canaries"]) == (2, LABELS)
+    assert (found["compiled"], found["self_tests"]) == (2, LABELS)
 
 
 @pytest.mark.skipif(JAXLIB >= (0, 12), reason="needs a JAX before 0.12")
@@ -180,11 +180,11 @@ def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, t
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
     flags = ["--target", tied.target, "--draft", tied.draft, *SMALL, "--bundle", tmp_path / "bundle"]
-    first = precompile_elsewhere(*flags, "--nocanaries", **variables)
-    assert first["canaries"] == 0 < first["compiled"]
+    first = precompile_elsewhere(*flags, "--noself_test", **variables)
+    assert first["self_tests"] == 0 < first["compiled"]
     assert list(jax_cache.glob("*")) == []
     again = json.loads(command(precompile, *flags, "--json").out)
-    assert (again["compiled"], again["canaries"]) == (0, again["executables"])
+    assert (again["compiled"], again["self_tests"]) == (0, again["executables"])
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
@@ -214,7 +214,7 @@ def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path)
     first, *rest = read_manifest(copy).weights
     renamed = structs.replace(first, placements=(structs.replace(first.placements[0], tensor="of.another.name"),))
     rewrite(copy, weights=(renamed, *rest))
-    rebuild(copy, "--bundle", tmp_path / "new", "--nocanaries")
+    rebuild(copy, "--bundle", tmp_path / "new", "--noself_test")
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
 
 

@@ -38,7 +38,7 @@ def test_compile_time_and_digest_are_not_compared(manifest):
     [
         (lambda m: structs.replace(m, dtype="float32"), FieldChange("dtype", "bfloat16", "float32")),
         (
-            lambda m: structs.replace(m, formats=WeightFormats(draft="int8")),
+            lambda m: structs.replace(m, weight_formats=WeightFormats(draft="int8")),
             FieldChange("weight_formats.draft", "plain", "int8"),
         ),
         (lambda m: structs.replace(m, sampling=("sample",)), FieldChange("sampling", ["greedy"], ["sample"])),
