@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -29,22 +29,26 @@ START_SLACK = 0.01  # seconds: the kernel counts a process's start in ticks, and
 BuildInputs = dict[str, str]  # by name, such as "compile/models/layers.py", "jax" or "XLA_FLAGS"
 
 
-class _ChangedWhileRunning(Exception):
-    """A file was changed after this process started, so that its content may not be what the process runs."""
-
-
 def read_build_inputs(target: BuildTarget) -> BuildInputs | None:
-    """A digest of each input, by name; None if sources or packages changed after this process had started."""
+    """A digest of each input, by name; None if sources or packages changed after this process had started.
+
+    Such a process may run code that is older than its files.
+    """
+    root = Path(__file__).parents[2]
+    packages = list_packages(name_platform(target))
+    files = [*list_sources(root), *(path for paths in packages.values() for path in paths)]
     try:
+        if any(is_newer_than_process(path) for path in files):
+            return None
         return {
             "python": sys.version,
             "devices": "attached" if isinstance(target, TargetDevices) else "described",
-            **digest_sources(Path(__file__).parents[2]),
-            **_digest_packages(name_platform(target)),
+            **digest_sources(root),
+            **{name: _digest_package(name, paths) for name, paths in packages.items()},
             **{name: _hash(value) for name, value in os.environ.items() if name.startswith(VARIABLES)},
             **{name: _hash(repr(value)) for name, value in jax.config.values.items() if name not in IGNORED_SETTINGS},
         }
-    except (_ChangedWhileRunning, OSError):
+    except OSError:  # a package is being installed
         return None
 
 
@@ -53,51 +57,53 @@ def find_changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> li
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
+def list_sources(root: Path) -> list[Path]:
+    """Every module of `OWN_PACKAGES` below a directory. Raises BuildFailed if there is none."""
+    sources = [path for package in OWN_PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    if not sources:
+        raise BuildFailed(f"{root} has no modules of {' and '.join(OWN_PACKAGES)}: reinstall dflash-aot")
+    return sources
+
+
 def digest_sources(root: Path) -> BuildInputs:
     """The sha256 of every module of `OWN_PACKAGES` below a directory, by its path there."""
-    digests = {}
-    for package in OWN_PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            _check_age(path.stat())
-            digests[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
-    if not digests:
-        raise BuildFailed(f"{root} has no modules of {' and '.join(OWN_PACKAGES)}: reinstall dflash-aot")
-    return digests
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in list_sources(root)
+    }
 
 
-def _digest_packages(platform: str) -> BuildInputs:
-    """The version of each package, with a digest of the names, sizes and times of its files."""
-    digests = {}
+def list_packages(platform: str) -> dict[str, list[Path]]:
+    """The files of each package by its name; none for a package that is not installed."""
     plugins = importlib.metadata.entry_points(group="jax_plugins") if platform == "gpu" else ()
-    for name in (*PACKAGES, *sorted(plugin.value.partition(":")[0].partition(".")[0] for plugin in plugins)):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        spec = importlib.util.find_spec(name)
-        digest = hashlib.sha256()
-        for root in sorted(spec.submodule_search_locations or ()) if spec else ():
-            for line in _list_files(root):
-                digest.update(line.encode())
-        digests[name] = f"{version} {digest.hexdigest()}"
-    return digests
+    names = (*PACKAGES, *sorted(plugin.value.partition(":")[0].partition(".")[0] for plugin in plugins))
+    return {name: list(_list_package_files(name)) for name in names}
 
 
-def _list_files(directory: str) -> Iterator[str]:
-    """Name, size and time of each file below a directory."""
-    for folder, folders, files in os.walk(directory):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in sorted(files):
-            path = os.path.join(folder, name)
-            status = os.stat(path)
-            _check_age(status)
-            yield f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"
+def _list_package_files(name: str) -> Iterator[Path]:
+    spec = importlib.util.find_spec(name)
+    for root in sorted(spec.submodule_search_locations or ()) if spec else ():
+        for folder, folders, files in os.walk(root):
+            folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
+            yield from (Path(folder, file) for file in sorted(files))
 
 
-def _check_age(status: os.stat_result) -> None:
-    """Raises _ChangedWhileRunning for a file that was changed after this process started."""
-    if max(status.st_mtime, status.st_ctime) > PROCESS_START + START_SLACK:
-        raise _ChangedWhileRunning
+def _digest_package(name: str, files: Iterable[Path]) -> str:
+    """The version of a package, with a digest of the names, sizes and times of its files."""
+    digest = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return f"{version} {digest.hexdigest()}"
+
+
+def is_newer_than_process(path: Path) -> bool:
+    """Whether a file was changed after this process started. Raises OSError."""
+    status = path.stat()
+    return max(status.st_mtime, status.st_ctime) > PROCESS_START + START_SLACK
 
 
 def _hash(text: str) -> str:

@@ -161,7 +161,7 @@ def precompile(
     )
     options = BuildOptions(jobs=jobs, self_test=self_test, ray_address=ray_address, retrace=retrace)
     observer = observer or BuildObserver()
-    job = _prepare_build(request, _choose_bundle(bundle), exact, options, observer)
+    job = prepare_build(request, _choose_bundle(bundle), exact, options, observer)
     check_tau(tau, job.deployment.grid, job.deployment.chip)
     # The nodes of a Ray cluster may have other versions and flags than this machine.
     inputs = read_build_inputs(job.build_target) if ray_address is None else None
@@ -207,7 +207,7 @@ def plan_build(
         sampling=tuple(sampling),
     )
     observer = observer or BuildObserver()
-    job = _prepare_build(request, _choose_bundle(bundle), exact, BuildOptions(jobs=jobs), observer)
+    job = prepare_build(request, _choose_bundle(bundle), exact, BuildOptions(jobs=jobs), observer)
     check_tau(tau, job.deployment.grid, job.deployment.chip)
     _announce(job, observer)
     return plan_executables(job, tau, observer)
@@ -270,7 +270,7 @@ def rebuild(
     return _build(job, store, tau, observer)
 
 
-def _prepare_build(
+def prepare_build(
     request: BuildRequest, bundle: Path, exact: bool, options: BuildOptions, observer: BuildObserver
 ) -> BuildJob:
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
