@@ -276,8 +276,13 @@ def read_layout(layout: str) -> Layout:
     """Parses XLA's text of a layout: dimensions from minor to major, then tiles, of which the first pads the array."""
     found = re.fullmatch(r"\{([\d,]*)(?::T\(([\d,]+)\).*)?\}", layout)
     assert found, layout
-    minor_to_major, tile = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
-    return minor_to_major[::-1], tile
+    minor_to_major, tile = found.groups()
+    return _read_numbers(minor_to_major)[::-1], _read_numbers(tile)
+
+
+def _read_numbers(text: str | None) -> tuple[int, ...]:
+    """Numbers with commas between them; () for None and for an empty text."""
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]) -> int:

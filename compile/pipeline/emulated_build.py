@@ -23,7 +23,7 @@ from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import BundledPrograms, ProgramSource, TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 
 class EmulatedPrograms:
@@ -145,7 +145,7 @@ def _make_programs(manifest: Manifest) -> Programs:
     return Programs(
         *facts,
         manifest.dtype,
-        stacked=True,
+        form=STACKED,
         devices=manifest.environment.device_count,
         sampling=manifest.sampling,
         formats=manifest.formats,

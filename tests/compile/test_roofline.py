@@ -26,7 +26,7 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost, expected_experts
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 H, V, LAYERS = 8, 100, 2
@@ -159,7 +159,7 @@ def test_hybrid_reads_its_states_twice_and_writes_them_once(formats, item):
 def test_every_weight_of_a_program_is_read_once(name, kind, devices, formats):
     """Published pairs with an empty context: bytes of states and of all weights but norms, embeddings and codes."""
     target, draft = read_pair(name, kind)
-    programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
+    programs = Programs(target, draft, "bfloat16", STACKED, devices=devices, formats=formats)
     grid = Grid((1,), (32,), (1,), (1,))
     sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
     looked_up = {name for name in sizes if name.endswith("_codebook")}
