@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaCommit, DeltaUpdates
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES
+from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, name_references
 
 MIX, COMMIT = "mix_delta_block", "commit_delta_blocks"
 PASSES = 6  # of the MXU for a product of float32
@@ -188,15 +188,25 @@ class _MixOperands(NamedTuple):
 
 
 class _MixResults(NamedTuple):
-    """References that the mixer's kernel writes, in order: the results, then the updates of the layer."""
+    """References that the mixer's kernel writes, in order: the results, then the updates of the layer.
+
+    `sums` are the decays of `DeltaUpdates`, `kept` its channels.
+    """
 
     out: Any
     keys: Any
     updates: Any
-    decays: Any
-    channels: Any
+    sums: Any
+    kept: Any
 
 
+@name_references(
+    "_layer",
+    *_MixOperands._fields[1:],
+    *(f"_{name}" for name in DeltaUpdates._fields),
+    *_MixResults._fields,
+    "rows",
+)
 def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
     """The kernel: one grid step runs a group of key heads, and their value heads, of one row.
 
@@ -211,7 +221,7 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
     has_begun = ref.begun[pl.program_id(0)] > 0
     square = (T, T)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, square, axis) for axis in range(2))
-    written.channels[...] = ref.channels[...]
+    written.kept[...] = ref.channels[...]
 
     def mix_key_head(head: jax.Array, _: None) -> None:
         at = pl.ds(pl.multiple_of(head * W, LANES), W)
@@ -234,7 +244,7 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
         strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)  # transposed: [T, 1]
         total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
         total_row = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)  # transposed: [1, T]
-        written.decays[pl.ds(head, 1), :] = total_row
+        written.sums[pl.ds(head, 1), :] = total_row
         distance = jnp.where(s <= t, total - total_row, 0)  # masked before exp: it overflows
         faded, fading = jnp.where(s <= t, jnp.exp(distance), 0), jnp.exp(total)
         read = jnp.where(has_begun, _multiply(readers, ref.states[head], ((1,), (0,))), 0)
@@ -314,6 +324,7 @@ class _CommitRefs(NamedTuple):
     after: Any
 
 
+@name_references(*_CommitRefs._fields)
 def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
     """The kernel: one grid step rewrites the states and the window of a group of heads of one row and layer."""
     ref = _CommitRefs(*refs)

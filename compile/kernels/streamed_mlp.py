@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
-from dflash_aot.compile.kernels.tiling import LANES, round_up
+from dflash_aot.compile.kernels.tiling import LANES, name_references, round_up
 
 NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
@@ -244,6 +244,7 @@ class _ExpertRefs(NamedTuple):
     down: Any
 
 
+@name_references(*_ExpertRefs._fields, "*scales_and_out")
 def _add_expert(facts: "_ExpertFacts", division: tuple[int, int], *refs: Any) -> None:
     """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do.
 
