@@ -255,11 +255,16 @@ class Store:
         return recorded.inputs if recorded.manifest == self.hash_manifest() else None
 
     def write_build_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Records the inputs of the published manifest's programs, unless the bundle is read-only. Raises BadInput."""
-        if self.is_read_only or (manifest := self.hash_manifest()) is None:
+        """Records the inputs of the published manifest's programs, unless the bundle is read-only.
+
+        Without the record the next build traces all programs, so an error of the file system is ignored.
+        """
+        manifest = self.hash_manifest()
+        if self.is_read_only or manifest is None:
             return
-        with self._writing(self.bundle):
-            write_atomically(self.bundle / INPUTS_FILE, msgspec.json.encode(RecordedInputs(manifest, dict(inputs))))
+        content = msgspec.json.encode(RecordedInputs(manifest, dict(inputs)))
+        with suppress(OSError):
+            write_atomically(self.bundle / INPUTS_FILE, content)
 
     def find_flawed_file(self, entries: Iterable[Entry]) -> Path | None:
         """The first blob or build record of these executables that is missing or corrupt; None if all are whole.
