@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.analysis.roofline import expected_experts
 from dflash_aot.compile.kernels.kernel_choice import run_experts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
@@ -50,7 +49,7 @@ class RoutedMlp(nnx.Module):
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self._choose(tokens, layer)
-        expected = expected_experts(self.experts, len(tokens))
+        expected = self.experts.expect_distinct(len(tokens))
         total = run_experts(self.kernels, tokens, chosen, expected)
         if total is None:
             total = _run_in_turn(tokens, chosen)

@@ -25,7 +25,7 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost, expected_experts
+from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost
 from dflash_aot.compile.programs.programs import STACKED, Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -119,7 +119,7 @@ def test_round_without_speculation_writes_the_drafts_kv_unless_nothing_ever_draf
 
 def test_expected_experts_are_shared_by_tokens():
     experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
-    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [
+    assert [experts.expect_distinct(n) for n in (0, 1, 2)] == [
         0,
         2,
         3,
