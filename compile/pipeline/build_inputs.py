@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.errors import BuildFailed
+from dflash_aot import cache
 from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_platform
 
 OWN_PACKAGES = ("cache", "compile")  # of this project: all modules that make signatures, programs and keys
@@ -30,15 +30,16 @@ BuildInputs = dict[str, str]  # by name, such as "compile/models/layers.py", "ja
 
 
 def read_build_inputs(target: BuildTarget) -> BuildInputs | None:
-    """A digest of each input, by name; None if sources or packages changed after this process had started.
+    """A digest of each input, by name; None where the files may not be what this process runs.
 
-    Such a process may run code that is older than its files.
+    That is where a file changed after the process had started, and where this project has no source files.
     """
     root = Path(__file__).parents[2]
+    sources = list_sources(root)
     packages = list_packages(name_platform(target))
-    files = [*list_sources(root), *(path for paths in packages.values() for path in paths)]
+    files = [*sources, *(path for paths in packages.values() for path in paths)]
     try:
-        if any(is_newer_than_process(path) for path in files):
+        if Path(cache.__file__) not in sources or any(is_newer_than_process(path) for path in files):
             return None
         return {
             "python": sys.version,
@@ -58,11 +59,8 @@ def find_changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> li
 
 
 def list_sources(root: Path) -> list[Path]:
-    """Every module of `OWN_PACKAGES` below a directory. Raises BuildFailed if there is none."""
-    sources = [path for package in OWN_PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    if not sources:
-        raise BuildFailed(f"{root} has no modules of {' and '.join(OWN_PACKAGES)}: reinstall dflash-aot")
-    return sources
+    """Every module of `OWN_PACKAGES` below a directory."""
+    return [path for package in OWN_PACKAGES for path in sorted((root / package).rglob("*.py"))]
 
 
 def digest_sources(root: Path) -> BuildInputs:
